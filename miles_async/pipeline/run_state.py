@@ -78,7 +78,11 @@ class RunState:
         """Which versions the current weights descend from."""
         self.publish_aborts = 0
         """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
-        self._last_progress = clock.monotonic()
+        self.waits_for_groups = False
+        """Whether the training loop waits for a batch, an evaluation or the last groups, and not for the learner or a
+        publish."""
+        self._last_progress = self._last_moved = clock.monotonic()
+        """When the run made progress last: of any kind, and of another kind than tokens of the engines."""
         self._working = 0
         """Number of `working` blocks that are entered now."""
         self._live: dict[int, Group] = {}
@@ -104,6 +108,11 @@ class RunState:
     def taken_groups(self) -> list[Group]:
         """Groups that a rollout function took from the data source and holds, in the state in which it took them."""
         return [taken.copy for taken in self._taken.values()]
+
+    @property
+    def taken_count(self) -> int:
+        """Number of `taken_groups`."""
+        return len(self._taken)
 
     def record_taken(self, groups: Iterable[Group]) -> None:
         """Remember copies of groups that a rollout function takes, because it may change the groups at any time."""
@@ -161,7 +170,15 @@ class RunState:
 
     def mark_progress(self) -> None:
         """Restart the clock that detects stalls: a group was collected, a step ended or the learner has worked."""
-        self._last_progress = self.clock.monotonic()
+        self._last_progress = self._last_moved = self.clock.monotonic()
+
+    def mark_tokens(self, within: float) -> None:
+        """Restart the clock because the engines generate, up to `within` seconds after progress of another kind.
+
+        A request may take no longer. So a run whose requests are lost or repeated again and again ends.
+        """
+        if (now := self.clock.monotonic()) - self._last_moved < within:
+            self._last_progress = now
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -175,7 +192,9 @@ class RunState:
 
     def discount(self, seconds: float) -> None:
         """Leave out of `idle_seconds` the last `seconds`, in which this process did not run."""
-        self._last_progress = min(self._last_progress + seconds, self.clock.monotonic())
+        now = self.clock.monotonic()
+        self._last_progress = min(self._last_progress + seconds, now)
+        self._last_moved = min(self._last_moved + seconds, now)
 
     @property
     def idle_seconds(self) -> float:
