@@ -130,19 +130,19 @@ class RunMonitor:
             generating=len(producer.at_engines_since),
             rewarding=producer.rewarding,
             oldest=oldest,
-            oldest_seconds=now - sent_at,
+            oldest_seconds=round(now - sent_at, 3),
             waits_for=cause,
-            waits_seconds=now - blocked_since,
+            waits_seconds=round(now - blocked_since, 3),
             head=head,
             head_state=run_state.ledger.state(head),
-            head_seconds=now - self._head[1],
+            head_seconds=round(now - self._head[1], 3),
             queue=len(producer.queue),
             blocked=producer.window.blocked,
             collected=self._collector.collected,
             wanted=self._collector.wanted,
             trainer_version=run_state.trainer_version,
             live_version=run_state.live_version,
-            idle_seconds=idle_seconds,
+            idle_seconds=round(idle_seconds, 3),
         )
 
     def _warn(self, idle_seconds: float) -> None:

@@ -26,6 +26,8 @@ class TakenGroup(NamedTuple):
     """The group as it was when it was taken."""
     samples: list[ref[Sample]]
     """The samples that the function received."""
+    identities: list[int]
+    """The `id` of each of these samples."""
     version: int
     """The live weight version when it was taken."""
     time: float
@@ -89,6 +91,9 @@ class RunState:
         """Live groups by sequence number."""
         self._taken: dict[str, TakenGroup] = {}
         """Groups that a rollout function took, by feed index."""
+        self._taken_samples: dict[int, str] = {}
+        """The feed index of the taken group of each sample, by identity of the sample. Another object may have the
+        identity after the sample is gone."""
         self._adopted: set[int] = set()
         """Sequence numbers of live groups that were generated outside the pipeline."""
         self._unloaded: dict[int, _StoredSamples] = {}
@@ -121,19 +126,35 @@ class RunState:
             copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
             samples_taken = [ref(sample) for sample in group]
             now = self.clock.monotonic()
-            self._taken[group.feed_index] = TakenGroup(copy, samples_taken, self.live_version, now)
+            self._forget_taken(group.feed_index)
+            self._taken[group.feed_index] = TakenGroup(
+                copy, samples_taken, list(map(id, group)), self.live_version, now
+            )
+            self._taken_samples.update(dict.fromkeys(map(id, group), group.feed_index))
             self.journal.owe(copy)
 
     def record_returned(self, groups: Iterable[Group]) -> None:
         """Forget groups that a rollout function returned, to the data source or as its result."""
-        names, samples = set(), set()
         for group in groups:
-            names.add(Group.of(group).feed_index)
-            samples |= set(map(id, group))
-        for name, taken in list(self._taken.items()):
+            self._forget_taken(Group.of(group).feed_index)
             # A function may return new lists of the samples, which have no feed index.
-            if name in names or not samples.isdisjoint(id(sample()) for sample in taken.samples):
-                del self._taken[name]
+            for sample in group:
+                if (taken := self._taken_with(sample)) is not None:
+                    self._forget_taken(taken.copy.feed_index)
+
+    def _forget_taken(self, feed_index: str) -> TakenGroup | None:
+        """Remove and return the taken group of this name, if there is one."""
+        taken = self._taken.pop(feed_index, None)
+        for identity in () if taken is None else taken.identities:
+            # Another taken group may have got the identity of a sample that is gone.
+            if self._taken_samples.get(identity) == feed_index:
+                del self._taken_samples[identity]
+        return taken
+
+    def _taken_with(self, sample: Sample) -> TakenGroup | None:
+        """The taken group that contains `sample` itself."""
+        taken = self._taken.get(self._taken_samples.get(id(sample), ""))
+        return taken if taken is not None and taken.contains(sample) else None
 
     @property
     def held_groups(self) -> int:
@@ -148,7 +169,7 @@ class RunState:
     def taken_as(self, sample: Sample) -> TakenGroup | None:
         """The taken group that `sample`, or the sample of which it is a copy, belongs to; None if it was not taken."""
         named = self._taken.get(sample.metadata.get("feed_index", ""))
-        return named or next((taken for taken in self._taken.values() if taken.contains(sample)), None)
+        return named or self._taken_with(sample)
 
     def identify(self, group: Group) -> TakenGroup | None:
         """Restore the name and the attempt of a taken group, because functions return new lists of its samples.
@@ -232,7 +253,7 @@ class RunState:
         """
         with self.journal.data_lock:
             unused = [name for name, taken in self._taken.items() if not taken.in_use]
-            return [self._taken.pop(name).copy for name in unused]
+            return [taken.copy for taken in map(self._forget_taken, unused) if taken is not None]
 
     def advance(self, groups: Iterable[Group], state: GroupState, *, rollout: int | None = None) -> None:
         """Move groups to their next state. `rollout` is that of the batch if they were trained."""
@@ -326,7 +347,7 @@ class RunState:
                 before=transition.before,
                 after=transition.after,
                 reason=transition.reason,
-                counts={state: counts[state] for state in LIVE},
+                counts={state: counts[state] for state in LIVE if counts[state]},
                 discarded_tokens=discarded_tokens,
                 kept_tokens=kept_tokens,
             )

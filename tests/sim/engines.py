@@ -151,12 +151,12 @@ class Engines:
         now = self._paused_at if self._pauses else self._clock.monotonic()
         return now - self._paused_seconds
 
-    def _occupy(self, places: int) -> None:
-        """Take permits, or give them back if `places` is negative. Every request that has one draws tokens."""
+    def _occupy(self, permits: int) -> None:
+        """Take permits, or give them back if `permits` is negative. Every request that has one draws tokens."""
         now = self._work_clock()
         self._drawn += (now - self._drawn_at) * self._taken * TOKENS_PER_SECOND
         self._drawn_at = now
-        self._taken += places
+        self._taken += permits
 
     def _fill(self) -> None:
         """Give free permits to the tickets first in line."""
