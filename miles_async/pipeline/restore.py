@@ -71,7 +71,7 @@ def progress_values(
     """
     ledger = run_state.ledger
     position = data.position()
-    # A value of its own, which the store writes only if it changes: it may be much larger than the position.
+    # A separate value, which the store writes only if it changes: it may be much larger than the position.
     metadata = position.pop("metadata", {})
     return {
         "data": position,

@@ -67,7 +67,7 @@ class BufferedSource:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Values that a rollout function keeps with the position. Whoever reads the dictionary may change it."""
+        """Values that a rollout function keeps with the position. A caller may change the dictionary."""
         self._stored_metadata = None
         return self._metadata
 
