@@ -15,8 +15,8 @@ from typing import Protocol
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
-    """The base class of all events."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
+    """The base class of all events. A field with its default value is left out on disk."""
 
     time: float
     """Wall-clock seconds (`time.time`), so that events of several processes can be compared.
@@ -77,19 +77,20 @@ class ClusterReady(Event, frozen=True):
     """Whether the warm-started model came from the cache."""
 
 
-class GroupMoved(Event, frozen=True):
+class GroupMoved(Event, frozen=True, kw_only=True):
     """A group changed its state in the ledger (`scheduling/ledger.py`)."""
 
     sequence: int
     feed_index: str
     attempt: int
-    before: str | None
+    before: str | None = None
     """None for a group that was just fed."""
     after: str
-    reason: str | None
+    reason: str | None = None
     """A `DropReason` if the group was dropped."""
     counts: dict[str, int]
-    """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained)."""
+    """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained). A
+    state without groups is left out."""
     discarded_tokens: int = 0
     """Response tokens of a dropped group that no further attempt continues; 0 if they were lost with a rollout worker
     and are not known."""
@@ -447,34 +448,37 @@ class TrainerPhaseChanged(Event, frozen=True):
     """`batch` (waits for a batch), `step`, `publish` (waits for or performs a publish), `save` or `evaluate`."""
 
 
-class Pulse(Event, frozen=True):
-    """The state of the rollout side, emitted twice a second whether it changed or not."""
+class Pulse(Event, frozen=True, kw_only=True):
+    """The state of the rollout side, emitted twice a second whether it changed or not.
+
+    Seconds are rounded to milliseconds.
+    """
 
     generating: int
     """Groups at the engines."""
-    rewarding: int
+    rewarding: int = 0
     """Groups that are generated and wait for their reward."""
-    oldest: int | None
+    oldest: int | None = None
     """Sequence number of the group that has been at the engines longest."""
     oldest_seconds: float
     """How long this group has been at the engines."""
-    waits_for: str | None
+    waits_for: str | None = None
     """The limit that blocks admission now (`scheduling.admission.Blocked`), or None."""
-    waits_seconds: float
+    waits_seconds: float = 0.0
     """How long admission has been blocked."""
     head: int
     """Sequence number of the window's head."""
-    head_state: str | None
+    head_state: str | None = None
     """State of the head; None if it is not admitted yet."""
     head_seconds: float
     """How long it has been the head."""
     queue: int
     """Queue depth."""
-    blocked: int
+    blocked: int = 0
     """Finished groups outside the window."""
-    collected: int
+    collected: int = 0
     """Groups of the current batch that the trainer has."""
-    wanted: int
+    wanted: int = 0
     """Groups that the trainer waits for; 0 while it does not wait."""
     trainer_version: int
     live_version: int

@@ -57,7 +57,7 @@ class SeekableSource(DataSource, Protocol):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Values that a rollout function keeps, which are part of the position."""
+        """Values that a rollout function keeps, which are part of the position. A caller may change it."""
         ...
 
     def position(self) -> dict[str, Any]:

@@ -67,8 +67,10 @@ def choose_step(action: SkipAction, current: int, available: Collection[int]) ->
         return current
     if action is SkipAction.CACHE:
         return None
-    below = max((step for step in available if step < current), default=None)
-    return below if below is not None else min(available, default=None)
+    # Another thread may add steps meanwhile.
+    steps = list(available)
+    below = max((step for step in steps if step < current), default=None)
+    return below if below is not None else min(steps, default=None)
 
 
 def feed_step(feed_index: str) -> int | None:

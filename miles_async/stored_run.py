@@ -54,7 +54,7 @@ class Changes:
     settled: Sequence[str] = ()
     """Feed indexes of prompts and posted groups that are owed no longer; unknown ones are ignored."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """Named values that replace the stored values of the same names. JSON can express them."""
+    """Named values that replace the stored values of the same names. JSON can express them, and they do not change."""
     events: Sequence[Event] = ()
     delivered: int = 0
     """Events of the batches up to this number have reached the driver and are no longer needed."""

@@ -574,9 +574,13 @@ class SendOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The load of one engine."""
+    """The load of one engine, or of one of its data-parallel ranks."""
 
+    source: str
+    """Identifies the process that reports it: an engine that was restarted has another one."""
     kv_usage: float
     """Fraction of the KV cache in use, 0 to 1."""
     queued: int
     """Requests that wait inside the engine."""
+    generated: int
+    """Tokens that were generated since the engine's start, for all of its clients, but not for health checks."""

@@ -28,6 +28,7 @@ from miles_async.errors import FatalError, UserError
 from miles_async.events import RunEnded
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import last_event
+from miles_async.pipeline.restore import stored_position
 
 from .specs import store_folder
 
@@ -139,5 +140,4 @@ def _stored_position(config: RunConfig, folder: RunFolder, newest: LoadedCheckpo
     saved = progress["saved"]
     if saved is not None and (newest is None or newest.rollout < saved):
         raise UserError(f"it has only the groups that were trained after rollout {saved}")
-    position: Mapping[str, Any] = progress["data"]
-    return position
+    return stored_position(progress)

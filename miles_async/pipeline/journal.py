@@ -89,6 +89,11 @@ class Journal:
         self.progress: Callable[[], dict[str, Any]] = dict
         """Returns the values that replace the stored ones of the same names. It is called with each write."""
 
+    @property
+    def posted(self) -> int:
+        """Number of the last group that an external generator has posted to this rollout worker; 0 before."""
+        return int(self._values.get("posted", 0))
+
     def emit(self, event: Event) -> None:
         """Pass an event on after the next write."""
         self._events.append(event)

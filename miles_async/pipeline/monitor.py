@@ -1,11 +1,14 @@
 """Loops that watch the run.
 
 The monitor reports the state of the run and detects stalls. It never waits for another loop, so that it still reports
-when the other loops are stuck. The work loop counts the learner's work as progress, and the load loop adapts
-concurrency.
+when the other loops are stuck. The work loop counts the learner's work as progress, and the load loop the tokens of
+the engines; it also adapts concurrency.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from miles_async.errors import FatalError
 from miles_async.events import EngineBusy, LoopLag, Pulse, Stalled
@@ -20,13 +23,23 @@ from miles_async.scheduling.stall import StallClock
 TICK_SECONDS = 0.5
 """Time between two reports."""
 LOAD_POLL_SECONDS = 0.5
-"""Time between two requests for the engines' loads."""
+"""Time between two requests for the engines' loads with adaptive concurrency."""
 WORK_POLL_SECONDS = 5.0
-"""Time between two requests for the learner's seconds of work."""
+"""Time between two requests for the learner's seconds of work, and for the engines' loads without adaptive
+concurrency."""
 MIN_WORK_SECONDS = 0.05
 """Less work than this between two requests does not count: waiting for another rank takes some CPU time too."""
 SUSPENDED_SECONDS = 5.0
 """Lag of the event loop above which this process was suspended or blocked, so that no loop could make progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLimits:
+    """The most seconds that a group may stay in a stage whose work nothing else shows."""
+
+    generation_seconds: float
+    """In a user's generate function, which may wait for a tool or for another model; 0 without such a function."""
+    reward_seconds: float
 
 
 class RunMonitor:
@@ -41,6 +54,7 @@ class RunMonitor:
         generator: Generator,
         warn_seconds: float,
         abort_seconds: float,
+        limits: StageLimits,
     ) -> None:
         self._run_state = run_state
         self._producer = producer
@@ -48,11 +62,16 @@ class RunMonitor:
         self._generator = generator
         self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
+        self._limits = limits
         self._head = 0, run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
     async def run(self) -> None:
-        """Run until cancelled. Raises FatalError after `abort_seconds` without progress."""
+        """Run until cancelled.
+
+        Raises FatalError after `abort_seconds` without progress, and after as much more as the limits of the stages in
+        which groups are now: what a user's function does there is unknown until it ends.
+        """
         run_state = self._run_state
         while True:
             asleep_at = run_state.clock.monotonic()
@@ -68,8 +87,18 @@ class RunMonitor:
             run_state.journal.emit(self._pulse(idle_seconds))
             if self._stall.due(idle_seconds):
                 self._warn(idle_seconds)
-            if idle_seconds >= self._abort_seconds:
+            if idle_seconds >= self._abort_seconds + self._stage_seconds:
                 raise FatalError(self._stall_sentence(idle_seconds))
+
+    @property
+    def _stage_seconds(self) -> float:
+        """The longest limit of the stages in which groups are now."""
+        if not self._run_state.waits_for_groups:
+            return 0.0
+        return max(
+            self._limits.generation_seconds if self._producer.at_engines_since else 0.0,
+            self._limits.reward_seconds if self._producer.rewarding else 0.0,
+        )
 
     def _stall_sentence(self, idle_seconds: float) -> str:
         run_state, producer = self._run_state, self._producer
@@ -85,8 +114,7 @@ class RunMonitor:
 
     def _taken_sentence(self) -> str:
         """Names the rollout function if it holds prompts, because it may be what the run waits for."""
-        with self._run_state.journal.data_lock:
-            taken = len(self._run_state.taken_groups)
+        taken = self._run_state.taken_count
         return f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
 
     def _pulse(self, idle_seconds: float) -> Pulse:
@@ -102,19 +130,19 @@ class RunMonitor:
             generating=len(producer.at_engines_since),
             rewarding=producer.rewarding,
             oldest=oldest,
-            oldest_seconds=now - sent_at,
+            oldest_seconds=round(now - sent_at, 3),
             waits_for=cause,
-            waits_seconds=now - blocked_since,
+            waits_seconds=round(now - blocked_since, 3),
             head=head,
             head_state=run_state.ledger.state(head),
-            head_seconds=now - self._head[1],
+            head_seconds=round(now - self._head[1], 3),
             queue=len(producer.queue),
             blocked=producer.window.blocked,
             collected=self._collector.collected,
             wanted=self._collector.wanted,
             trainer_version=run_state.trainer_version,
             live_version=run_state.live_version,
-            idle_seconds=idle_seconds,
+            idle_seconds=round(idle_seconds, 3),
         )
 
     def _warn(self, idle_seconds: float) -> None:
@@ -142,14 +170,37 @@ async def follow_learner_work(run_state: RunState, learner: Learner) -> None:
             run_state.mark_progress()
 
 
-async def follow_engine_load(run_state: RunState, fleet: Fleet, limit: AdaptiveConcurrency) -> None:
-    """Adapt the limit on groups in flight to the engines' load (`--adaptive-concurrency`). Runs until cancelled."""
+async def follow_engine_load(
+    run_state: RunState,
+    fleet: Fleet,
+    asks_engines: Callable[[], bool],
+    request_seconds: float,
+    limit: AdaptiveConcurrency | None,
+) -> None:
+    """Count the tokens of the engines as progress, and adapt the limit on groups in flight. Runs until cancelled.
+
+    Tokens are progress only while the trainer waits for groups and `asks_engines` holds, because the engines may have
+    other clients, and for at most `request_seconds`, the limit of a request. An engine that hangs reports the same
+    number again or nothing, so its requests end in a stall. A group that an external generator has posted is progress,
+    too. `limit` is None without `--adaptive-concurrency`.
+    """
     counts = run_state.ledger.counts
+    generated: dict[str, int] = {}
+    posted = run_state.journal.posted
     while True:
-        await run_state.clock.sleep(LOAD_POLL_SECONDS)
+        await run_state.clock.sleep(WORK_POLL_SECONDS if limit is None else LOAD_POLL_SECONDS)
         loads = await fleet.loads()
-        in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
-        # A group that left the engines made room there, whatever its outcome.
-        limit.observe(loads, in_flight, ended=run_state.ledger.fed - in_flight)
-        # A higher limit may unblock the feed.
-        run_state.changed.notify()
+        grew = any(load.generated > generated.get(load.source, 0) for load in loads)
+        # An engine that did not answer this time keeps its number.
+        generated |= {load.source: load.generated for load in loads}
+        if grew and run_state.waits_for_groups and asks_engines():
+            run_state.mark_tokens(request_seconds)
+        before, posted = posted, run_state.journal.posted
+        if posted > before:
+            run_state.mark_progress()
+        if limit is not None:
+            in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
+            # A group that left the engines made room there, whatever its outcome.
+            limit.observe(loads, in_flight, ended=run_state.ledger.fed - in_flight)
+            # A higher limit may unblock the feed.
+            run_state.changed.notify()

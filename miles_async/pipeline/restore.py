@@ -70,8 +70,12 @@ def progress_values(
     `evaluated` and `saved` are the rollouts of the last evaluation that ended and of the last checkpoint.
     """
     ledger = run_state.ledger
+    position = data.position()
+    # A separate value, which the store writes only if it changes: it may be much larger than the position.
+    metadata = position.pop("metadata", {})
     return {
-        "data": data.position(),
+        "data": position,
+        "metadata": metadata,
         "fed": ledger.fed,
         "published": ledger.counts[GroupState.PUBLISHED],
         "dropped": dict(ledger.dropped),
@@ -82,6 +86,12 @@ def progress_values(
         "evaluated": evaluated,
         "saved": saved,
     }
+
+
+def stored_position(progress: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The position in the data from the values that `progress_values` has returned."""
+    # Stores of earlier versions have the metadata in the position.
+    return {"metadata": progress.get("metadata", {}), **progress["data"]}
 
 
 async def restore(
@@ -105,7 +115,7 @@ async def restore(
     groups that are not trained.
     """
     values = stored.progress
-    data.seek(values["data"])
+    data.seek(stored_position(values))
     recycler.recycled = values["recycled"]
     groups = await _enter(stored, run_state)
     next_rollout = await _count_last_batch(values["next_rollout"], learner, run_state, training)

@@ -26,6 +26,8 @@ class TakenGroup(NamedTuple):
     """The group as it was when it was taken."""
     samples: list[ref[Sample]]
     """The samples that the function received."""
+    identities: list[int]
+    """The `id` of each of these samples."""
     version: int
     """The live weight version when it was taken."""
     time: float
@@ -78,13 +80,20 @@ class RunState:
         """Which versions the current weights descend from."""
         self.publish_aborts = 0
         """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
-        self._last_progress = clock.monotonic()
+        self.waits_for_groups = False
+        """Whether the training loop waits for a batch, an evaluation or the last groups, and not for the learner or a
+        publish."""
+        self._last_progress = self._last_moved = clock.monotonic()
+        """When the run made progress last: of any kind, and of another kind than tokens of the engines."""
         self._working = 0
         """Number of `working` blocks that are entered now."""
         self._live: dict[int, Group] = {}
         """Live groups by sequence number."""
         self._taken: dict[str, TakenGroup] = {}
         """Groups that a rollout function took, by feed index."""
+        self._taken_samples: dict[int, str] = {}
+        """The feed index of the taken group of each sample, by identity of the sample. Another object may have the
+        identity after the sample is gone."""
         self._adopted: set[int] = set()
         """Sequence numbers of live groups that were generated outside the pipeline."""
         self._unloaded: dict[int, _StoredSamples] = {}
@@ -105,6 +114,11 @@ class RunState:
         """Groups that a rollout function took from the data source and holds, in the state in which it took them."""
         return [taken.copy for taken in self._taken.values()]
 
+    @property
+    def taken_count(self) -> int:
+        """Number of `taken_groups`."""
+        return len(self._taken)
+
     def record_taken(self, groups: Iterable[Group]) -> None:
         """Remember copies of groups that a rollout function takes, because it may change the groups at any time."""
         for group in groups:
@@ -112,19 +126,35 @@ class RunState:
             copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
             samples_taken = [ref(sample) for sample in group]
             now = self.clock.monotonic()
-            self._taken[group.feed_index] = TakenGroup(copy, samples_taken, self.live_version, now)
+            self._forget_taken(group.feed_index)
+            self._taken[group.feed_index] = TakenGroup(
+                copy, samples_taken, list(map(id, group)), self.live_version, now
+            )
+            self._taken_samples.update(dict.fromkeys(map(id, group), group.feed_index))
             self.journal.owe(copy)
 
     def record_returned(self, groups: Iterable[Group]) -> None:
         """Forget groups that a rollout function returned, to the data source or as its result."""
-        names, samples = set(), set()
         for group in groups:
-            names.add(Group.of(group).feed_index)
-            samples |= set(map(id, group))
-        for name, taken in list(self._taken.items()):
+            self._forget_taken(Group.of(group).feed_index)
             # A function may return new lists of the samples, which have no feed index.
-            if name in names or not samples.isdisjoint(id(sample()) for sample in taken.samples):
-                del self._taken[name]
+            for sample in group:
+                if (taken := self._taken_with(sample)) is not None:
+                    self._forget_taken(taken.copy.feed_index)
+
+    def _forget_taken(self, feed_index: str) -> TakenGroup | None:
+        """Remove and return the taken group of this name, if there is one."""
+        taken = self._taken.pop(feed_index, None)
+        for identity in () if taken is None else taken.identities:
+            # Another taken group may have got the identity of a sample that is gone.
+            if self._taken_samples.get(identity) == feed_index:
+                del self._taken_samples[identity]
+        return taken
+
+    def _taken_with(self, sample: Sample) -> TakenGroup | None:
+        """The taken group that contains `sample` itself."""
+        taken = self._taken.get(self._taken_samples.get(id(sample), ""))
+        return taken if taken is not None and taken.contains(sample) else None
 
     @property
     def held_groups(self) -> int:
@@ -139,7 +169,7 @@ class RunState:
     def taken_as(self, sample: Sample) -> TakenGroup | None:
         """The taken group that `sample`, or the sample of which it is a copy, belongs to; None if it was not taken."""
         named = self._taken.get(sample.metadata.get("feed_index", ""))
-        return named or next((taken for taken in self._taken.values() if taken.contains(sample)), None)
+        return named or self._taken_with(sample)
 
     def identify(self, group: Group) -> TakenGroup | None:
         """Restore the name and the attempt of a taken group, because functions return new lists of its samples.
@@ -161,7 +191,15 @@ class RunState:
 
     def mark_progress(self) -> None:
         """Restart the clock that detects stalls: a group was collected, a step ended or the learner has worked."""
-        self._last_progress = self.clock.monotonic()
+        self._last_progress = self._last_moved = self.clock.monotonic()
+
+    def mark_tokens(self, within: float) -> None:
+        """Restart the clock because the engines generate, up to `within` seconds after progress of another kind.
+
+        A request may take no longer. So a run whose requests are lost or repeated again and again ends.
+        """
+        if (now := self.clock.monotonic()) - self._last_moved < within:
+            self._last_progress = now
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -175,7 +213,9 @@ class RunState:
 
     def discount(self, seconds: float) -> None:
         """Leave out of `idle_seconds` the last `seconds`, in which this process did not run."""
-        self._last_progress = min(self._last_progress + seconds, self.clock.monotonic())
+        now = self.clock.monotonic()
+        self._last_progress = min(self._last_progress + seconds, now)
+        self._last_moved = min(self._last_moved + seconds, now)
 
     @property
     def idle_seconds(self) -> float:
@@ -213,7 +253,7 @@ class RunState:
         """
         with self.journal.data_lock:
             unused = [name for name, taken in self._taken.items() if not taken.in_use]
-            return [self._taken.pop(name).copy for name in unused]
+            return [taken.copy for taken in map(self._forget_taken, unused) if taken is not None]
 
     def advance(self, groups: Iterable[Group], state: GroupState, *, rollout: int | None = None) -> None:
         """Move groups to their next state. `rollout` is that of the batch if they were trained."""
@@ -307,7 +347,7 @@ class RunState:
                 before=transition.before,
                 after=transition.after,
                 reason=transition.reason,
-                counts={state: counts[state] for state in LIVE},
+                counts={state: counts[state] for state in LIVE if counts[state]},
                 discarded_tokens=discarded_tokens,
                 kept_tokens=kept_tokens,
             )

@@ -14,7 +14,7 @@
     repair    repair.py   failed engines        health checks, engine starts       the engines, the router
     monitor   monitor.py  -                     nothing                            -
     work      monitor.py  -                     the learner's ranks                the learner's ranks
-    load      monitor.py  -                     the engines' loads (if enabled)    the engines
+    load      monitor.py  -                     the engines' loads                 the engines
 
 Training is finite; the other loops run until it ends, and a loop that returns earlier is an error. Every group is in
 exactly one state of `scheduling/ledger.py`, and every change of state is an event. The journal stores all changes, and
@@ -47,7 +47,7 @@ from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
 from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
-from miles_async.pipeline.monitor import RunMonitor, follow_engine_load, follow_learner_work
+from miles_async.pipeline.monitor import RunMonitor, StageLimits, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.recycle import Recycler
@@ -178,6 +178,13 @@ class Service:
             generator=ports.generator,
             warn_seconds=config.observability.no_progress_warn_seconds,
             abort_seconds=config.observability.no_progress_abort_seconds,
+            limits=StageLimits(
+                generation_seconds=(
+                    config.rollout.generate_timeout_seconds if config.rollout.custom_generate_function_path else 0.0
+                ),
+                # A plain reward function scores the samples of a group one after the other.
+                reward_seconds=config.rollout.reward_timeout_seconds * config.rollout.n_samples_per_prompt,
+            ),
         )
         self._checkpointer = Checkpointer(
             run_state=self.run_state,
@@ -233,8 +240,14 @@ class Service:
             self._tasks.forever("journal", self._ports.journal.run())
             self._tasks.forever("monitor", self._monitor.run())
             self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
-            if self._adaptive is not None:
-                self._tasks.forever("load", follow_engine_load(self.run_state, self._ports.fleet, self._adaptive))
+            load = follow_engine_load(
+                self.run_state,
+                self._ports.fleet,
+                self._asks_engines,
+                self._config.engine.sglang_router_request_timeout_secs,
+                self._adaptive,
+            )
+            self._tasks.forever("load", load)
             try:
                 async with asyncio.timeout(None) as limit:
                     drain = self._tasks.spawn("drain", self._limit_drain(limit))
@@ -420,12 +433,14 @@ class Service:
             return await self._collector.collect(rollout_id, size)
         leased_before = self.run_state.leased_groups
         groups = await self._ports.rollout(rollout_id, self._source)
+        _ = self._ports.data.metadata  # the function may have kept the dictionary and changed it
         self._collector.reconcile(groups, leased_before)
         return groups
 
     async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
         assert self._ports.worker_function is not None
         groups = await self._ports.worker_function(rollout_id, self._source, size)
+        _ = self._ports.data.metadata  # as in `_collect_batch`
         self._collector.reconcile_worker(groups)
         return groups
 
@@ -501,7 +516,12 @@ class Service:
             saved=self._checkpointer.last_saved,
         )
 
+    def _asks_engines(self) -> bool:
+        """Whether this run has requests that the engines may be answering."""
+        return bool(self._producer.at_engines_since or self._ports.generator.in_flight or self.run_state.taken_count)
+
     def _enter_phase(self, phase: str) -> None:
+        self.run_state.waits_for_groups = phase in ("batch", "evaluate")
         self._ports.journal.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
 
     def _evaluation_may_generate(self) -> bool:

@@ -17,6 +17,8 @@ from tests.sim.virtual_time import VirtualClock
 
 Latency = Callable[[Group, random.Random], float]
 """Seconds that one request takes once it has a permit."""
+TOKENS_PER_SECOND = 50.0
+"""Of each request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,9 @@ class Engines:
         self._running: list[tuple[float, int, _Ticket]] = []
         self._line: deque[_Ticket] = deque()
         self._taken = 0
+        self._drawn = 0.0
+        """Tokens until `_drawn_at`, on the work clock."""
+        self._drawn_at = 0.0
         self._serial = 0
         self._timer: asyncio.TimerHandle | None = None
         self._pauses = 0
@@ -145,7 +150,7 @@ class Engines:
         now = self._work_clock()
         left = [max(0.0, end - now) for end in ticket.ends.values()] + ticket.waiting
         self.worked_seconds -= sum(left) - sum(ticket.waiting)
-        self._taken -= len(ticket.ends)
+        self._occupy(-len(ticket.ends))
         ticket.ends, ticket.waiting = {}, []
         self._fill()
         return left or [0.0]
@@ -154,6 +159,13 @@ class Engines:
     def _work_clock(self) -> float:
         now = self._paused_at if self._pauses else self._clock.monotonic()
         return now - self._paused_seconds
+
+    def _occupy(self, permits: int) -> None:
+        """Take permits, or give them back if `permits` is negative. Every request that has one draws tokens."""
+        now = self._work_clock()
+        self._drawn += (now - self._drawn_at) * self._taken * TOKENS_PER_SECOND
+        self._drawn_at = now
+        self._taken += permits
 
     def _fill(self) -> None:
         """Give free permits to the tickets first in line."""
@@ -165,7 +177,7 @@ class Engines:
                 continue
             seconds = ticket.waiting.pop()
             self._serial += 1
-            self._taken += 1
+            self._occupy(1)
             self.worked_seconds += seconds
             ticket.ends[self._serial] = now + seconds
             if ticket.born is None:
@@ -190,7 +202,7 @@ class Engines:
             _, serial, ticket = heappop(self._running)
             if ticket.ends.pop(serial, None) is None:
                 continue  # it was stopped
-            self._taken -= 1
+            self._occupy(-1)
             self.in_flight -= 1
             ticket.unfinished -= 1
             if not ticket.unfinished and not ticket.done.done():
@@ -242,7 +254,9 @@ class Engines:
         return bool(self.routed())
 
     async def loads(self) -> Sequence[EngineLoad]:
-        return [EngineLoad(kv_usage=self._taken / self._permits, queued=self.in_flight - self._taken)]
+        self._occupy(0)
+        queued = self.in_flight - self._taken
+        return [EngineLoad(source="e", kv_usage=self._taken / self._permits, queued=queued, generated=int(self._drawn))]
 
     async def pause(self, mode: str) -> None:
         self._stand_still()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,9 @@ from miles_async.pipeline import monitor
 from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group, StepReport
+from miles_async.types import EngineLoad, Group, StepReport
 from tests.configuration import run_config
-from tests.sim.engines import Engines
+from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import VirtualTimeLoop
 from tests.sim.world import Trainer, World
 
@@ -131,6 +132,49 @@ def test_a_long_step_of_a_learner_that_works_is_progress() -> None:
     world = World(config=config(num_rollout=2), train_seconds=3000.0).run()
     assert [step.seconds for step in world.trace.of(StepEnded)] == [3000.0, 3000.0]
     assert world.trace.of(Stalled) == []
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_responses_that_take_longer_than_the_limit_are_progress_while_the_engines_generate(schedule: Schedule) -> None:
+    world = World(config=config(num_rollout=3), schedule=schedule, latency=lambda group, rng: 900.0).run()
+    assert len(world.trainer.batches) == 3
+    assert world.trace.of(Stalled) == []
+
+
+def test_one_long_response_at_the_head_of_the_window_is_progress() -> None:
+    def latency(group: Group, rng: random.Random) -> float:
+        return 900.0 if group.feed_index == "sample_0_40" else rng.uniform(20, 60)
+
+    world = World(config=config(windowed_fifo_ratio=0.0), latency=latency).run()
+    assert world.trace.of(Stalled) == []
+
+
+def test_engines_that_stand_still_end_the_run_although_they_still_report_their_load() -> None:
+    standing = EngineModel(stall_every=500.0, stall_seconds=1e6)
+    with pytest.raises(FatalError, match=r"nothing moved for 60[0-5]s"):
+        World(config=config(), engines=standing, latency=lambda group, rng: 900.0).run()
+
+
+class Elsewhere(Engines):
+    """The responses come from somewhere else: a generate function asks another model, or waits for a tool."""
+
+    async def loads(self) -> Sequence[EngineLoad]:
+        return [EngineLoad(source="e", kv_usage=0.0, queued=0, generated=0)]
+
+
+def test_a_generate_function_has_its_own_time_limit_before_the_run_ends() -> None:
+    function = config(num_rollout=2, custom_generate_function_path="mine.generate", generate_timeout_seconds=1000)
+    finished = World(config=function, engine_kind=Elsewhere, latency=lambda group, rng: 990.0).run()
+    assert len(finished.trainer.batches) == 2
+    with pytest.raises(FatalError, match="nothing moved for 1600s"):
+        World(config=function, engine_kind=Elsewhere, latency=lambda group, rng: 1e6).run()
+
+
+def test_rewards_have_their_own_time_limit_before_the_run_ends() -> None:
+    scored = config(num_rollout=2, n_samples_per_prompt=10, reward_timeout_seconds=100.0)
+    assert len(World(config=scored, reward_seconds=990.0).run().trainer.batches) == 2
+    with pytest.raises(FatalError, match="nothing moved for 1600s"):
+        World(config=scored, reward_seconds=1e6).run()
 
 
 class Frozen(Trainer):

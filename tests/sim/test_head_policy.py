@@ -109,7 +109,7 @@ def test_adaptive_concurrency_keeps_the_engines_full_and_their_lines_short() -> 
             train_seconds=0.1,
         ).run()
         later = [moved for moved in world.trace.of(GroupMoved) if moved.time > world.seconds / 4]
-        return world, max(moved.counts["in_flight"] for moved in later)
+        return world, max(moved.counts.get("in_flight", 0) for moved in later)
 
     (fixed, most_fixed), (adaptive, most_adaptive) = run(False), run(True)
     assert most_fixed == 64

@@ -331,7 +331,7 @@ def test_data_may_end_with_the_last_batch() -> None:
 
 
 def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause() -> None:
-    world = World(config=config(), latency=lambda group, rng: 1e6)
+    world = World(config=config(), engines=EngineModel(stall_every=0.1, stall_seconds=1e6))
     with pytest.raises(FatalError, match=r"nothing moved for 600s .* 8 requests in flight"):
         world.run()
     warnings = world.trace.of(Stalled)

@@ -1,4 +1,4 @@
-"""A real engine reports its load for `--adaptive-concurrency`, and answers health checks."""
+"""A real engine reports its load for `--adaptive-concurrency`, counts its tokens and answers health checks."""
 
 from __future__ import annotations
 
@@ -50,3 +50,29 @@ async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: S
         patient.register_engine(serving.engine)
         await patient.check("e0")
         await patient.close()
+
+
+async def test_an_engine_counts_the_tokens_of_requests_and_none_while_its_scheduler_hangs(serving: Stack) -> None:
+    async def generated() -> int:
+        return sum(load.generated for load in await fleet.loads())
+
+    scheduler = read_engine_memory(serving.engine, timeout=PATIENCE_SECONDS).ranks[0].pid
+    async with serving.admitted() as (fleet, generator):
+        before = await generated()
+        for _ in range(3):
+            await fleet.check("e0")
+        assert await generated() == before
+        groups = [group_of(f"What is {n} + 1?", samples=8) for n in range(8)]
+        generating = await start_generating(fleet, generator, SamplingParams(max_new_tokens=300), *groups)
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(0.5)
+            hangs = await generated()
+            await asyncio.sleep(1.0)
+            assert await generated() == hangs
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        await generating
+        tokens = sum(sample.response_length for group in groups for sample in group)
+        counted = await generated() - before
+        assert 0.5 * tokens < counted <= tokens

@@ -188,6 +188,7 @@ def change(observe: Observe, value: Any, **given: Any) -> Change:
 
 
 SMALL = {"num_rollout": 8, "rollout_batch_size": 4, "n_samples_per_prompt": 2}
+STANDS_STILL = EngineModel(stall_every=1.0, stall_seconds=50.0)
 STAGES = {"pipeline_model_parallel_size": 4, "max_tokens_per_gpu": 30}
 ROWS = {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 8}
 FORWARD_ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
@@ -298,8 +299,8 @@ OBSERVED: dict[str, Change] = {
     "ray_address": change(ray_start, "10.0.0.1:6379"),
     "colocate": change(plan, True),
     # stalls
-    "no_progress_warn_seconds": change(simulated(latency=lambda group, rng: 50.0), 10.0, **SMALL),
-    "no_progress_abort_seconds": change(simulated(latency=lambda group, rng: 50.0), 40.0, **SMALL),
+    "no_progress_warn_seconds": change(simulated(engines=STANDS_STILL), 10.0, **SMALL),
+    "no_progress_abort_seconds": change(simulated(engines=STANDS_STILL), 40.0, **SMALL),
     # observability
     "sample_interval_seconds": change(simulated(), None, **SMALL),
     # debugging

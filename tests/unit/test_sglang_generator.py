@@ -1,15 +1,21 @@
-"""The requests of the generator to an engine that does not answer."""
+"""The requests of the generator to an engine that does not answer, and their aborts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from miles_async.adapters.sglang import generator as sglang_generator
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.plugin import abort_samples
+from miles_async.errors import EngineLostError
 from miles_async.types import Group, Sample
 from tests.unit.byte_tokenizer import Bytes
 
@@ -39,7 +45,84 @@ async def test_the_engines_stop_working_on_a_request_that_was_cancelled() -> Non
         generating = asyncio.create_task(generator.generate(group))
         await begun.wait()
         generating.cancel()
-        assert await aborted.get() == {"rid": asked[0]["rid"] + "_0"}
+        assert await aborted.get() == {"rid": asked[0]["rid"] + "_"}
         await generator.close()
         assert generator.in_flight == 0
         assert group[0].tokens == [1]
+
+
+class SlowToEnd:
+    """An engine, as seen over HTTP: its one request ends with the `aborts`-th abort."""
+
+    def __init__(self, aborts: int) -> None:
+        self.aborts: list[Any] = []
+        self.begun = asyncio.Event()
+        self._needed = aborts
+        self._ended = asyncio.Event()
+
+    async def generate(self, http: web.Request) -> web.Response:
+        self.rid = (await http.json())["rid"]
+        self.begun.set()
+        await self._ended.wait()
+        meta = {"finish_reason": {"type": "abort"}, "output_token_logprobs": [], "weight_version": "0"}
+        return web.json_response([{"output_ids": [], "text": "", "meta_info": meta}] * 8)
+
+    async def abort(self, http: web.Request) -> web.Response:
+        self.aborts.append(await http.json())
+        if len(self.aborts) == self._needed:
+            self._ended.set()
+        return web.json_response({})
+
+
+async def aborts_of_a_group(needed: int) -> tuple[str, list[Any]]:
+    """The id of a request for eight samples, and the aborts that one engine of two receives until the request ends."""
+    engine = SlowToEnd(needed)
+    app = web.Application()
+    app.add_routes([web.post("/generate", engine.generate), web.post("/abort_request", engine.abort)])
+    async with TestServer(app, handler_cancellation=True) as server:
+        url = str(server.make_url("")).rstrip("/")
+        generator = SGLangGenerator(
+            url,
+            Bytes(),
+            SamplingParams(max_new_tokens=9),
+            limit=lambda: 8,
+            engines=lambda: [EngineInfo("engine", url, 0, 1)],
+        )
+        group = Group([Sample(tokens=[1]) for _ in range(8)])
+        generating = asyncio.create_task(generator.generate(group))
+        await engine.begun.wait()
+        with suppress(EngineLostError):
+            await generator.abort(group)
+        generating.cancel()
+        with suppress(asyncio.CancelledError):
+            await generating
+        aborts = list(engine.aborts)
+        await generator.close()
+    return engine.rid, aborts
+
+
+async def test_one_abort_per_engine_ends_all_samples_of_a_group() -> None:
+    rid, aborts = await aborts_of_a_group(needed=1)
+    assert aborts == [{"rid": f"{rid}_"}]
+
+
+async def test_an_abort_is_repeated_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_generator, "ABORT_TIMEOUT_SECONDS", 1.0)
+    _, aborts = await aborts_of_a_group(needed=1000)
+    assert 2 <= len(aborts) <= 7
+
+
+def test_an_engine_aborts_the_samples_of_the_request_and_no_others() -> None:
+    class TokenizerManager:
+        rid_to_state: Mapping[str, object] = dict.fromkeys(["a-1_0", "a-1_1", "a-10_0", "a-2_0"])
+
+    def abort(manager: TokenizerManager, rid: str, abort_all: bool) -> None:
+        aborted.append((rid, abort_all))
+
+    aborted: list[tuple[str, bool]] = []
+    abort_samples(abort, TokenizerManager(), rid="a-1_")
+    assert aborted == [("a-1_0", False), ("a-1_1", False)]
+    aborted.clear()
+    for rid, everything in (("a-3_", False), ("a-2_0", False), ("", True)):
+        abort_samples(abort, TokenizerManager(), rid=rid, abort_all=everything)
+    assert aborted == [("a-3_", False), ("a-2_0", False), ("", True)]

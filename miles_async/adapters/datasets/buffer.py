@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class Buffer:
         self._choose = choose
         self._args = args
         self._report = report
-        self._groups: list[Group] = []
+        self._groups: deque[Group] = deque()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -47,23 +48,25 @@ class Buffer:
         """
         if not self._groups or not num_samples:
             return []
+        if self._choose is pop_first:
+            return self._take_first(num_samples)
         # A filter may remove groups from the list in place, so the contents are remembered before it runs.
         before = {_key(group): group for group in self._groups}
+        offered = list(self._groups)
         try:
-            picked = [_key(group) for group in self._choose(self._args, None, self._groups, num_samples)]
+            picked = [_key(group) for group in self._choose(self._args, None, offered, num_samples)]
         except Exception as error:
-            # User code can raise any exception. Its changes to the list are undone.
+            # User code can raise any exception. Its changes to the list have no effect.
             self._report(
                 "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"
             )
-            self._groups = list(before.values())
-            return pop_first(self._args, None, self._groups, num_samples)
+            return self._take_first(num_samples)
         if unknown := [key for key in picked if key not in before]:
             self._report(
                 "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups that are not in the buffer"
             )
         chosen = [key for key in dict.fromkeys(picked) if key in before]
-        left = {_key(group) for group in self._groups}
+        left = {_key(group) for group in offered}
         for key, group in before.items():
             if key not in left and key not in chosen:
                 self._report(
@@ -72,7 +75,7 @@ class Buffer:
         # Groups beyond `num_samples` stay in the buffer, even if the filter removed them from the list.
         surplus = chosen[num_samples:]
         kept = left.difference(chosen).union(surplus)
-        self._groups = [group for key, group in before.items() if key in kept]
+        self._groups = deque(group for key, group in before.items() if key in kept)
         return [before[key] for key in chosen[:num_samples]]
 
     def groups(self) -> list[Group]:
@@ -88,7 +91,11 @@ class Buffer:
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Load the result of `state`."""
-        self._groups = [Group.from_prompt_dict(group) for group in state]
+        self._groups = deque(Group.from_prompt_dict(group) for group in state)
+
+    def _take_first(self, num_samples: int) -> list[Group]:
+        """Remove and return the oldest groups, without a look at the others."""
+        return [self._groups.popleft() for _ in range(min(num_samples, len(self._groups)))]
 
 
 def _key(group: list[Sample]) -> int:

@@ -60,9 +60,16 @@ class BufferedSource:
         """Number of rows of this epoch that were read, in the order of the epoch."""
         self.sample_index = 0
         """Index of the next sample; the numbering continues across epochs."""
-        self.metadata: dict[str, Any] = {}
-        """Values that a rollout function keeps with the position."""
+        self._metadata: dict[str, Any] = {}
+        self._stored_metadata: dict[str, Any] | None = None
+        """`metadata` as JSON; None if it may have changed since it was converted."""
         self._order = self._epoch_order()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values that a rollout function keeps with the position. A caller may change the dictionary."""
+        self._stored_metadata = None
+        return self._metadata
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: groups from the buffer first, then new ones.
@@ -122,7 +129,8 @@ class BufferedSource:
     def position(self) -> dict[str, Any]:
         """Return the position in the data, without the buffer.
 
-        The order of the rows is not stored, because it follows from the seed.
+        The order of the rows is not stored, because it follows from the seed. `metadata` is the same object until it
+        is read or a function may have changed it.
         """
         with self._lock:
             return self._position()
@@ -162,7 +170,7 @@ class BufferedSource:
             self.epoch_id, self.sample_offset = state["epoch_id"], state["sample_offset"]
             self.sample_index = state["sample_index"]
             # Checkpoints of earlier versions have no metadata.
-            self.metadata = dict(state.get("metadata", {}))
+            self._metadata, self._stored_metadata = dict(state.get("metadata", {})), None
             self._order = self._epoch_order()
             self._buffer.restore(state["buffer"])
 
@@ -171,9 +179,16 @@ class BufferedSource:
             "epoch_id": self.epoch_id,
             "sample_offset": self.sample_offset,
             "sample_index": self.sample_index,
-            "metadata": json_value(dict(self.metadata)),
+            "metadata": self._json_metadata(),
             "order": self._order_of_data,
         }
+
+    def _json_metadata(self) -> dict[str, Any]:
+        """Convert `metadata` if that is due. Positions are stored several times a second, and it may be large."""
+        if self._stored_metadata is None:
+            converted: dict[str, Any] = json_value(dict(self._metadata))
+            self._stored_metadata = converted
+        return self._stored_metadata
 
     @property
     def _order_of_data(self) -> dict[str, Any]:

@@ -319,7 +319,16 @@ class SGLangFleet:
 
     async def _load_of(self, engine: EngineInfo) -> list[EngineLoad]:
         answer = await self._get(engine, "/v1/loads?include=core")
-        return [EngineLoad(kv_usage=rank["token_usage"], queued=rank["num_waiting_reqs"]) for rank in answer["loads"]]
+        return [
+            EngineLoad(
+                source=f"{engine.url} rank {rank['dp_rank']}",
+                kv_usage=rank["token_usage"],
+                queued=rank["num_waiting_reqs"],
+                # Sums over the decode steps; the last one is the number of tokens. Older versions of SGLang have none.
+                generated=int((rank.get("decode_moments") or [0])[-1]),
+            )
+            for rank in answer["loads"]
+        ]
 
     def _report_engine(self, engine: str, state: str, reason: str | None) -> None:
         version = self._versions.get(engine)

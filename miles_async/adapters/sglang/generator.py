@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
+from miles_async.adapters.sglang.plugin import EACH_SAMPLE
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
@@ -29,6 +30,8 @@ from miles_async.types import Group, Prompt, Sample, SampleStatus
 
 ABORT_TIMEOUT_SECONDS = 30.0
 ABORT_REPEAT_SECONDS = 0.02
+"""Pause before an abort is repeated for the first time. It doubles with each repetition."""
+MAX_ABORT_REPEAT_SECONDS = 1.0
 EVALUATION_PRIORITY = -100
 """Training requests have priority 0. SGLang lets a request preempt another one only if their priorities differ by more
 than 10."""
@@ -104,7 +107,8 @@ class _GenerateCall:
     sequence: int | None
     """Sequence number of the group."""
     request_ids: list[str] = field(default_factory=list)
-    """SGLang's ids of the samples that were sent to the engines."""
+    """The ids of the requests that were sent to the engines, each with the end that stands for all of its samples
+    (`plugin.abort_samples`)."""
     aborted: bool = False
 
 
@@ -224,12 +228,13 @@ class SGLangGenerator:
 
         An abort that overtakes its request has no effect, so aborts are repeated.
         """
-
+        pause = ABORT_REPEAT_SECONDS
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
                 while not stopped():
                     await asyncio.gather(*map(self._abort_at_engines, requests))
-                    await asyncio.sleep(ABORT_REPEAT_SECONDS)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_ABORT_REPEAT_SECONDS)
         except TimeoutError as late:
             raise EngineLostError(
                 f"{self._permits.taken} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
@@ -330,8 +335,7 @@ class SGLangGenerator:
                     sample.status = SampleStatus.ABORTED
                 return
             request = f"{self._id_prefix}-{next(self._request_numbers)}"
-            # SGLang derives these ids for the samples of one request.
-            call.request_ids += [f"{request}_{index}" for index in range(len(samples))]
+            call.request_ids.append(request + EACH_SAMPLE)
             body = {
                 "rid": request,
                 "input_ids": [sample.tokens for sample in samples],

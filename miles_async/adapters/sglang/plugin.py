@@ -20,6 +20,8 @@ from typing import Any
 
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
+EACH_SAMPLE = "_"
+"""The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
 LISTENING_SECONDS = 30.0
 """Time for the HTTP server to start listening."""
 
@@ -47,6 +49,7 @@ def register() -> None:
     )
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}.abort_request", abort_samples, HookType.AROUND)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
     gauges = "sglang.srt.utils.gauge_histogram.GaugeHistogram.set_by_current_observations"
@@ -125,6 +128,21 @@ def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: 
     top_ks = range(2, arguments.sampling_mask_max_tokens + 1)
     if arguments.speculative_algorithm is None and all(one.get("top_k") in top_ks for one in params):
         request.return_sampling_mask = True
+
+
+def abort_samples(
+    original: Callable[..., None], tokenizer_manager: Any, rid: str = "", abort_all: bool = False
+) -> None:
+    """Wrap `TokenizerManager.abort_request`: an id that ends with `EACH_SAMPLE` aborts all samples of that request.
+
+    SGLang knows only the ids of samples, so every engine would receive an abort for every sample of a group.
+    """
+    samples: list[str] = []
+    if rid.endswith(EACH_SAMPLE) and not abort_all:
+        samples = [known for known in tokenizer_manager.rid_to_state if known.startswith(rid)]
+    # Without a sample here: another worker of the server may have them, and the scheduler compares beginnings of ids.
+    for known in samples or [rid]:
+        original(tokenizer_manager, known, abort_all)
 
 
 def set_gauges(

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -65,11 +65,13 @@ class RecordingStore:
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._bytes = size_of(folder) if max_bytes is not None else 0
-        self._steps = frozenset(steps_in(folder))
+        self._steps = set(steps_in(folder))
+        self._deletes_drafts_at = 0.0
+        """When `save` looks for old drafts next (`time.monotonic`)."""
 
     @property
-    def steps(self) -> frozenset[int]:
-        """Steps with an entry: those found when the store was opened, and those saved since."""
+    def steps(self) -> Set[int]:
+        """Steps with an entry: those found when the store was opened, and those saved since. It changes with them."""
         return self._steps
 
     def path(self, step: int) -> Path:
@@ -104,7 +106,7 @@ class RecordingStore:
                 raise
         with self._lock:
             self._bytes += size
-            self._steps |= {step}
+            self._steps.add(step)
 
     def load(self, step: int) -> LoadedRecording:
         """Verify and load an entry.
@@ -147,7 +149,7 @@ class RecordingStore:
     def _set_aside(self, step: int) -> str:
         """Rename a damaged entry, and return what was done as the end of a sentence."""
         with self._lock:
-            self._steps -= {step}
+            self._steps.discard(step)
         aside = self.folder / f"{step}.damaged-{uuid.uuid4().hex[:8]}"
         try:
             self.path(step).rename(aside)
@@ -156,6 +158,12 @@ class RecordingStore:
         return f"was set aside as {aside.name}"
 
     def _delete_old_drafts(self) -> None:
+        """Delete the drafts of writers that were killed. The search reads the whole folder, so it is rare."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._deletes_drafts_at:
+                return
+            self._deletes_drafts_at = now + DRAFT_LIFETIME_SECONDS
         for draft in self.folder.glob(".*.tmp"):
             try:
                 if time.time() - draft.stat().st_mtime > DRAFT_LIFETIME_SECONDS:

@@ -57,6 +57,7 @@ CHECKPOINT_BYTES = 16 << 20
 BUSY_SECONDS = 60.0
 """How long a transaction waits for a process that lists the store."""
 
+_MISSING = object()
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -334,6 +335,8 @@ class _RunFile:
         """Checksum of each row, by table and key, so that a row is replaced without being read. Empty if unknown."""
         self._sum = 0
         self._owed_positions: dict[str, int] = {}
+        self._progress: Mapping[str, Any] = {}
+        """The values of `progress` that were written last."""
 
     def check(self, run_id: str) -> None:
         """Raises UserError if the file has another format or belongs to another run, and FatalError for damage."""
@@ -394,6 +397,7 @@ class _RunFile:
             execute("BEGIN IMMEDIATE")
             self._apply(changes, contents, posted)
             execute("COMMIT")
+            self._progress = changes.progress
         except BaseException:
             self._checksums = {}  # they include rows that are not stored
             if self._connection.in_transaction:
@@ -427,7 +431,9 @@ class _RunFile:
         self._put(_POSTED, ((name, _encode_samples(samples)) for name, samples in posted.items()))
         self._put(_KEYS, changes.keys.items())
         self._put(_OWED, ((name, self._owed_position(name), _encode(prompt)) for name, prompt in changes.owed.items()))
-        self._put(_PROGRESS, ((name, _encode(value)) for name, value in changes.progress.items()))
+        # The same object has the same contents, and may be too large to be encoded several times a second.
+        changed = (item for item in changes.progress.items() if item[1] is not self._progress.get(item[0], _MISSING))
+        self._put(_PROGRESS, ((name, _encode(value)) for name, value in changed))
         if changes.events:
             self._put(_EVENTS, [(changes.number, _encode(changes.events))])
         self._delete(_GROUPS, changes.ended)
