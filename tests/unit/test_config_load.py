@@ -150,7 +150,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
             "--weight-transfer: input should be 'auto', 'memory', 'p2p', 'broadcast', 'disk' or 'disk_delta'",
         ),
         (["--reasoning-gym-settings", "{a"], "--reasoning-gym-settings: '{a' is not valid YAML"),
-        (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
+        (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy[1]: a value is missing: add it, got [0.2]"),
     ],
 )
 def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv: list[str], expected: str) -> None:

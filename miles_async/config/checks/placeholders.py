@@ -59,4 +59,10 @@ def _templates(config: RunConfig) -> Iterator[str]:
         yield f"prompt_template {template!r} has no placeholder: add {{question}} or {{expression}} to it"
 
 
-CHECKS = (_paths, _overwritten, _templates)
+def _run_name(config: RunConfig) -> Iterator[str]:
+    name = config.observability.run_name
+    if name in (".", "..", "latest"):
+        yield f"run_name {name} would be the name of another folder or of the link to the newest run: set another name"
+
+
+CHECKS = (_paths, _run_name, _overwritten, _templates)

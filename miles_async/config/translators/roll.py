@@ -199,8 +199,9 @@ TABLE: Table = {
 }
 
 _TEMPLATES = frozenset({"global_template", *(f"{role}.data_args.template" for role in ROLES)})
-_RANGE = re.compile(r"(?:list\()?range\((?:(\d+),)?(\d+)\)\)?")
-_NUMBERS = re.compile(r"\[((?:\d+,?)*)\]")
+# More digits than a cluster has devices would fill the memory.
+_RANGE = re.compile(r"(?:list\()?range\((?:(\d{1,6}),)?(\d{1,6})\)\)?")
+_NUMBERS = re.compile(r"\[((?:\d{1,6},?)*)\]")
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}")
 
 
@@ -302,8 +303,13 @@ def _device_numbers(translator: Translator, values: Mapping[str, Any], key: str)
         elif numbers := _NUMBERS.fullmatch(part):
             devices += [int(number) for number in numbers[1].split(",") if number]
         else:
-            translator.problems.append(f"{key} {mapping!r} is not a list of devices: write it as list(range(0,8))")
+            translator.problems.append(f"{key} {mapping!r:.80} is not a list of devices: write it as list(range(0,8))")
             return []
+    if mapping is not None and (not devices or len(set(devices)) < len(devices)):
+        translator.problems.append(
+            f"{key} {mapping!r:.80} has no device, or has a device twice: write it as list(range(0,8))"
+        )
+        return []
     return devices
 
 
