@@ -277,7 +277,7 @@ class TrainConfig:
             ("dataset", DatasetConfig, self.dataset),
         ):
             if not isinstance(part, kind) and (part is not None or name == "recipe"):
-                raise UserError(f"{name} {part!r:.80} is not a {kind.__name__}: set it to an object of that class")
+                raise UserError(f"{name} {part!r:.80} is not an object of {kind.__name__}: write {kind.__name__}(...)")
 
     def train(self) -> TrainResult:
         """Run the training to its end, with its output on this process's stdout, and return what it has left behind.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from miles_async.config.fields import SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
+from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.translators import verl
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
@@ -67,7 +67,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
                 flags.help = True
             elif word == "--check-config":
                 flags.check = True
-            elif word.startswith("--") and len(word) > 2:
+            elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
                 del words[: _read_flag(flags, word, values)]
             elif _OVERRIDE.match(word):
                 overrides += _parse_override(word)
@@ -175,6 +175,8 @@ def _parse_override(word: str) -> list[Assignment]:
         return [Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)]
     if (misplaced := SETTINGS.get(path[-1])) is not None:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
+    if (section := dotted.rstrip(".")) in SECTIONS:
+        raise UserError(f"{section} is a section: write {section}.setting=value")
     similar = nearest(dotted, [setting.dotted for setting in SETTINGS.values()])
     raise UserError(f"unknown setting {dotted}{similar or '; --help lists all settings'}")
 

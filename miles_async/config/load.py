@@ -63,7 +63,7 @@ def _raise(problems: Sequence[str]) -> None:
 
 
 def _settings_in(text: str) -> set[str]:
-    return SETTINGS.keys() & set(re.findall(r"\w+", text.replace("-", "_")))
+    return SETTINGS.keys() & set(re.findall(r"[a-z]\w*", text.replace("-", "_")))
 
 
 def build(assignments: Sequence[Assignment]) -> RunConfig:
@@ -211,7 +211,7 @@ def _hint(path: tuple[str, ...]) -> str:
         return f"; write it as {setting.dotted}"
     siblings = {known[-1] for known in BY_PATH if known[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}
-    return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS))
+    return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS), cutoff=0.75)
 
 
 def _describe(detail: Any, sources: Mapping[tuple[str, ...], str]) -> str:
@@ -233,6 +233,7 @@ _EXPECTED = {
     "list_type": "input should be a list, such as [value, value]",
     "missing": "a value is missing: add it",
     "model_type": "input should be settings with their values, such as {setting: value}",
+    "too_long": "input should have fewer values",
     "string_pattern_mismatch": "input should have only letters, digits, underscores, hyphens and dots",
     "string_unicode": "input should be a text in UTF-8",
     "tuple_type": "input should be a list, such as [value, value]",

@@ -40,14 +40,16 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse duplicate keys; PyYAML silently keeps the last one."""
+        """Refuse keys that are not scalars, and duplicate keys, of which PyYAML silently keeps the last one."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-                seen.add((key.tag, key.value))
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a key is a list or a mapping: write a text, and replace templates such as {{ name }}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add((key.tag, key.value))
         return node
 
 
@@ -69,8 +71,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise YAMLError("lists or mappings are nested too deeply: check the brackets and the indentation") from None
-    except ValueError as error:  # `!!int many`
-        raise YAMLError(str(error)) from None
+    except (ValueError, YAMLError) as error:  # a ValueError for `!!int many`
+        raise YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from None
     finally:
         if loader is not None:
             loader.dispose()

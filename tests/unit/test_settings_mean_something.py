@@ -156,7 +156,7 @@ def test_stop_tokens_are_ids_of_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = {"hf_checkpoint": str(tmp_path)}
     assert refusals(**checkpoint, rollout_stop_token_ids=[0, 99]) == []
     assert refusals(**checkpoint, rollout_stop_token_ids=[100]) == [
-        "rollout_stop_token_ids has 100, which is not a token: the ids of the model are 0 to 99"
+        "rollout_stop_token_ids has 100, not a token of the model: set ids from 0 to 99"
     ]
 
 

@@ -332,7 +332,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
         ),
         (
             lambda roll: roll["actor_train"].update(data_args={"file_name": ["a.jsonl", "b.jsonl"]}),
-            "actor_train.data_args.file_name has several files: write all rows to one file, and set prompt_data",
+            "actor_train.data_args.file_name is not one file: write all rows to one file, and set prompt_data",
         ),
         (
             lambda roll: roll["actor_train"].update(system_envs="NVTE_FLASH_ATTN=1"),

@@ -40,7 +40,26 @@ def huge_file(folder: Path) -> None:
         file.truncate(64 << 30)
 
 
+def roll_range_of_many_digits(folder: Path) -> None:
+    """A file of ROLL with a range of 10**5000 devices."""
+    (folder / "roll.yaml").write_text("actor_train: {device_mapping: 'list(range(0," + "9" * 5000 + "))'}\n")
+
+
+def roll_device_of_many_digits(folder: Path) -> None:
+    """A file of ROLL with one device, whose number has 5,000 digits."""
+    (folder / "roll.yaml").write_text("actor_infer: {device_mapping: '[" + "9" * 5000 + "]'}\n")
+
+
 BUILDERS: Mapping[str, Callable[[Path], None]] = {
     function.__name__: function
-    for function in (deep_nesting, huge_integer, huge_hexadecimal, alias_bomb, merge_bomb, huge_file)
+    for function in (
+        deep_nesting,
+        huge_integer,
+        huge_hexadecimal,
+        alias_bomb,
+        merge_bomb,
+        huge_file,
+        roll_range_of_many_digits,
+        roll_device_of_many_digits,
+    )
 }

@@ -41,7 +41,7 @@ MEMORY_BYTES = 16 << 30
 ADVICE = re.compile(
     r"\b(set|unset|write|remove|raise|lower|add|use|put|pass|save|copy|install|choose|start|return|define|check|split|"
     r"shorten|turn|give|keep|convert|change|name|should be|should have|should match|did you mean|expected|needs?|"
-    r"no such file|no such folder|is missing|must)\b",
+    r"no such file|no such folder|is missing|must|lists all|not valid YAML|such as|see|decorate)\b",
     re.IGNORECASE,
 )
 """Words of a sentence that says what to do, or what was expected."""
@@ -196,10 +196,13 @@ def complaints(row: Row, ended: Ended) -> list[str]:
 
 
 def _names_something(row: Row, line: str) -> bool:
-    words = set(re.findall(r"[a-z0-9_]+", line.replace("-", "_")))
+    words = set(re.findall(r"[a-z]\w*", line.replace("-", "_")))
     files = [Path(name).name for name in row.files]
-    arguments = [str(argument) for argument in row.arguments]
-    return bool(words & SETTINGS.keys()) or any(name in line for name in (*files, *arguments, ".yaml"))
+    arguments = [str(argument).partition("=")[0] for argument in row.arguments]
+    program = "" if row.recipe is None else str(row.files[row.recipe])
+    identifiers = re.findall(r"\w*[A-Z_]\w*", program)
+    known = [*files, *filter(None, arguments), *identifiers, ".yaml", " --"]
+    return bool(words & SETTINGS.keys()) or any(name in line for name in known)
 
 
 def main() -> None:
@@ -207,7 +210,8 @@ def main() -> None:
     kind, name, folder = sys.argv[1:]
     (row,) = (row for row in rows(kind) if row.name == name)
     ended = _in_process(row, Path(folder))
-    print("\n".join(ended.lines), file=sys.stderr)
+    for line in ended.lines:
+        print(line, file=sys.stderr)
     sys.exit(ended.code)
 
 

@@ -132,6 +132,9 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    for name, dataset in config.rollout.eval_datasets.items():
+        if dataset.top_k == 0 or dataset.top_k < -1:
+            yield f"eval_datasets.{name}.top_k {dataset.top_k} is no number of tokens: set it to 1 or more, or to -1"
     arguments = server_arguments(config)
     policy = arguments.get("schedule_policy", "fcfs")
     if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):
@@ -157,8 +160,8 @@ def _stop(config: RunConfig) -> Iterator[str]:
     size = 0 if shape is None else shape.vocabulary
     for token in rollout.rollout_stop_token_ids:
         if token < 0 or 0 < size <= token:
-            valid = f"0 to {size - 1}" if size else "0 or more"
-            yield f"rollout_stop_token_ids has {token}, which is not a token: the ids of the model are {valid}"
+            valid = f"0 to {size - 1}" if size else "0 on"
+            yield f"rollout_stop_token_ids has {token}, not a token of the model: set ids from {valid}"
 
 
 def _greedy(config: RunConfig) -> Iterator[str]:
