@@ -87,7 +87,7 @@ def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors()
-        # Without a value of its own, the location is below a setting that several assignments have filled.
+        # A missing value has no assignment. Its siblings have, and the settings that they fill are invalid together.
         invalid = {_assigned(detail["loc"], sources) or tuple(map(str, detail["loc"][:-1])) for detail in details}
         valid = [each for each in assignments if not any(each.path[: len(path)] == path for path in invalid)]
         config, more = _validated(valid)

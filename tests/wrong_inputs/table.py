@@ -22,7 +22,7 @@ import yaml
 from miles_async import recipe
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.config.cli import EXIT_INVALID, parse_or_exit
-from miles_async.config.fields import SETTINGS
+from miles_async.config.fields import SECTIONS, SETTINGS
 from miles_async.errors import UserError
 from tests.wrong_inputs.builders import BUILDERS
 from workers.preflight import preflight
@@ -202,7 +202,7 @@ def _names_something(row: Row, line: str) -> bool:
     program = "" if row.recipe is None else str(row.files[row.recipe])
     identifiers = re.findall(r"\w*[A-Z_]\w*", program)
     known = [*files, *filter(None, arguments), *identifiers, ".yaml", " --"]
-    return bool(words & SETTINGS.keys()) or any(name in line for name in known)
+    return bool(words & (SETTINGS.keys() | SECTIONS.keys())) or any(name in line for name in known)
 
 
 def main() -> None:
