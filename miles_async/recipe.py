@@ -119,10 +119,15 @@ class DatasetConfig:
     """Call `prepare` in every run. If off, a file of an earlier run is used again."""
 
     def __init__(self, **attributes: Any) -> None:
+        known = [known for known in dir(type(self)) if not known.startswith("_")]
+        unknown = [name for name in attributes if name not in known]
+        if unknown:
+            hints = [nearest(name, known) or f"; define it in class {type(self).__name__}" for name in unknown]
+            sentences = zip(unknown, hints, strict=True)
+            raise UserError(
+                "\n".join(f"{type(self).__name__} has no attribute {name!r}{hint}" for name, hint in sentences)
+            )
         for name, value in attributes.items():
-            if not hasattr(type(self), name):
-                known = nearest(name, [known for known in dir(type(self)) if not known.startswith("_")])
-                raise UserError(f"{type(self).__name__} has no attribute {name!r}{known}")
             setattr(self, name, value)
 
     def prepare(self, path: str) -> None:
@@ -135,7 +140,12 @@ class DatasetConfig:
             raise UserError(f"output_format {self.output_format!r} is unknown: set it to jsonl or parquet")
         path = cache / f"{'-'.join([type(self).__name__, *self._origin()])}.{self.output_format}"
         if self.always_prepare or not path.exists():
-            cache.mkdir(parents=True, exist_ok=True)
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"cache_dir {cache.parent}: {error.strerror}: set it to a folder for cached files"
+                ) from error
             # If `prepare` is interrupted, the incomplete file is deleted with its folder.
             with TemporaryDirectory(dir=cache) as folder:
                 draft = Path(folder, path.name)
@@ -170,6 +180,8 @@ class HuggingFaceDataset(DatasetConfig):
         return rows.select(range(min(self.n_rows, len(rows)))) if self.n_rows else rows
 
     def prepare(self, path: str) -> None:
+        if self.n_rows < 0:
+            raise UserError(f"n_rows {self.n_rows} is not a number of rows: set it to 0 for all rows, or to 1 or more")
         if not self.hf_repo:
             raise UserError(f"{type(self).__name__} names no data set: set hf_repo to its name on the Hub")
         try:
@@ -208,9 +220,15 @@ class SlimeRecipe:
             settings: settings by name. `save_interval` without `save` writes checkpoints to
                 `checkpoints/<training_run_id>`.
         """
-        for name in settings:
-            if name not in SETTINGS and not name.startswith(("sglang_", "router_")):
-                raise UserError(f"SlimeRecipe has no setting {name!r}{nearest(name, SETTINGS)}")
+        unknown = [name for name in settings if name not in SETTINGS and not name.startswith(("sglang_", "router_"))]
+        if unknown:
+            hints = [nearest(name, SETTINGS) or "; `miles-async train --help` lists all settings" for name in unknown]
+            sentences = (
+                f"SlimeRecipe has no setting {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)
+            )
+            raise UserError("\n".join(sentences))
+        if gpu_type is not None and not isinstance(gpu_type, str):
+            raise UserError(f"gpu_type {gpu_type!r} is not a text: write the name of a GPU, such as 'H100'")
         self.gpu_type = gpu_type
         self.async_mode = async_mode
         self.settings = settings
@@ -250,6 +268,16 @@ class TrainConfig:
     """If it is None, a tiny model is created."""
     dataset: DatasetConfig | None = None
     """If it is None, the recipe names the data, such as `reasoning_gym_task="chain_sum"`."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError if a part is not an object of its class, such as a class instead of an object."""
+        for name, kind, part in (
+            ("recipe", SlimeRecipe, self.recipe),
+            ("model", ModelConfig, self.model),
+            ("dataset", DatasetConfig, self.dataset),
+        ):
+            if not isinstance(part, kind) and (part is not None or name == "recipe"):
+                raise UserError(f"{name} {part!r:.80} is not an object of {kind.__name__}: write {kind.__name__}(...)")
 
     def train(self) -> TrainResult:
         """Run the training to its end, with its output on this process's stdout, and return what it has left behind.
@@ -331,8 +359,14 @@ def _flag(name: str, value: Any) -> str:
         return f"--{flag}" if value else f"--no-{flag}"
     try:
         return f"--{flag}={value if isinstance(value, str | Path) else json.dumps(value)}"
-    except TypeError:
-        raise UserError(f"{name} {value!r} cannot be passed to a run: write a function as 'module.function'") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        if callable(value):
+            raise UserError(
+                f"{name} {value!r:.80} cannot be passed to a run: write a function as 'module.function'"
+            ) from None
+        raise UserError(
+            f"{name} cannot be passed to a run ({error}): set it to texts, numbers, lists and dictionaries"
+        ) from None
 
 
 class _CtrlC:

@@ -50,7 +50,7 @@ class Steps:
             first = int(match[1])
             last = first if match[2] is None else int(match[2]) if match[2] else None
             if last is not None and last < first:
-                raise ValueError(f"the range {entry} ends before it begins")
+                raise ValueError(f"the range {entry} ends before it begins: write the first step first")
             ranges.append((first, last))
         return Steps(tuple(ranges))
 

@@ -8,6 +8,7 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment, parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
 
 
 def run_config(*flags: str, **settings: Any) -> RunConfig:
@@ -16,5 +17,8 @@ def run_config(*flags: str, **settings: Any) -> RunConfig:
     Settings are named as in `--help`, whatever their section. Values are validated as those of a command line are, so
     that a test raises UserError if a value does not fit.
     """
+    parsed = parse_flags(flags)
+    if parsed.problems:
+        raise UserError("\n".join(parsed.problems))
     assignments = [Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()]
-    return build([*parse_flags(flags).assignments, *assignments])
+    return build([*parsed.assignments, *assignments])

@@ -172,7 +172,9 @@ def router_arguments(config: RunConfig) -> dict[str, Any]:
 
 def sampling_mask_limit(config: RunConfig) -> int:
     """The most kept tokens that an engine can return for a token."""
-    return int(server_arguments(config).get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
+    limit = server_arguments(config).get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+    # `config/checks` reports any other value.
+    return limit if isinstance(limit, int) else SAMPLING_MASK_MAX_TOKENS
 
 
 def sampling_top_k(config: RunConfig) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from miles_async.config.fields import SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
+from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.translators import verl
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
@@ -52,41 +52,56 @@ class Flags:
     """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
     check: bool = False
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each argument that is unknown, lacks a value or is not valid YAML."""
 
 
 def parse_flags(argv: Sequence[str]) -> Flags:
-    """Parse a command line without checking the values against the schema.
-
-    Raises UserError for the first argument that is unknown, lacks a value or is not valid YAML.
-    """
+    """Parse a command line without checking the values against the schema."""
     flags, overrides, words = Flags(), [], list(argv)
     while words:
         word = words.pop(0)
-        if word in ("-h", "--help"):
-            flags.help = True
-        elif word == "--check-config":
-            flags.check = True
-        elif word.startswith("--"):
-            flag, equals, text = word.partition("=")
-            values = [text] if equals else list(takewhile(_is_value, words))
-            if flag == "--config":
-                if not values:
-                    raise UserError("--config needs a YAML file")
-                flags.config_files.append(values[0])
-                used = 1
+        values = list(takewhile(_is_value, words))
+        try:
+            if word in ("-h", "--help"):
+                flags.help = True
+            elif word == "--check-config":
+                flags.check = True
+            elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
+                del words[: _read_flag(flags, word, values)]
+            elif _OVERRIDE.match(word):
+                overrides += _parse_override(word)
             else:
-                assignment, used = _parse_flag(flag, values)
-                if equals and not used:
-                    raise UserError(f"{flag} does not take the value {text!r}")
-                flags.assignments.append(assignment)
-            if not equals:
-                del words[:used]
-        elif _OVERRIDE.match(word):
-            overrides += _parse_override(word)
-        else:
-            raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
+                raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
+        except UserError as error:
+            flags.problems += str(error).splitlines()
+            # The words that follow belong to the same mistake, such as a value with blanks.
+            del words[: len(values)]
     flags.assignments += overrides
     return flags
+
+
+def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
+    """Add what a flag says to `flags`. Returns how many of `values`, the words after the flag, belong to it."""
+    flag, equals, text = word.partition("=")
+    if equals:
+        values = [text]
+    if flag in ("--help", "--check-config"):
+        raise UserError(f"{flag} does not take the value {text!r}: remove the value")
+    if flag == "--config":
+        if not values or not values[0]:
+            raise UserError("--config needs a YAML file")
+        flags.config_files.append(values[0])
+        used = 1
+    else:
+        assignment, used = _parse_flag(flag, list(values))
+        if equals and not used:
+            raise UserError(
+                f"{flag} does not take the value {text!r}: write --{flag[2:].removeprefix('no-')} to turn it "
+                f"on, or --no-{flag[2:].removeprefix('no-')} to turn it off"
+            )
+        flags.assignments.append(assignment)
+    return 0 if equals else used
 
 
 def _is_value(word: str) -> bool:
@@ -134,7 +149,10 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
-        raise UserError(f"unknown flag {flag}{nearest(flag, [setting.flag for setting in SETTINGS.values()])}")
+        similar = nearest(flag, [setting.flag for setting in SETTINGS.values()])
+        raise UserError(f"unknown flag {flag:.80}{similar or '; --help lists all flags'}")
+    if not name.removeprefix(prefix):
+        raise UserError(f"{flag} needs the name of an argument, as in --sglang-mem-fraction-static 0.8")
     parsed = [_yaml(text, flag) for text in values]
     value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
     return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
@@ -157,7 +175,10 @@ def _parse_override(word: str) -> list[Assignment]:
         return [Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)]
     if (misplaced := SETTINGS.get(path[-1])) is not None:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
-    raise UserError(f"unknown setting {dotted}{nearest(dotted, [setting.dotted for setting in SETTINGS.values()])}")
+    if (section := dotted.rstrip(".")) in SECTIONS:
+        raise UserError(f"{section} is a section: write {section}.setting=value")
+    similar = nearest(dotted, [setting.dotted for setting in SETTINGS.values()])
+    raise UserError(f"unknown setting {dotted}{similar or '; --help lists all settings'}")
 
 
 def _scalar(setting: Setting, source: str, text: str) -> Any:
@@ -169,4 +190,4 @@ def _yaml(text: str, source: str) -> Any:
     try:
         return parse_yaml(text)
     except YAMLError as error:
-        raise UserError(f"{source}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{source}: {text!r:.80} is not valid YAML: {' '.join(str(error).split())}") from None

@@ -6,6 +6,8 @@ Every value keeps its source, so error messages name the file or flag that the u
 from __future__ import annotations
 
 import importlib.util
+import re
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,8 @@ from miles_async.rewards.registry import reward_type
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
 _ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
+MAX_FILE_BYTES = 16 << 20
+"""Largest file of settings, so that a file of data or a device does not fill the memory."""
 
 
 def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
@@ -36,24 +40,67 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
     Raises UserError with one line per problem that the checks find without starting the run.
     """
     flags = parse_flags(argv)
-    config = build([*(a for path in flags.config_files for a in read_yaml(Path(path))), *flags.assignments])
-    if found := problems(config, entry):
-        raise UserError("\n".join(found))
+    found, assignments, all_files_read = [*flags.problems], [], True
+    for path in flags.config_files:
+        try:
+            assignments += _read(Path(path), found)
+        except UserError as error:
+            found += str(error).splitlines()
+            all_files_read = False
+    config, invalid = _validated([*assignments, *flags.assignments])
+    found += invalid
+    if all_files_read:
+        # A sentence about a setting that has another problem may only follow from that problem.
+        wrong = _settings_in(" ".join(found))
+        found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
+    _raise(found)
     return config
 
 
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def _settings_in(text: str) -> set[str]:
+    return SETTINGS.keys() & set(re.findall(r"[a-z]\w*", text.replace("-", "_")))
+
+
 def build(assignments: Sequence[Assignment]) -> RunConfig:
-    """A configuration from assignments, of which later ones override earlier ones.
+    """A configuration from assignments; later assignments win.
 
     Raises UserError with one line per value that is invalid for its field.
     """
-    values: dict[str, Any] = {}
-    sources: dict[tuple[str, ...], str] = {}
+    config, invalid = _validated(assignments)
+    _raise(invalid)
+    return config
+
+
+def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
+    """The configuration of all assignments that are valid, and one sentence for each of the others."""
+    found = []
     for last in {assignment.path: assignment for assignment in assignments}.values():
         if contains_redacted(last.value):
-            raise UserError(
-                f"{last.source}: a secret was left out of this file when it was written; set the value again"
-            )
+            found.append(f"{last.source}: a secret was left out of this file when it was written; set the value again")
+    values, sources = _merged(assignments)
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors()
+        # A missing value has no assignment. Its siblings have, and the settings that they fill are invalid together.
+        invalid = {_assigned(detail["loc"], sources) or tuple(map(str, detail["loc"][:-1])) for detail in details}
+        valid = [each for each in assignments if not any(each.path[: len(path)] == path for path in invalid)]
+        config, more = _validated(valid)
+        return config, [*found, *(_describe(detail, sources) for detail in details), *more]
+    config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
+    config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
+    return _resolve_skip(_resolve_reward_key(config)), found
+
+
+def _merged(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """The values of all settings, in their sections, and the source of each by its path."""
+    values: dict[str, Any] = {}
+    sources: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
         *parents, name = assignment.path
         section = values
@@ -63,33 +110,28 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
             section[parent] = section = dict(current) if isinstance(current, Mapping) else {}
         section[name] = assignment.value
         sources[assignment.path] = assignment.source
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise UserError("\n".join(_describe(detail, sources) for detail in error.errors())) from None
-    config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
-    config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
-    return _resolve_skip(_resolve_reward_key(config))
+    return values, sources
 
 
 def read_yaml(path: Path) -> list[Assignment]:
     """The assignments in one YAML file, which may be a file of ROLL or verl.
 
-    Raises UserError with the file and the key if the file is invalid.
+    Raises UserError with the file and the keys if the file is invalid.
     """
-    try:
-        content = parse_yaml(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"--config {path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror}") from None
-    except YAMLError as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if content is not None and not isinstance(content, Mapping):
-        raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
-    content = content or {}
+    unknown: list[str] = []
+    assignments = _read(path, unknown)
+    _raise(unknown)
+    return assignments
+
+
+def _read(path: Path, unknown: list[str]) -> list[Assignment]:
+    """The assignments in a file. Adds one sentence per unknown key of our own sections to `unknown`.
+
+    Raises UserError if the file cannot be read, or is a file of ROLL or verl with problems.
+    """
+    content = _content(path)
     if (project := project_of(content)) is None:
-        return _flatten(content, (), path)
+        return _flatten(content, (), path, unknown)
     return [
         Assignment(tuple(setting.split(".")), translated.value, f"{path}: {translated.key}")
         for setting, translated in _translated(content, project, path).items()
@@ -101,12 +143,32 @@ def translation_table(path: Path) -> str | None:
 
     `path` is a file that `read_yaml` accepts.
     """
-    content = parse_yaml(path.read_text()) or {}
+    content = _content(path)
     if (project := project_of(content)) is None:
         return None
     settings = _translated(content, project, path)
     lines = [f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in settings.items()]
     return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise UserError(f"--config {path} has more than {MAX_FILE_BYTES} bytes: set it to a YAML file of settings")
+        content = parse_yaml(text.decode())
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}: set it to a YAML file of settings") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a text in UTF-8: save it as UTF-8") from None
+    except YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, Mapping):
+        raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
+    return content or {}
 
 
 def _translated(content: Mapping[str, Any], project: Project, path: Path) -> Translation:
@@ -124,21 +186,22 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text(dump_yaml(redacted_values(config)))
 
 
-def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path) -> list[Assignment]:
+def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path, unknown: list[str]) -> list[Assignment]:
     assignments = []
     for key, value in section.items():
         path = (*prefix, str(key))
         dotted = ".".join(path)
         if dotted in SECTIONS:
             if value is not None and not isinstance(value, Mapping):
-                raise UserError(f"{file}: {dotted} is a section, but its value is {value!r}; put settings below it")
-            assignments += _flatten(value or {}, path, file)
+                unknown.append(f"{file}: {dotted} is a section, but its value is {value!r:.80}; put settings below it")
+            else:
+                assignments += _flatten(value or {}, path, file, unknown)
         elif path in BY_PATH:
             assignments.append(Assignment(path, value, f"{file}: {dotted}"))
         elif isinstance(value, Mapping) and is_skip_role(path):
             assignments.append(Assignment((*SKIP_ROLES, *path[1:]), value, f"{file}: {dotted}"))
         else:
-            raise UserError(f"{file}: unknown key {dotted}{_hint(path)}")
+            unknown.append(f"{file}: unknown key {dotted}{_hint(path) or '; --help lists all settings'}")
     return assignments
 
 
@@ -148,19 +211,40 @@ def _hint(path: tuple[str, ...]) -> str:
         return f"; write it as {setting.dotted}"
     siblings = {known[-1] for known in BY_PATH if known[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}
-    return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS))
+    return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS), cutoff=0.75)
 
 
 def _describe(detail: Any, sources: Mapping[tuple[str, ...], str]) -> str:
-    location = tuple(str(part) for part in detail["loc"])
-    # An invalid element of a list or a dict is reported with the assignment of the whole value.
-    source = next((sources[location[:n]] for n in range(len(location), 0, -1) if location[:n] in sources), None)
-    # Every field has a default, so only an element of a tuple can be missing.
+    location, given = detail["loc"], detail["input"]
+    known = len(_assigned(location, sources))
+    # Behind the path of the assignment, the location is that of an element of a list or a dict.
+    within = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[known or 1 :])
+    where = sources.get(_assigned(location, sources), location[0]) + within
     text = detail["msg"].removeprefix("Value error, ")
-    message = "a value is missing" if detail["type"] == "missing" else text[0].lower() + text[1:]
-    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+    message = _EXPECTED.get(detail["type"], text[0].lower() + text[1:])
+    if detail["type"] == "string_type" and isinstance(given, int | float):
         message += " in quotes"
-    return f"{source or '.'.join(location)}: {message}, got {detail['input']!r}"
+    return f"{where}: {message}, got {given!r:.80}"
+
+
+_EXPECTED = {
+    "dict_type": "input should be names with their values, such as {name: value}",
+    "extra_forbidden": "unknown setting: remove it, or correct its name",
+    "list_type": "input should be a list, such as [value, value]",
+    "missing": "a value is missing: add it",
+    "model_type": "input should be settings with their values, such as {setting: value}",
+    "too_long": "input should have fewer values",
+    "string_pattern_mismatch": "input should have only letters, digits, underscores, hyphens and dots",
+    "string_unicode": "input should be a text in UTF-8",
+    "tuple_type": "input should be a list, such as [value, value]",
+}
+"""Messages in place of pydantic's, by the type of the error."""
+
+
+def _assigned(location: Sequence[str | int], sources: Mapping[tuple[str, ...], str]) -> tuple[str, ...]:
+    """The path of the assignment with a value at this location; empty if none is so long, as for a missing value."""
+    path = tuple(str(part) for part in location)
+    return next((path[:n] for n in range(len(path), 0, -1) if path[:n] in sources), ())
 
 
 def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
@@ -219,4 +303,7 @@ def _resolve_skip(config: RunConfig) -> RunConfig:
 
 
 def _module_exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # an empty name, or `__main__`, which has no spec in a program that was started as a file
+        return module in sys.modules

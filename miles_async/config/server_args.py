@@ -134,6 +134,24 @@ def known_arguments() -> frozenset[str]:
     return frozenset(_DATACLASS_FIELD.findall(text)) | {flag.replace("-", "_") for flag in _QUOTED_FLAG.findall(text)}
 
 
+_PARSERS = {
+    "tool_call_parser": ("function_call/function_call_parser.py", "ToolCallParserEnum"),
+    "reasoning_parser": ("parser/reasoning_parser.py", "DetectorMap"),
+}
+"""The file of SGLang, and the dictionary in it, with the parsers that a setting can name."""
+
+
+@cache
+def known_parsers(setting: str) -> frozenset[str]:
+    """The names of SGLang's parsers for a setting; empty if they cannot be read."""
+    file, name = _PARSERS[setting]
+    folder = _package("sglang")
+    if folder is None or not (path := folder / "srt" / file).is_file():
+        return frozenset()
+    table = re.search(rf"^    {name}\b[^\n]*\{{(.*?)^    \}}", path.read_text(), re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'^        "([^"]+)":', table[1], re.MULTILINE)) if table else frozenset()
+
+
 def _package(name: str) -> Path | None:
     """The folder of an installed package, which is found without importing the package."""
     found = importlib.util.find_spec(name)

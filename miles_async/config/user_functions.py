@@ -37,21 +37,27 @@ def install_slime_imports() -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Import every function that a setting names. Raises UserError for the first one that cannot be imported.
+    """Import every function that a setting names. Raises UserError with one line per function that fails.
 
     The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
     """
     if config.rollout.slime_imports:
         install_slime_imports()
-    for setting in SETTINGS.values():
-        if not setting.name.endswith("_path"):
-            continue
-        path = reduce(getattr, setting.path, config)
-        if isinstance(path, str) and not _is_defined_here(path):
-            load_function(path, setting=setting.name, plain=setting.name in PLAIN_FUNCTIONS)
+    whole: Any = config
+    settings: dict[str, Any] = {setting.name: reduce(getattr, setting.path, whole) for setting in SETTINGS.values()}
+    named = {name: path for name, path in settings.items() if name.endswith("_path") and isinstance(path, str)}
     for name, dataset in config.rollout.eval_datasets.items():
-        if dataset.custom_rm_path is not None and not _is_defined_here(dataset.custom_rm_path):
-            load_function(dataset.custom_rm_path, setting=f"eval_datasets.{name}.custom_rm_path")
+        if dataset.custom_rm_path is not None:
+            named[f"eval_datasets.{name}.custom_rm_path"] = dataset.custom_rm_path
+    problems = []
+    for name, path in named.items():
+        try:
+            if not _is_defined_here(path):
+                load_function(path, setting=name, plain=name in PLAIN_FUNCTIONS)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _is_defined_here(path: str) -> bool:

@@ -30,6 +30,9 @@ _CORE_SCHEMA = (
 """Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
 _NEVER_OCTAL = re.compile(r"^[-+]?0[0-9]*[89][0-9]*$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_MAX_DIGITS = 100
+_MAX_VALUES = 100_000
+"""Values of a document, each counted as often as aliases repeat it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,14 +40,16 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse duplicate keys; PyYAML silently keeps the last one."""
+        """Refuse keys that are not scalars, and duplicate keys, of which PyYAML silently keeps the last one."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-                seen.add((key.tag, key.value))
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a key is a list or a mapping: write a text, and replace templates such as {{ name }}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add((key.tag, key.value))
         return node
 
 
@@ -54,10 +59,39 @@ class _Dumper(yaml.SafeDumper):
 
 def parse_yaml(text: str) -> Any:
     """Parse one document or one value. Raises YAMLError if the text is invalid or repeats a key."""
+    loader = None
     try:
-        return yaml.load(text, Loader=_Loader)
-    except ValueError as error:  # `!!int many`
-        raise YAMLError(str(error)) from None
+        loader = _Loader(text)
+        if (node := loader.get_single_node()) is None:
+            return None
+        if _count(node, {}) > _MAX_VALUES:
+            raise YAMLError(
+                f"the text has more than {_MAX_VALUES:,} values, with those that aliases repeat: shorten it"
+            )
+        return loader.construct_document(node)
+    except RecursionError:
+        raise YAMLError("lists or mappings are nested too deeply: check the brackets and the indentation") from None
+    except (ValueError, YAMLError) as error:  # a ValueError for `!!int many`
+        raise YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """The number of values in a node. Counts each shared node once, because aliases can repeat it without end.
+
+    `counts` has the nodes that were counted before, by identity, with 0 for those that contain `node`.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if counts.get(id(node)) == 0:
+        raise yaml.composer.ComposerError(None, None, "an alias refers to what contains it: remove it", node.start_mark)
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
+    return counts[id(node)]
 
 
 def dump_yaml(value: Any) -> str:
@@ -67,6 +101,11 @@ def dump_yaml(value: Any) -> str:
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = node.value
+    if len(text) > _MAX_DIGITS:
+        raise YAMLError(
+            f"{text[:10]}... in line {node.start_mark.line + 1} has {len(text)} digits: write a smaller number, or put "
+            "quotes around a text"
+        )
     if _LEADING_ZERO.fullmatch(text):
         raise YAMLError(
             f"{text} in line {node.start_mark.line + 1} has a leading zero, which some programs read as octal: write "

@@ -73,3 +73,22 @@ def test_slime_imports_lets_a_module_import_the_names_of_slime(
             if added.partition(".")[0] == "slime":
                 del sys.modules[added]
     assert exited.value.code == code
+
+
+def test_every_function_that_cannot_be_imported_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--buffer-filter-path", "no_such_module.f", "--rollout-sample-filter-path", "no_such_module.g"]
+    with pytest.raises(SystemExit):
+        parse_or_exit([*JOB, "--rm-type", "exact", *flags, "--check-config"], "train.py")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "buffer_filter_path 'no_such_module.f'" in first
+    assert "rollout_sample_filter_path 'no_such_module.g'" in second
+
+
+def test_the_started_program_has_no_functions_to_name_unless_it_defines_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that was started as a file has a module `__main__` without a spec."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert check("rollout_function_path", "__main__.no_such_function") == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert "module __main__ has no function 'no_such_function'" in sentence

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
 from miles_async.config.load import build, load_config, read_yaml, write_config
 from miles_async.config.schema import RunConfig
@@ -150,7 +151,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
             "--weight-transfer: input should be 'auto', 'memory', 'p2p', 'broadcast', 'disk' or 'disk_delta'",
         ),
         (["--reasoning-gym-settings", "{a"], "--reasoning-gym-settings: '{a' is not valid YAML"),
-        (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy: a value is missing, got [0.2]"),
+        (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy[1]: a value is missing: add it, got [0.2]"),
     ],
 )
 def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv: list[str], expected: str) -> None:
@@ -235,3 +236,36 @@ def test_a_ratio_selects_the_windowed_function_unless_another_one_is_set() -> No
     assert load(*ratio).rollout.rollout_function_path == windowed
     assert load(*ratio, "--rollout-function-path", greedy).rollout.rollout_function_path == greedy
     assert load().rollout.rollout_function_path == greedy
+
+
+def test_a_sentence_that_may_follow_from_another_problem_waits_until_that_is_corrected() -> None:
+    """Without its wrong value, the batch has its default size, which 7 steps do not divide."""
+    wrong = error_message("--rollout-batch-size", "many", "--num-steps-per-rollout", "7", "--sequence-parallel")
+    batch, layout = wrong.splitlines()
+    assert batch.startswith("--rollout-batch-size: input should be a valid integer")
+    assert layout.startswith("sequence_parallel needs tensor parallelism")
+
+
+def test_help_is_shown_beside_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit(["--no-such-flag", "--help"], entry="train.py")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_file_of_settings_may_have_aliases_as_long_as_they_do_not_grow_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {reasoning_gym_settings: &s {a: [1, 2]}, apply_chat_template_kwargs: *s}\n")
+    data = build(read_yaml(file)).data
+    assert data.apply_chat_template_kwargs == data.reasoning_gym_settings == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("size", [33, 43, 44, 900, 100_000])
+def test_the_advised_size_of_over_sampling_is_the_largest_that_fits(size: int) -> None:
+    flags = ["--schedule", "fully_async", "--max-weight-staleness", "1", "--windowed-fifo-ratio", "0.5"]
+    flags += ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact", "--rollout-max-response-len", "64"]
+    if size <= 43:
+        assert load_config([*flags, "--over-sampling-batch-size", str(size)], entry="train_async.py")
+        return
+    with pytest.raises(UserError, match="set over_sampling_batch_size to 43 or less"):
+        load_config([*flags, "--over-sampling-batch-size", str(size)], entry="train_async.py")

@@ -102,7 +102,7 @@ PPO = {"advantage_estimator": "ppo"}
         ({**PPO, "num_critic_only_steps": 10, "num_rollout": 10}, "none of num_rollout 10 to train the policy: set it"),
         ({"rollout_temperature": 0}, "rollout_temperature 0 makes the 8 samples of a prompt equal"),
         ({"rollout_stop": ["END", ""]}, "rollout_stop has an empty text, with which every response ends"),
-        ({"rollout_stop_token_ids": [3, -5]}, "rollout_stop_token_ids has -5, which is not a token"),
+        ({"rollout_stop_token_ids": [3, -5]}, "rollout_stop_token_ids has -5, not a token of the model"),
         (
             {"save_hf": "out-{rollout_id}-{step}"},
             "has the placeholder {step}, but only {rollout_id} is replaced",
@@ -156,7 +156,7 @@ def test_stop_tokens_are_ids_of_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = {"hf_checkpoint": str(tmp_path)}
     assert refusals(**checkpoint, rollout_stop_token_ids=[0, 99]) == []
     assert refusals(**checkpoint, rollout_stop_token_ids=[100]) == [
-        "rollout_stop_token_ids has 100, which is not a token: the ids of the model are 0 to 99"
+        "rollout_stop_token_ids has 100, not a token of the model: set ids from 0 to 99"
     ]
 
 

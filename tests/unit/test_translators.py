@@ -17,6 +17,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.translators import project_of, roll, translate, verl
 from miles_async.config.translators.rules import Only, Refused, Sets
 from miles_async.errors import UserError
+from tests.configuration import run_config
 
 DYNAMIC_BATCHING = """
 actor_train:
@@ -331,7 +332,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
         ),
         (
             lambda roll: roll["actor_train"].update(data_args={"file_name": ["a.jsonl", "b.jsonl"]}),
-            "actor_train.data_args.file_name has several files: write all rows to one file, and set prompt_data",
+            "actor_train.data_args.file_name is not one file: write all rows to one file, and set prompt_data",
         ),
         (
             lambda roll: roll["actor_train"].update(system_envs="NVTE_FLASH_ATTN=1"),
@@ -397,7 +398,7 @@ def test_a_skip_module_of_a_user_keeps_its_field_in_a_file_of_verl() -> None:
 
 
 def overridden(*words: str) -> RunConfig:
-    return build(parse_flags(words).assignments)
+    return run_config(*words)
 
 
 @pytest.mark.parametrize("role", ["rollout", "async_rollout"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from miles_async.config.derived import (
     SFT_FUNCTION,
@@ -17,9 +19,12 @@ from miles_async.config.derived import (
     trains_on_sampling_masks,
     trains_only,
 )
+from miles_async.config.fields import nearest
 from miles_async.config.model_shape import shape_of
+from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
+from miles_async.config.server_args import known_parsers
 from miles_async.rewards.registry import complaints, reward_type
 
 
@@ -78,8 +83,31 @@ def _tools(config: RunConfig) -> Iterator[str]:
         yield f"tool_search_corpus {corpus}: no such file"
 
 
+def _parsers(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    for setting, name in (
+        ("tool_call_parser", rollout.tool_call_parser),
+        ("reasoning_parser", rollout.reasoning_parser),
+    ):
+        known = frozenset() if name in ("auto", "none") else known_parsers(setting)
+        if known and name not in known:
+            similar = nearest(name, known)
+            yield f"{setting} {name!r} is unknown{similar}; set it to auto, none or one of {', '.join(sorted(known))}"
+
+
+def _is_web_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        valid = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    return valid and parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", text)
+
+
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
+    if rollout.rm_url is not None and not _is_web_address(rollout.rm_url):
+        yield f"rm_url {redact_text(rollout.rm_url)} is not the address of a server: set it to http://host:port/path"
     environment = config.data.environment is not None
     if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
@@ -104,6 +132,9 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
+    for name, dataset in config.rollout.eval_datasets.items():
+        if dataset.top_k == 0 or dataset.top_k < -1:
+            yield f"eval_datasets.{name}.top_k {dataset.top_k} is no number of tokens: set it to 1 or more, or to -1"
     arguments = server_arguments(config)
     policy = arguments.get("schedule_policy", "fcfs")
     if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):
@@ -129,8 +160,8 @@ def _stop(config: RunConfig) -> Iterator[str]:
     size = 0 if shape is None else shape.vocabulary
     for token in rollout.rollout_stop_token_ids:
         if token < 0 or 0 < size <= token:
-            valid = f"0 to {size - 1}" if size else "0 or more"
-            yield f"rollout_stop_token_ids has {token}, which is not a token: the ids of the model are {valid}"
+            valid = f"0 to {size - 1}" if size else "0 on"
+            yield f"rollout_stop_token_ids has {token}, not a token of the model: set ids from {valid}"
 
 
 def _greedy(config: RunConfig) -> Iterator[str]:
@@ -153,6 +184,10 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         return
     if not trains_on_sampling_masks(config):
         return
+    asked = server_arguments(config).get("sampling_mask_max_tokens")
+    if asked is not None and not isinstance(asked, int):
+        yield f"--sglang-sampling-mask-max-tokens {asked!r:.80} is not a number of tokens: set it to a whole number"
+        return
     limit = sampling_mask_limit(config)
     if top_k == 1:
         yield (
@@ -171,4 +206,4 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_supervised, _data, _environment, _tools, _reward, _evaluation, _debug, _stop, _greedy, _sampling)
+CHECKS = (_supervised, _data, _environment, _tools, _parsers, _reward, _evaluation, _debug, _stop, _greedy, _sampling)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 
 from miles_async.config.derived import learner_ranks
@@ -34,6 +36,34 @@ def _sglang(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _addresses(config: RunConfig) -> Iterator[str]:
+    ray, router = config.cluster.ray_address, config.engine.sglang_router_ip
+    if ray is not None and ray not in ("auto", "local") and not _is_address(ray.removeprefix("ray://")):
+        yield f"ray_address {ray} has no host or no port: set it to host:port, such as 10.0.0.1:6379, or to auto"
+    if router is not None and not _is_host(router):
+        yield f"sglang_router_ip {router} is not an IP address: set it to one, such as 10.0.0.1, and sglang_router_port"
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return _is_host(host.removeprefix("[").removesuffix("]")) and port.isdecimal() and 0 < int(port[:6]) < 65536
+
+
+def _is_host(text: str) -> bool:
+    return re.fullmatch(r"[\w.-]+|[0-9A-Fa-f:.]+(%\w+)?", text) is not None
+
+
+def _cores(config: RunConfig) -> Iterator[str]:
+    """Other machines of a cluster may have more cores than this one."""
+    found = os.cpu_count() if config.cluster.ray_address is None else None
+    for name, cores in (("engine_cpus", config.engine.engine_cpus), ("learner_cpus", config.learner.learner_cpus)):
+        if cores is None:
+            continue
+        known = f"from 0 to {found - 1}" if found else "of 0 or more"
+        if not cores or (found is not None and max(cores) >= found) or min(cores) < 0:
+            yield f"{name} {cores} does not name CPU cores of this machine: set it to numbers {known}, or unset it"
+
+
 def _colocated(config: RunConfig) -> Iterator[str]:
     devices, ranks = config.engine.rollout_num_gpus, learner_ranks(config)
     if config.cluster.colocate and devices > ranks:
@@ -52,4 +82,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_engines, _sglang, _colocated, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _faults)

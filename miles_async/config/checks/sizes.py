@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from miles_async.config.derived import (
@@ -59,7 +61,8 @@ def _fitting_sizes(config: RunConfig) -> str:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((n for n in range(1, number + 1) if number % n == 0), key=lambda divisor: abs(divisor - wanted))
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return min((*small, *(number // divisor for divisor in small)), key=lambda divisor: abs(divisor - wanted))
 
 
 def _data_parallel(config: RunConfig) -> int:
@@ -173,13 +176,16 @@ def fully_async_problems(config: RunConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def _largest_generation_batch(config: RunConfig) -> int:
-    """The largest valid N. A smaller N has a smaller window and therefore more slots, so sizes are tried downwards."""
+    """The largest valid N. A smaller N has a smaller window and therefore more slots, so it is found by bisection."""
     rollout = config.rollout
-    for size in range(rollout.over_sampling_batch_size or 0, rollout.rollout_batch_size, -1):
+
+    def is_too_large(size: int) -> bool:
         smaller = config.model_copy(update={"rollout": rollout.model_copy(update={"over_sampling_batch_size": size})})
-        if size <= bounds_of(smaller, "train_async.py").room:
-            return size
-    return rollout.rollout_batch_size
+        return size > bounds_of(smaller, "train_async.py").room
+
+    least = rollout.rollout_batch_size
+    sizes = range(least + 1, (rollout.over_sampling_batch_size or 0) + 1)
+    return least + bisect_left(sizes, True, key=is_too_large)
 
 
 CHECKS = (

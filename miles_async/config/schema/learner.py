@@ -168,8 +168,8 @@ class Learner(Section):
     learner_cpus: list[int] | None = None
     """CPU cores that the learner's ranks are pinned to; the ranks divide the cores among themselves. If unset, ranks
     are not pinned."""
-    learner_threads: int | None = Field(None, ge=1)
+    learner_threads: int | None = Field(None, ge=1, le=1024)
     """PyTorch threads per learner rank. If unset, one thread per CPU core that the rank may use."""
-    seed: int = 1234
+    seed: int = Field(1234, ge=0, le=2**31 - 1)
     """Seed of the learner: initial weights of the tiny model, examples of the warm start, and PyTorch's random
     numbers."""

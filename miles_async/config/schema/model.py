@@ -10,17 +10,17 @@ from miles_async.config.schema.section import Section
 class TinyModel(Section):
     """A small Qwen3 with a byte-level tokenizer, created locally in Hugging Face format."""
 
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=1024)
     """Number of transformer layers of the tiny model."""
-    hidden_size: int = Field(128, ge=16)
+    hidden_size: int = Field(128, ge=16, le=65_536)
     """Hidden size of the tiny model. It must be divisible by num_attention_heads."""
-    ffn_hidden_size: int = Field(384, ge=16)
+    ffn_hidden_size: int = Field(384, ge=16, le=262_144)
     """Width of the feed-forward layers of the tiny model."""
-    num_attention_heads: int = Field(4, ge=1)
+    num_attention_heads: int = Field(4, ge=1, le=65_536)
     """Number of attention heads of the tiny model."""
     num_query_groups: int = Field(2, ge=1)
     """Number of key/value heads of the tiny model (grouped-query attention). It must divide num_attention_heads."""
-    max_position_embeddings: int = Field(512, ge=16)
+    max_position_embeddings: int = Field(512, ge=16, le=16_777_216)
     """Maximum sequence length of the tiny model in tokens, prompt and response together."""
     init_std: float = Field(0.05, gt=0)
     """Standard deviation of the tiny model's initial weights. The default is larger than the usual 0.02 because a model

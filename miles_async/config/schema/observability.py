@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from miles_async.config.schema.section import Section
+from miles_async.config.schema.section import LONGEST_SECONDS, Section
 
 LATEST_LINK, TARGETS_FOLDER = "latest", "targets"
 """Names in run_dir that no run may have: the link to the newest run, and the folder of the scrape targets."""
@@ -28,7 +28,7 @@ class Observability(Section):
     exists. If unset, the name consists of the time and the data."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Loopback port of the live page and of /metrics. 0 picks a free port and prints it."""
-    sample_interval_seconds: float | None = Field(5.0, gt=0)
+    sample_interval_seconds: float | None = Field(5.0, gt=0, le=LONGEST_SECONDS)
     """Seconds between two generated samples that the live page and the report show. null shows none."""
     trace: bool = False
     """Write trace.json to the run folder, a timeline of groups, requests, steps and publishes for ui.perfetto.dev."""
@@ -58,11 +58,11 @@ class Observability(Section):
     wandb_always_use_train_step: bool = False
     """Plot rollout and evaluation metrics over optimizer steps instead of rollouts, in TensorBoard and Weights &
     Biases."""
-    no_progress_warn_seconds: float = Field(30.0, gt=0)
+    no_progress_warn_seconds: float = Field(30.0, gt=0, le=LONGEST_SECONDS)
     """Seconds without progress after which a warning is logged, and the interval at which it is repeated. A collected
     group, a training step and a publish are progress. A long step or checkpoint is progress while the learner works on
     it, an evaluation while it runs, and a long response while the engines generate tokens."""
-    no_progress_abort_seconds: float = Field(600.0, gt=0)
+    no_progress_abort_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
     """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error. While the
     run waits for generate functions or rewards, their time limits are added: generate_timeout_seconds, or
     reward_timeout_seconds times n_samples_per_prompt."""

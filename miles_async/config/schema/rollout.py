@@ -6,7 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_async.config.schema.section import Section
+from miles_async.config.schema.section import LONGEST_SECONDS, Section
+
+MOST_SAMPLES = 100_000
+"""Per prompt. A group is one object of the scheduler, and its samples are stored and sent together."""
 
 
 class EvalDataset(Section):
@@ -20,7 +23,7 @@ class EvalDataset(Section):
     """Key of the expected answer in a row."""
     size: int | None = Field(None, ge=1)
     """Number of rows to use, from the first row on. If unset, all rows are used."""
-    n_samples: int = Field(1, ge=1)
+    n_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Samples per prompt."""
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature. 0 is greedy decoding."""
@@ -56,17 +59,17 @@ class Rollout(Section):
     If off, imports of slime find only a checkout."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
-    rollout_batch_size: int = Field(32, ge=1)
+    rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
     """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
     flight."""
-    n_samples_per_prompt: int = Field(8, ge=1)
+    n_samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
     """Samples (responses) per prompt, which together form a group."""
     min_samples_per_group: int | None = Field(None, ge=1)
     """Train a group without the samples that still fail after max_attempts for reasons of infrastructure (a tool server
     that is down, a timeout), if at least this many samples are left. Advantages then compare the samples that are
     left. With fewer, the group is generated again; its finished samples keep their tokens. If unset, a group needs all
     n_samples_per_prompt samples."""
-    over_sampling_batch_size: int | None = Field(None, ge=1)
+    over_sampling_batch_size: int | None = Field(None, ge=1, le=1_000_000)
     """N, the maximum number of groups in flight. Functions that return batches generate up to N groups and keep the
     first rollout_batch_size of them. If unset, N is rollout_batch_size."""
     windowed_fifo_ratio: float | None = Field(None, ge=0, le=1)
@@ -84,7 +87,7 @@ class Rollout(Section):
     queue_capacity: int = Field(1000, ge=1)
     """Maximum number of groups in flight and queued for training. When this number is reached, no new groups are
     started; no group is dropped."""
-    head_deadline_seconds: float | None = Field(None, gt=0)
+    head_deadline_seconds: float | None = Field(None, gt=0, le=LONGEST_SECONDS)
     """Seconds for which the oldest group may hold up the collection window before head_deadline_action applies. If
     unset, there is no deadline."""
     head_deadline_action: Literal["wait", "recycle", "salvage"] = "salvage"
@@ -139,13 +142,13 @@ class Rollout(Section):
     remote_rm_retries: int = Field(3, ge=0)
     """Number of times a request to rm_url is repeated after a lost connection, a timeout or a 5xx response. A 4xx
     response is not retried."""
-    reward_processes: int = Field(2, ge=1)
+    reward_processes: int = Field(2, ge=1, le=1024)
     """Maximum number of processes for each reward that may hang: rm_type reasoning_gym, math, dapo and deepscaler, and
     custom_rm_path with custom_rm_isolated. A reward that hangs occupies one of them for reward_timeout_seconds."""
-    reward_memory_gb: float = Field(4.0, ge=1)
+    reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
     """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
     needs more memory counts as wrong. The limit applies to address space."""
-    reward_timeout_seconds: float = Field(60.0, gt=0)
+    reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
     a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,
     the response counts as wrong: its reward is 0 (dapo: -1). If rm_url or an async function exceeds it, the sample is
@@ -190,7 +193,7 @@ class Rollout(Section):
     reasoning_parser: str = "auto"
     """SGLang's parser that separates the reasoning in answers to agents from the text, such as qwen3 or deepseek-r1.
     auto chooses by the chat template of the model. none leaves the reasoning in the text."""
-    generate_timeout_seconds: float = Field(1800.0, gt=0)
+    generate_timeout_seconds: float = Field(1800.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for one sample of custom_generate_function_path. A sample that fails for reasons of
     infrastructure is generated again within the limit. The time in which a sample waits for a place at the engines or
     at a reward does not count. If a sample exceeds the limit, its group is trained without it (min_samples_per_group)

@@ -9,6 +9,10 @@ from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+LARGEST = 2**63
+"""Integers from here on fit into no integer of a library."""
+LONGEST_SECONDS = 1e9
+"""32 years. Timers of libraries overflow beyond it."""
 _UNSET = ("", "null", "none", "None")
 """Texts that unset a setting which may be unset."""
 
@@ -27,9 +31,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Unset a setting that is set to a text such as `None`, and refuse true and false for numbers.
+        """Unset a setting that is set to a text such as `None`, and refuse true, false and huge integers for numbers.
 
-        Python counts true as 1.
+        Python counts true as 1, and pydantic reads the text `0-3` as -3.
         """
         annotation: Any = cls.model_fields[str(info.field_name)].annotation
         types = _types(annotation)
@@ -39,7 +43,21 @@ class Section(BaseModel):
         if types.isdisjoint((bool, Any)) and any(isinstance(entry, bool) for entry in entries):
             kind = "number" if not types.isdisjoint((int, float)) else "text"
             raise ValueError(f"input should be a {kind}")
+        if not types.isdisjoint((int, float)) and types.isdisjoint((str, Any)):
+            for entry in entries:
+                if isinstance(entry, str) and not _is_number(entry):
+                    raise ValueError(f"input should be a valid {'integer' if int in types else 'number'}")
+                if isinstance(entry, int) and abs(entry) >= LARGEST:
+                    raise ValueError(f"input should be less than {LARGEST}")
         return value
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @cache

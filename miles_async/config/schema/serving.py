@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from miles_async.config.schema.section import Section
+from miles_async.config.schema.section import LONGEST_SECONDS, Section
 
 
 class Weights(Section):
@@ -24,7 +24,7 @@ class Weights(Section):
     check_weight_update_equal: bool = False
     """Compare all bytes of an engine's weights after each write. If off, only samples of each tensor are compared. Use
     this to debug weight transfers."""
-    update_weight_timeout_seconds: float = Field(30.0, gt=0)
+    update_weight_timeout_seconds: float = Field(30.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for writing the weights to an engine. A write that exceeds the limit counts as incomplete;
     the engine is taken out of service and restarted."""
     update_weights_interval: int = Field(1, ge=1)
@@ -72,18 +72,18 @@ class Engine(Section):
     sglang_router_args: dict[str, Any] = {}
     """Any other argument of the router that the run starts, under sglang-router's own name. The flag
     `--sglang-router-balance-abs-threshold 0`, or slime's `--router-balance-abs-threshold 0`, sets a single argument."""
-    sglang_router_request_timeout_secs: float = Field(21600.0, gt=0)
+    sglang_router_request_timeout_secs: float = Field(21600.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for the answer to one request to an engine. A request that exceeds the limit counts as a
     failed attempt of its group. Health checks find engines that hang, so the limit only has to exceed the time of the
     longest response. An existing sglang-router needs a limit that is at least as long."""
     engine_cpus: list[int] | None = None
     """CPU cores that the engines are pinned to. If unset, engines are not pinned."""
-    engine_start_timeout_seconds: float = Field(300.0, gt=0)
+    engine_start_timeout_seconds: float = Field(300.0, gt=0, le=LONGEST_SECONDS)
     """Seconds that an engine may take to start. If an engine is not healthy by then, the run stops and shows the end of
     the engine's log."""
-    engine_health_interval_seconds: float = Field(1.0, gt=0)
+    engine_health_interval_seconds: float = Field(1.0, gt=0, le=LONGEST_SECONDS)
     """Seconds between two health checks of the router and of each engine in service."""
-    engine_health_timeout_seconds: float = Field(30.0, ge=2)  # SGLang itself checks once a second
+    engine_health_timeout_seconds: float = Field(30.0, ge=2, le=LONGEST_SECONDS)  # SGLang itself checks once a second
     """Seconds after which an engine is considered hung and restarted: without a generated token while it has work,
     without an answer to a health check, or without an answer to the pause or the commit of a publish."""
 
@@ -97,7 +97,7 @@ class Cluster(Section):
     max_restarts: int = Field(3, ge=0)
     """Times that a rollout worker that was lost is started again before a batch is trained. Learner, engines and all
     finished groups are kept meanwhile. With 0, and with --colocate, a lost rollout worker ends the run."""
-    drain_seconds: float = Field(10.0, ge=0)
+    drain_seconds: float = Field(10.0, ge=0, le=LONGEST_SECONDS)
     """Seconds that groups in flight, the current step and its checkpoint have together after Ctrl-C or SIGTERM; then
     they are abandoned. Raise this for models whose step and checkpoint take longer. The sender of SIGTERM must wait at
     least 15 seconds longer than this before it sends SIGKILL."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from miles_async.config.schema.section import Section
+from miles_async.config.schema.section import LONGEST_SECONDS, Section
 from miles_async.recording import Steps
 
 
@@ -59,7 +59,7 @@ class Skip(Section):
     skip.<role>, such as skip.reward.enable=true."""
     replay_timing: Literal["recorded", "none"] = "recorded"
     """Duration of a replay: recorded takes as long as the recorded generation took, none takes no time."""
-    drain_seconds: float = Field(60.0, ge=0)
+    drain_seconds: float = Field(60.0, ge=0, le=LONGEST_SECONDS)
     """Maximum number of seconds that a fully asynchronous run waits at the end for groups that are being recorded. 0
     does not wait."""
     mismatch: Literal["refuse", "generate"] = "refuse"

@@ -199,8 +199,9 @@ TABLE: Table = {
 }
 
 _TEMPLATES = frozenset({"global_template", *(f"{role}.data_args.template" for role in ROLES)})
-_RANGE = re.compile(r"(?:list\()?range\((?:(\d+),)?(\d+)\)\)?")
-_NUMBERS = re.compile(r"\[((?:\d+,?)*)\]")
+# More digits than a cluster has devices would fill the memory.
+_RANGE = re.compile(r"(?:list\()?range\((?:(\d{1,6}),)?(\d{1,6})\)\)?")
+_NUMBERS = re.compile(r"\[((?:\d{1,6}(?:,|(?=\])))*)\]")
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}")
 
 
@@ -237,6 +238,9 @@ def _interpolated(translator: Translator, key: str, value: Any, values: Mapping[
         if name not in values:
             translator.problems.append(f"{key} refers to ${{{name}}}, which this file does not set: write the value")
             return value
+        if _INTERPOLATION.search(str(values[name])):
+            translator.problems.append(f"{key} refers to ${{{name}}}, which refers to another key: write the value")
+            return None
     if whole := _INTERPOLATION.fullmatch(value):
         return values[whole[1]]
     return _INTERPOLATION.sub(lambda match: str(values[match[1]]), value)
@@ -302,8 +306,13 @@ def _device_numbers(translator: Translator, values: Mapping[str, Any], key: str)
         elif numbers := _NUMBERS.fullmatch(part):
             devices += [int(number) for number in numbers[1].split(",") if number]
         else:
-            translator.problems.append(f"{key} {mapping!r} is not a list of devices: write it as list(range(0,8))")
+            translator.problems.append(f"{key} {mapping!r:.80} is not a list of devices: write it as list(range(0,8))")
             return []
+    if mapping is not None and (not devices or len(set(devices)) < len(devices)):
+        translator.problems.append(
+            f"{key} {mapping!r:.80} has no device, or has a device twice: write it as list(range(0,8))"
+        )
+        return []
     return devices
 
 
@@ -378,7 +387,7 @@ def _data(translator: Translator, values: Mapping[str, Any]) -> None:
         case [str() as file]:
             translator.set("data.prompt_data", file, key)
         case _:
-            translator.problems.append(f"{key} has several files: write all rows to one file, and set prompt_data")
+            translator.problems.append(f"{key} is not one file: write all rows to one file, and set prompt_data")
 
 
 def _sampling(translator: Translator, values: Mapping[str, Any]) -> None:

@@ -140,6 +140,8 @@ class Translator:
         return self.translation
 
     def _unknown(self, key: str) -> str:
+        if any(known.startswith(f"{key}.") for known in self.table):
+            return f"{key} is a section of {self.project}: put settings below it"
         if hint := nearest(key, self.table, cutoff=0.85):
             return f"{key} is not a key of {self.project} that can be translated{hint}"
         if key.partition(".")[0] in SECTIONS:
