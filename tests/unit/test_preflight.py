@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import WordLevel
 
 from miles_async.adapters.storage.rollout_file import save_groups
 from miles_async.adapters.storage.warm_starts import Example
@@ -154,7 +154,7 @@ def checkpoint(folder: Path) -> Path:
     """A checkpoint's files as far as they are looked at before anything starts; returns the weights file."""
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
-    Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))
     return folder / "model.safetensors"
 
 

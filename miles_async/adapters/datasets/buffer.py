@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miles_async.errors import USER_CODE_ERRORS
 from miles_async.types import Group, Sample
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
@@ -51,7 +52,7 @@ class Buffer:
         before = {_key(group): group for group in self._groups}
         try:
             picked = [_key(group) for group in self._choose(self._args, None, self._groups, num_samples)]
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # User code can raise any exception. Its changes to the list are undone.
             self._report(
                 "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"

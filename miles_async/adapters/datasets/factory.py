@@ -55,7 +55,7 @@ def open_data(
     problems, warm_start, held_out = _problems(config, rows_choose_reward)
     choose = pop_first
     if data.buffer_filter_path is not None:
-        choose = load_function(data.buffer_filter_path, setting="buffer_filter_path", plain=True)
+        choose = load_function(data.buffer_filter_path, setting="buffer_filter_path")
     return BufferedSource(
         problems,
         held_out=held_out,
