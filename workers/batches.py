@@ -109,7 +109,10 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
     if template is None:
         raise UserError("debug_train_only has no batches: set load_debug_rollout_data to the files that a run saved")
     path, rollout = rollout_path(template, rollout_id), config.rollout
-    _, groups = load_groups(path)
+    try:
+        _, groups = load_groups(path)
+    except UserError as error:
+        raise UserError(f"load_debug_rollout_data: {error}; name files that a run saved") from error
     if len(groups) != rollout.rollout_batch_size:
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
     try:

@@ -173,7 +173,10 @@ def _check_data(config: RunConfig, problems: list[str]) -> BufferedSource | None
     with collected(problems):
         data = open_data(config, tokenizer=tokenizer)
         if tokenizer is not None and generates(config) and not generates_by_user(config):
-            data.check_prompts(partial(_prompt_complaint, config, tokenizer))
+            complaint = data.complaint(partial(_prompt_complaint, config, tokenizer))
+            if complaint is not None:
+                setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
+                raise UserError(f"{setting}: {complaint}")
         return data
     return None
 
@@ -229,10 +232,11 @@ def _examples(path: str | None, function: Callable[[Sample], Any], sample: Sampl
     """Call the function at `path`. Raises UserError unless it returns a list of prompts with answers."""
     try:
         returned = function(sample)
+        returned = returned if isinstance(returned, str) else list(returned)
     except UserError:
         raise
     except USER_CODE_ERRORS as error:
-        raise UserError(f"warm_start_examples_path {path} raised {error!r}: correct the function") from error
+        raise UserError(f"warm_start_examples_path {path} raised {error!r}: change the function") from error
     match returned:
         case [*examples] if all(_is_example(example) for example in examples):
             return [Example(*example) for example in examples]
@@ -261,7 +265,10 @@ def check_weights(folder: Path) -> None:
         )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"hf_checkpoint {folder} holds no *.safetensors: the learner reads no other format")
+        raise UserError(
+            f"hf_checkpoint {folder} holds no *.safetensors: save the model in this format, because the learner reads "
+            "no other"
+        )
     if missing := _files_of_index(folder) - {file.name for file in files}:
         raise UserError(
             f"hf_checkpoint {folder}: {min(missing)}, which {WEIGHT_INDEX} names, is missing; copy the checkpoint again"

@@ -6,6 +6,7 @@ Every value keeps its source, so error messages name the file or flag that the u
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -219,4 +220,7 @@ def _resolve_skip(config: RunConfig) -> RunConfig:
 
 
 def _module_exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # an empty name, or `__main__`, which has no spec in a program that was started as a file
+        return module in sys.modules

@@ -34,7 +34,7 @@ def shape_of(model: Model) -> ModelShape | None:
             active_experts=1,
             vocabulary=0,
         )
-    config = _read_config(model.hf_checkpoint)
+    config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
     if has_plugin(config.get("model_type", "")):
         plugin = find_plugin(config["model_type"])
     elif "num_hidden_layers" in config:

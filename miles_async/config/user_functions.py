@@ -39,7 +39,7 @@ _PLAIN = (
     "warm_start_examples_path",
 )
 """Settings whose functions are not awaited."""
-_LAZY = ("buffer_filter_path", "over_sampling_filter_path")
+_LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples_path")
 """Settings whose functions may yield what they return."""
 
 
@@ -104,7 +104,7 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
         raise UserError(f"{setting} {path!r} has no module: write module.function")
     if module_path == "__main__":
         raise UserError(
-            f"{setting} {path!r}: __main__ is another program in each process of the run; move the function to a module"
+            f"{setting} {path!r}: __main__ is another program in each process of the run; put the function in a module"
         )
     module = _import(module_path, f"{setting} {path!r} cannot be imported")
     if not hasattr(module, name):
@@ -114,7 +114,7 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
         raise UserError(f"{setting} {path!r}: module {module.__name__} has no function {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function")
+        raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function: name one")
     _check_form(function, f"{setting} {path!r}", setting.rpartition(".")[2])
     return function  # type: ignore[no-any-return]
 
@@ -154,10 +154,14 @@ def _import(module_path: str, problem: str) -> ModuleType:
         return importlib.import_module(module_path)
     except BaseException as error:
         # Importing runs user code, which can raise any exception. A module that ends the process is not a function.
-        raise UserError(f"{problem}: {type(error).__name__}: {error}{_advice(error)}") from error
+        raise UserError(f"{problem}: {type(error).__name__}: {error}; {_advice(error)}") from error
 
 
 def _advice(error: BaseException) -> str:
-    if isinstance(error, Exception):
-        return ""
-    return '; put what the module does as a program below `if __name__ == "__main__":`'
+    match error:
+        case ModuleNotFoundError():
+            return "install it, or add its folder to PYTHONPATH"
+        case Exception():
+            return "change the module so that Python can import it"
+        case _:
+            return 'put what the module does as a program below `if __name__ == "__main__":`'

@@ -217,6 +217,6 @@ def _skip_instance(role: str, settings: SkipRole, config: RunConfig, context: Sk
     except UserError:
         raise
     except USER_CODE_ERRORS as error:
-        raise UserError(f"skip.{role}: {kind.__qualname__} raised {error!r}: correct its constructor") from error
+        raise UserError(f"skip.{role}: {kind.__qualname__} raised {error!r}: change its constructor") from error
     instance.context = context
     return instance

@@ -121,5 +121,5 @@ def test_a_filter_that_raises_for_the_first_groups_ends_the_run() -> None:
 
             return replace(super()._ports(clock), keep=keep)
 
-    with pytest.raises(UserError, match="all of the first 32 attempts .*: filter mine.keep raised IndexError"):
+    with pytest.raises(UserError, match=r"all of the first 32 attempts .*: filter mine\.keep raised IndexError"):
         FilteredWorld(config=config()).run()

@@ -222,24 +222,26 @@ class BufferedSource:
             "lower eval_size or provide more data"
         )
 
-    def check_prompts(self, complaint: Callable[[Prompt, list[dict[str, Any]] | None], str | None]) -> None:
-        """Look for a prompt that can be used among rows from all parts of the data.
+    def complaint(self, about: Callable[[Prompt, list[dict[str, Any]] | None], str | None]) -> str | None:
+        """Look for a prompt that can be used among rows from all parts of the data. Return None if there is one.
 
-        `complaint` returns what is wrong with a prompt and its tools. Raises UserError with the first complaint if
-        something is wrong with every prompt.
+        `about` returns what is wrong with a prompt and its tools; None if nothing is.
         """
         first = None
         rows = list(islice(Permutation(len(self._problems), "prompts"), CHECKED_PROMPTS))
         for row in rows:
             try:
                 problem = self._problems[row]
-                found = complaint(self._render(problem), problem.tools)
+                found = about(self._render(problem), problem.tools)
             except DataRowError as error:
                 found = str(error)
             if found is None:
-                return
+                return None
             first = first or found
-        raise UserError(f"none of {len(rows)} prompts from all parts of the data can be used; the first one: {first}")
+        return (
+            f"none of {len(rows)} prompts from all parts of the data can be used; change the prompts, the chat "
+            f"template or the limits: {first}"
+        )
 
     def _sample(self, index: int, problem: Problem, prompt: Prompt, feed_index: str) -> Sample:
         # A Parquet file may hold dates and other values that checkpoints cannot express.

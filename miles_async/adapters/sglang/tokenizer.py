@@ -108,8 +108,8 @@ class CheckpointTokenizer:
         """
         if not self.has_template:
             raise UserError(
-                f"the tokenizer in {self.folder} has no chat template, which prompts of chat messages need; "
-                "set its chat_template"
+                f"the tokenizer of hf_checkpoint {self.folder} has no chat template, which prompts of chat messages "
+                "need; set its chat_template"
             )
         try:
             text = self.transformers.apply_chat_template(
@@ -142,9 +142,9 @@ class CheckpointTokenizer:
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:
-            # The files of a tokenizer are data of any form, and a tokenizer may be a class of its own library.
+            # The files of a tokenizer may contain anything, and the library raises many exceptions.
             raise UserError(
-                f"the tokenizer in {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
+                f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
                 "copy the checkpoint again"
             ) from error
 
