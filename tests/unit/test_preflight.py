@@ -132,6 +132,37 @@ def test_a_tokenizer_that_is_missing_is_named_before_anything_starts(tmp_path: P
         preflight(config(hf_checkpoint=str(tmp_path)), "train_async.py")
 
 
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path)
+    weights.unlink()
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(UserError) as refused:
+        preflight(
+            config(
+                hf_checkpoint=str(tmp_path),
+                run_dir=str(tmp_path / "file" / "runs"),
+                agent_port=holder.getsockname()[1],
+                dynamic_sampling_filter_path="nowhere.keep",
+                reasoning_gym_task="chain_sun",
+            ),
+            "train_async.py",
+        )
+    beginnings = ["hf_checkpoint", "run_dir", "agent_port", "dynamic_sampling_filter_path", "reasoning_gym_task"]
+    assert [sentence.split()[0] for sentence in refused.value.args] == beginnings
+    assert str(refused.value).splitlines() == list(refused.value.args)
+
+
+def test_checks_that_depend_on_a_failed_one_are_left_out(tmp_path: Path) -> None:
+    """Without the tokenizer nothing can be said about the prompts."""
+    checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    data = {"prompt_data": str(tmp_path / "rows.jsonl"), "reasoning_gym_task": None, "rm_type": "exact"}
+    with pytest.raises(UserError) as refused:
+        preflight(config(hf_checkpoint=str(tmp_path), apply_chat_template=True, **data), "train_async.py")
+    [sentence] = refused.value.args
+    assert "tokenizer.json is not a valid tokenizer" in sentence
+
+
 def two_examples(sample: Sample) -> list[tuple[str, str]]:
     return [(str(sample.prompt), "first"), (str(sample.prompt), "second")]
 
