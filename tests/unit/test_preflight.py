@@ -105,6 +105,12 @@ def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.Monk
     assert first.prompt == second.prompt != third.prompt
 
 
+def test_a_function_may_yield_the_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
+    settings = config(warm_start_max_steps=1, warm_start_examples_path="tests.unit.test_preflight.yielded_examples")
+    assert preflight(settings, "train_async.py").sft_examples.check[0].answer == "first"
+
+
 def chats(folder: Path) -> dict[str, Any]:
     """Settings of a run whose rows are lists of messages with tools."""
     path = folder / "chats.jsonl"
@@ -161,6 +167,10 @@ def test_checks_that_depend_on_a_failed_one_are_left_out(tmp_path: Path) -> None
         preflight(config(hf_checkpoint=str(tmp_path), apply_chat_template=True, **data), "train_async.py")
     [sentence] = refused.value.args
     assert "tokenizer.json is not a valid tokenizer" in sentence
+
+
+def yielded_examples(sample: Sample) -> Iterator[tuple[str, str]]:
+    yield from two_examples(sample)
 
 
 def two_examples(sample: Sample) -> list[tuple[str, str]]:
