@@ -16,10 +16,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from miles_async.types import Sample
+
+
+USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+"""What a user's function may raise. Outside of a handler, the last two would end the process, perhaps with exit code 0.
+
+Python raises KeyboardInterrupt for Ctrl-C only in the main thread, and no process of a run handles Ctrl-C there.
+"""
 
 
 class MilesError(Exception):
@@ -27,7 +35,13 @@ class MilesError(Exception):
 
 
 class UserError(MilesError):
-    """A setting, a file or a function of the user is invalid; the message names it and says what to change."""
+    """A setting, a file or a function of the user is invalid; the message names it and says what to change.
+
+    Each argument is the sentence of one problem.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class DataRowError(MilesError):
@@ -80,6 +94,21 @@ class WindowError(MilesError, ValueError):
 
 class LedgerError(MilesError):
     """A group made a transition that its state does not allow. This is a bug in the scheduler, not a user error."""
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Append the sentences of a UserError that ends the block, in one line each, so that further checks can follow."""
+    try:
+        yield
+    except UserError as error:
+        problems += [" ".join(str(sentence).split()) for sentence in error.args]
+
+
+def raise_collected(problems: list[str]) -> None:
+    """Raise UserError with the different sentences that were collected; do nothing if there is none."""
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
 
 
 _INFRASTRUCTURE = frozenset(

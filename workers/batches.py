@@ -13,7 +13,7 @@ from miles_async.adapters.storage.rollout_file import load_groups, rollout_path,
 from miles_async.config.derived import min_samples_per_group, rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import USER_CODE_ERRORS, TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
@@ -59,7 +59,7 @@ class BatchPreparation:
     def _filter_samples(self, sample_filter: Callable[..., Any], rollout_id: int, groups: list[Group]) -> None:
         try:
             returned = sample_filter(self._args, groups)
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
             raise UserError(
                 f"rollout_sample_filter_path {self._filter_path} raised {error!r} at rollout {rollout_id}"
@@ -109,7 +109,10 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
     if template is None:
         raise UserError("debug_train_only has no batches: set load_debug_rollout_data to the files that a run saved")
     path, rollout = rollout_path(template, rollout_id), config.rollout
-    _, groups = load_groups(path)
+    try:
+        _, groups = load_groups(path)
+    except UserError as error:
+        raise UserError(f"load_debug_rollout_data: {error}; name files that a run saved") from error
     if len(groups) != rollout.rollout_batch_size:
         raise UserError(f"rollout data {path} holds {len(groups)} groups: set rollout_batch_size to {len(groups)}")
     try:

@@ -75,7 +75,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         converted = with_converted_checkpoint(with_downloads(with_environment_tasks(config)))
         # Before its download or its conversion the shape of the model was unknown.
         if converted != config and (found := problems(converted, entry)):
-            raise UserError("; ".join(found))
+            raise UserError(*found)
         config = converted
         # The lock comes first: until another run has ended, it is not known from where to continue it.
         with lock_checkpoints(config):
@@ -90,8 +90,9 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
             with log_file(folder.driver_log):
                 return asyncio.run(_drive(config, argv, folder, entry, checked, model, received))
     except (MilesError, OSError) as error:
-        # Messages of libraries may have several lines; the user gets one.
-        print(f"{entry}: {redact_text(' '.join(str(error).split()))}", file=sys.stderr)
+        for sentence in error.args if isinstance(error, UserError) else [error]:
+            # Messages of libraries may have several lines; the user gets one.
+            print(f"{entry}: {redact_text(' '.join(str(sentence).split()))}", file=sys.stderr)
         return REFUSED if isinstance(error, UserError) else FAILED
 
 

@@ -29,10 +29,11 @@ from miles_async.config.derived import (
     trains_on_sampling_masks,
 )
 from miles_async.config.schema import RunConfig
+from miles_async.config.user_functions import load_function
 from miles_async.events import AgentSessionExpired, SampleDiscarded
 from miles_async.pipeline.journal import Journal
 from miles_async.rollout.contract import Arguments
-from miles_async.rollout.generate import FunctionGenerator, OnDiscarded, load_generate_function
+from miles_async.rollout.generate import FunctionGenerator, OnDiscarded
 from miles_async.sample_schema import SampleLimits
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
@@ -162,7 +163,7 @@ class Generators:
         turns = MultiTurnSampler(engine, self._tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
-            load_generate_function(path),
+            load_function(path, setting="custom_generate_function_path"),
             self.args.with_values(turns=turns, agents=agents),
             sampling,
             engine,

@@ -6,16 +6,17 @@ resume from takes longer, because its checksums are compared.
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 from safetensors import SafetensorError, safe_open
 
@@ -28,22 +29,31 @@ from miles_async.batching.layout import longest_sequence
 from miles_async.config.derived import (
     FULLY_ASYNC_FUNCTION,
     GREEDY_FUNCTION,
+    generates,
+    generates_by_user,
     save_folder,
     schedule_of,
     trains_on_sampling_masks,
     trains_only,
 )
+from miles_async.config.model_shape import context_length, model_type_of
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_slime_imports, load_function
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.config.user_functions import check_functions, load_function
+from miles_async.errors import (
+    USER_CODE_ERRORS,
+    TemplateError,
+    TrajectoryError,
+    UserError,
+    collected,
+    raise_collected,
+)
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
-from miles_async.rollout.generate import load_generate_function
-from miles_async.sample_schema import SampleLimits
+from miles_async.sample_schema import SampleLimits, too_long
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
-from miles_async.types import Group, Sample, Verdict
+from miles_async.types import Group, Prompt, Sample, Verdict
 
 from .batches import saved_batch
 from .continuation import unfinished_run
@@ -53,6 +63,8 @@ WARM_START_EXAMPLES = 8192
 """Problems that a warm start trains on."""
 WARM_START_CHECKS = 512
 """Problems that measure the accuracy of a warm start."""
+WEIGHT_INDEX = "model.safetensors.index.json"
+"""Names the file of each tensor, in a checkpoint of several files."""
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """An empty SETTINGS frame of HTTP/2; the fourth byte is the type of a frame."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
@@ -84,55 +96,43 @@ class Checked:
 
 
 def preflight(config: RunConfig, entry: str) -> Checked:
-    """Open all files and import all functions that the run will use. Raises UserError for the first problem."""
-    if config.rollout.slime_imports:
-        install_slime_imports()
-    args = flat_args(config)
-    if config.model.hf_checkpoint is not None:
-        check_weights(Path(config.model.hf_checkpoint).expanduser())
-    began_with = checkpoint_to_resume(config)
-    continuation = None if config.learner.resume is None else unfinished_run(config)
-    for setting, directory in (("store_dir", config.cluster.store_dir), ("run_dir", config.observability.run_dir)):
-        if directory is not None:
-            check_writable(setting, Path(directory).expanduser().absolute())
-    check_ray(config.cluster.ray_address)
-    external_router_key(config)
-    check_port("agent_port", config.rollout.agent_port)
-    check_port("metrics_port", config.observability.metrics_port)
-    rollout_function(config, entry)
-    dynamic_filter(config, args)
-    for setting, path in (
-        ("over_sampling_filter_path", config.rollout.over_sampling_filter_path),
-        ("rollout_sample_filter_path", config.rollout.rollout_sample_filter_path),
-    ):
-        if path is not None:
-            load_function(path, setting=setting, plain=True)
-    if trains_only(config):
-        saved_batch(
-            config,
-            0,
-            SampleLimits(longest=longest_sequence(config.learner), sampling_masks=trains_on_sampling_masks(config)),
-        )
-    if config.rollout.custom_generate_function_path is not None:
-        load_generate_function(config.rollout.custom_generate_function_path)
-    if config.rollout.eval_function_path is not None:
-        load_function(config.rollout.eval_function_path, setting="eval_function_path")
-    checkpoint = config.model.hf_checkpoint
-    tokenizer = None if checkpoint is None else CheckpointTokenizer.of_run(config.data, checkpoint)
-    for name, dataset in config.rollout.eval_datasets.items():
-        eval_groups(config, name, dataset, tokenizer=tokenizer)
-    # Data before rewards: for an unknown reasoning-gym task, the error of the data source suggests a similar name.
-    data = open_data(config, tokenizer=tokenizer)
-    if continuation is not None:
-        data.seek(continuation.position)
-    elif began_with is not None:
-        data.seek(read_progress(began_with.folder)["data"])
-    rewards = RunRewards(config, args)
-    for dataset in config.rollout.eval_datasets.values():
-        rewards.of(dataset)
-    # Last, because the user modules imported above may register skip roles.
-    SkipManager(config, SkipContext())
-    sft_examples = _sft_examples(config, data)
+    """Open all files and import all functions that the run will use.
+
+    Raises UserError with a sentence per problem. Checks that depend on one that failed are left out.
+    """
+    problems: list[str] = []
+    for check in _independent_checks(config):
+        with collected(problems):
+            check()
+    began_with, continuation = None, None
+    with collected(problems):
+        began_with = checkpoint_to_resume(config)
+        continuation = None if config.learner.resume is None else unfinished_run(config)
+    functions: list[str] = []
+    with collected(functions):
+        check_functions(config)
+        rollout_function(config, entry)
+    problems += functions
+    data = _check_data(config, problems)
+    if data is not None:
+        with collected(problems):
+            if continuation is not None:
+                data.seek(continuation.position)
+            elif began_with is not None:
+                data.seek(read_progress(began_with.folder)["data"])
+    if not functions:
+        with collected(problems):
+            rewards = RunRewards(config, flat_args(config))
+            for dataset in config.rollout.eval_datasets.values():
+                rewards.of(dataset)
+        # The user modules imported above may register skip roles.
+        with collected(problems):
+            SkipManager(config, SkipContext())
+    sft_examples = SftExamples(problems=[], check=[])
+    if data is not None and not functions:
+        with collected(problems):
+            sft_examples = _sft_examples(config, data)
+    raise_collected(problems)
     if continuation is None:
         return Checked(sft_examples=sft_examples, continues=None, began_with=began_with, starts_from=began_with)
     return Checked(
@@ -141,6 +141,68 @@ def preflight(config: RunConfig, entry: str) -> Checked:
         began_with=continuation.began_with,
         starts_from=continuation.starts_from,
     )
+
+
+def _independent_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
+    """Yield checks whose results nothing else needs."""
+    if config.model.hf_checkpoint is not None:
+        yield partial(check_weights, Path(config.model.hf_checkpoint).expanduser())
+    for setting, directory in (("store_dir", config.cluster.store_dir), ("run_dir", config.observability.run_dir)):
+        if directory is not None:
+            yield partial(check_writable, setting, Path(directory).expanduser().absolute())
+    yield partial(check_ray, config.cluster.ray_address)
+    yield partial(external_router_key, config)
+    yield partial(check_port, "agent_port", config.rollout.agent_port)
+    yield partial(check_port, "metrics_port", config.observability.metrics_port)
+    if trains_only(config):
+        limits = SampleLimits(longest=longest_sequence(config.learner), sampling_masks=trains_on_sampling_masks(config))
+        yield partial(saved_batch, config, 0, limits)
+
+
+def _check_data(config: RunConfig, problems: list[str]) -> BufferedSource | None:
+    """Open all data. Returns that for training; None if it cannot be used. Adds what is wrong to `problems`."""
+    checkpoint, tokenizer = config.model.hf_checkpoint, None
+    if checkpoint is not None:
+        with collected(problems):
+            tokenizer = CheckpointTokenizer.of_run(config.data, checkpoint)
+        if tokenizer is None:
+            return None
+    for name, dataset in config.rollout.eval_datasets.items():
+        with collected(problems):
+            eval_groups(config, name, dataset, tokenizer=tokenizer)
+    with collected(problems):
+        data = open_data(config, tokenizer=tokenizer)
+        if tokenizer is not None and generates(config) and not generates_by_user(config):
+            complaint = data.complaint(partial(_prompt_complaint, config, tokenizer))
+            if complaint is not None:
+                setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
+                raise UserError(f"{setting}: {complaint}")
+        return data
+    return None
+
+
+def _prompt_complaint(
+    config: RunConfig, tokenizer: CheckpointTokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None
+) -> str | None:
+    """Why neither engines nor the learner could use a prompt; None if they can."""
+    try:
+        length = len(tokenizer.encode(prompt, tools))
+    except (TemplateError, UserError) as error:
+        return str(error)
+    response, server = config.rollout.rollout_max_response_len, config.engine.sglang_server_args
+    context = server.get("context_length", context_length(str(tokenizer.folder)))
+    if not length:
+        return "the prompt has no tokens: write a text"
+    if (limit := config.rollout.rollout_max_prompt_len) is not None and length > limit:
+        return f"the prompt has {length} tokens, more than rollout_max_prompt_len {limit}: raise it"
+    if length >= (longest := longest_sequence(config.learner)):
+        return f"the prompt alone has {too_long(length, longest)}"
+    if isinstance(context, int) and length + response > context and not server.get("allow_auto_truncate"):
+        return (
+            f"the prompt has {length} tokens, and rollout_max_response_len is {response}, more than the {context} "
+            "tokens of the model's context together: lower rollout_max_response_len, or shorten the prompts"
+        )
+    return None
 
 
 def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
@@ -159,15 +221,22 @@ def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
             )
         return [Example(prompt, label, sample.metadata.get("tools"))]
 
-    function = labelled if path is None else load_function(path, setting="warm_start_examples_path", plain=True)
-    examples = chain.from_iterable(_examples(path, function(sample)) for sample in data.warm_start_problems())
+    function = labelled if path is None else load_function(path, setting="warm_start_examples_path")
+    examples = chain.from_iterable(_examples(path, function, sample) for sample in data.warm_start_problems())
     # Both lists come from one iterator, so no problem is used for training and for the check.
     check = list(islice(examples, WARM_START_CHECKS))
     return SftExamples(check=check, problems=list(islice(examples, WARM_START_EXAMPLES)))
 
 
-def _examples(path: str | None, returned: Any) -> list[Example]:
-    """Read what the function at `path` returned. Raises UserError unless it is a list of prompts with answers."""
+def _examples(path: str | None, function: Callable[[Sample], Any], sample: Sample) -> list[Example]:
+    """Call the function at `path`. Raises UserError unless it returns a list of prompts with answers."""
+    try:
+        returned = function(sample)
+        returned = returned if isinstance(returned, str) else list(returned)
+    except UserError:
+        raise
+    except USER_CODE_ERRORS as error:
+        raise UserError(f"warm_start_examples_path {path} raised {error!r}: change the function") from error
     match returned:
         case [*examples] if all(_is_example(example) for example in examples):
             return [Example(*example) for example in examples]
@@ -186,16 +255,45 @@ def _is_example(value: Any) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises UserError if the folder has no safetensors files, or one of them is truncated. Reads only file headers."""
+    """Raises UserError if the model has no type, the folder lacks safetensors files, or one of them is truncated.
+
+    Reads only the headers of the files.
+    """
+    if model_type_of(str(folder)) is None:
+        raise UserError(
+            f"hf_checkpoint {folder}: config.json has no model_type; set it to the type of the model, such as qwen3"
+        )
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"hf_checkpoint {folder} holds no *.safetensors: the learner reads no other format")
+        raise UserError(
+            f"hf_checkpoint {folder} holds no *.safetensors: save the model in this format, because the learner reads "
+            "no other"
+        )
+    if missing := _files_of_index(folder) - {file.name for file in files}:
+        raise UserError(
+            f"hf_checkpoint {folder}: {min(missing)}, which {WEIGHT_INDEX} names, is missing; copy the checkpoint again"
+        )
     for file in files:
         try:
             with safe_open(file, framework="numpy"):
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"hf_checkpoint {folder}: {file.name} is broken: {error}; copy the file again") from error
+
+
+def _files_of_index(folder: Path) -> set[str]:
+    """The files that the index of a checkpoint names. Raises UserError if the index is not valid."""
+    index = folder / WEIGHT_INDEX
+    if not index.is_file():
+        return set()
+    try:
+        return set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"hf_checkpoint {folder}: {WEIGHT_INDEX} is broken ({error}); copy it again") from error
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def check_ray(address: str | None, within: float = 5.0) -> None:
@@ -289,23 +387,7 @@ def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
     path = config.rollout.rollout_function_path
     if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and path == FULLY_ASYNC_FUNCTION:
         path = GREEDY_FUNCTION
-    function = load_function(path, setting="rollout_function_path")
-    check_signature(function, f"rollout_function_path {path!r}")
-    return function
-
-
-def check_signature(function: Callable[..., Any], name: str) -> None:
-    """Raises UserError if a rollout function cannot be called as the run calls it. `name` begins the sentence."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
-        return
-    try:
-        signature.bind("args", 0, "data_source", evaluation=False)
-    except TypeError as error:
-        raise UserError(
-            f"{name} has the signature {signature} ({error}): write fn(args, rollout_id, data_source, evaluation=False)"
-        ) from None
+    return load_function(path, setting="rollout_function_path")
 
 
 def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
@@ -317,12 +399,12 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: Verdict(True)
-    function = load_function(path, setting="dynamic_sampling_filter_path", plain=True)
+    function = load_function(path, setting="dynamic_sampling_filter_path")
 
     def keep(group: Group) -> Verdict:
         try:
             returned = function(args, group)
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # User code can raise any exception. The group counts as failed; the run continues.
             raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {error!r}") from error
         try:

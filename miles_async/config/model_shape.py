@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from miles_async.config.schema import Model
+from miles_async.errors import UserError
 from miles_async.models.plugin import ModelPlugin, ModelShape, plugin_errors
 from miles_async.models.registry import find_plugin, has_plugin
 
@@ -14,7 +17,7 @@ from miles_async.models.registry import find_plugin, has_plugin
 def shape_of(model: Model) -> ModelShape | None:
     """The dimensions of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
 
-    A broken checkpoint is reported elsewhere, by the checks and when the model is loaded. A model type without a
+    A broken `config.json` is reported elsewhere (`config_complaint`). A model type without a
     plug-in, which engines may serve although the learner cannot train it, is read like Llama's. Raises UserError if the
     plug-in fails.
     """
@@ -31,7 +34,7 @@ def shape_of(model: Model) -> ModelShape | None:
             active_experts=1,
             vocabulary=0,
         )
-    config = _read_config(model.hf_checkpoint)
+    config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
     if has_plugin(config.get("model_type", "")):
         plugin = find_plugin(config["model_type"])
     elif "num_hidden_layers" in config:
@@ -57,10 +60,68 @@ def balances_experts_by_bias(model: Model) -> bool:
     return "n_routed_experts" in config or "n_routed_experts" in (config.get("text_config") or {})
 
 
+def context_length(hf_checkpoint: str) -> int | None:
+    """The most tokens of a prompt and its response that engines accept; None if `config.json` does not define it."""
+    config = _read_config(hf_checkpoint)
+    config = config if "max_position_embeddings" in config else config.get("text_config") or {}
+    if (positions := config.get("max_position_embeddings")) is None:
+        return None
+    rope = config.get("rope_scaling") or {}
+    # Models with one of these keys name the scaled length.
+    scaled = "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3"
+    return int(positions if scaled else positions * rope.get("factor", 1))
+
+
+def config_complaint(hf_checkpoint: str) -> str | None:
+    """What is wrong with the `config.json` of a checkpoint, as the end of a sentence; None if it can be used."""
+    try:
+        config = json.loads((Path(hf_checkpoint).expanduser() / "config.json").read_bytes())
+    except OSError as error:
+        return f"config.json cannot be read ({error.strerror}): copy the checkpoint again"
+    except (ValueError, RecursionError) as error:
+        return f"config.json is not valid JSON ({error}): copy the checkpoint again"
+    if not isinstance(config, dict):
+        return f"config.json contains a {type(config).__name__}, not an object: copy the checkpoint again"
+    if not isinstance(config.get("model_type"), str | None):
+        return f"model_type in config.json is {config['model_type']!r}: set it to a name, such as qwen3"
+    dimensions = {name: config[name] for name in _DIMENSIONS if config.get(name) is not None}
+    for name, value in dimensions.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            return f"{name} in config.json is {value!r}: set it to a positive whole number"
+    for name in ("rope_scaling", "text_config"):
+        if not isinstance(config.get(name), dict | None):
+            return f"{name} in config.json is {config[name]!r}: set it to an object"
+    return None
+
+
+_DIMENSIONS = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+class _HfConfig(dict[str, Any]):
+    """The contents of a checkpoint's `config.json`. A plug-in that reads a missing key gets a UserError."""
+
+    def __init__(self, hf_checkpoint: str, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
+        self._checkpoint = hf_checkpoint
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(
+            f"hf_checkpoint {self._checkpoint}: config.json has no {key!r}, which the model needs; copy the checkpoint "
+            "again"
+        )
+
+
 def _read_config(hf_checkpoint: str) -> dict[str, Any]:
     """The contents of `config.json`; an empty dictionary if there is no readable one."""
-    try:
-        config: dict[str, Any] = json.loads((Path(hf_checkpoint).expanduser() / "config.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return config
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads((Path(hf_checkpoint).expanduser() / "config.json").read_bytes())
+        return _HfConfig(hf_checkpoint, content if isinstance(content, dict) else {})
+    return {}

@@ -15,9 +15,23 @@ from typing import Any
 
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
-from miles_async.errors import UserError
+from miles_async.errors import UserError, collected, raise_collected
 
-PLAIN_FUNCTIONS = (
+_ROLLOUT = "args, rollout_id, data_source, evaluation=False"
+PARAMETERS = {
+    "buffer_filter_path": "args, rollout_id, buffer, num_samples",
+    "custom_generate_function_path": "args, sample, sampling_params",
+    "custom_rm_path": "args, sample",
+    "dynamic_sampling_filter_path": "args, group",
+    "eval_function_path": _ROLLOUT,
+    "over_sampling_filter_path": "args, groups",
+    "rollout_function_path": _ROLLOUT,
+    "rollout_sample_filter_path": "args, groups",
+    "warm_start_examples_path": "sample",
+}
+"""The parameters of the function that a setting names. With group_rm, a reward gets the samples of a group instead of
+one sample."""
+_PLAIN = (
     "buffer_filter_path",
     "dynamic_sampling_filter_path",
     "over_sampling_filter_path",
@@ -25,6 +39,8 @@ PLAIN_FUNCTIONS = (
     "warm_start_examples_path",
 )
 """Settings whose functions are not awaited."""
+_LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples_path")
+"""Settings whose functions may yield what they return."""
 
 
 SLIME_IMPORTS = "miles_async.rollout.slime_imports.install_slime_imports"
@@ -37,27 +53,24 @@ def install_slime_imports() -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Import every function that a setting names. Raises UserError with one line per function that fails.
+    """Import every function that a setting names. Raises UserError with a sentence for each that the run cannot call.
 
     The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
     """
     if config.rollout.slime_imports:
         install_slime_imports()
-    whole: Any = config
-    settings: dict[str, Any] = {setting.name: reduce(getattr, setting.path, whole) for setting in SETTINGS.values()}
-    named = {name: path for name, path in settings.items() if name.endswith("_path") and isinstance(path, str)}
-    for name, dataset in config.rollout.eval_datasets.items():
-        if dataset.custom_rm_path is not None:
-            named[f"eval_datasets.{name}.custom_rm_path"] = dataset.custom_rm_path
-    problems = []
-    for name, path in named.items():
-        try:
-            if not _is_defined_here(path):
-                load_function(path, setting=name, plain=name in PLAIN_FUNCTIONS)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
+    named: dict[str, str | None] = {}
+    for setting in PARAMETERS:
+        value: Any = reduce(getattr, SETTINGS[setting].path, config)
+        named[setting] = value
+    for of_set, dataset in config.rollout.eval_datasets.items():
+        named[f"eval_datasets.{of_set}.custom_rm_path"] = dataset.custom_rm_path
+    problems: list[str] = []
+    for setting, path in named.items():
+        if path is not None and not _is_defined_here(path):
+            with collected(problems):
+                load_function(path, setting=setting)
+    raise_collected(problems)
 
 
 def _is_defined_here(path: str) -> bool:
@@ -79,16 +92,20 @@ def _is_defined_here(path: str) -> bool:
     return False
 
 
-def load_function(path: str, *, setting: str, plain: bool = False) -> Callable[..., Any]:
+def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the function at `path`, which is written as `module.function`.
 
-    `setting` is the setting that holds the path, for error messages. With `plain=True`, async functions are rejected.
-    Raises UserError if the module does not exist or fails to import, has no such function, or the function is async
-    although `plain` is set.
+    `setting` is the setting that holds the path: its function has the parameters in `PARAMETERS`.
+    Raises UserError if the module does not exist or fails to import, has no such function, or the run cannot call the
+    function in this way.
     """
     module_path, _, name = path.rpartition(".")
-    if not module_path:
+    if not all(path.split(".")) or not module_path:
         raise UserError(f"{setting} {path!r} has no module: write module.function")
+    if module_path == "__main__":
+        raise UserError(
+            f"{setting} {path!r}: __main__ is another program in each process of the run; put the function in a module"
+        )
     module = _import(module_path, f"{setting} {path!r} cannot be imported")
     if not hasattr(module, name):
         public = [other for other, value in vars(module).items() if callable(value)]
@@ -97,15 +114,54 @@ def load_function(path: str, *, setting: str, plain: bool = False) -> Callable[.
         raise UserError(f"{setting} {path!r}: module {module.__name__} has no function {name!r}{hint}")
     function = getattr(module, name)
     if not callable(function):
-        raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function")
-    if plain and inspect.iscoroutinefunction(function):
-        raise UserError(f"{setting} {path!r} is async: write it with a plain def, because it is not awaited")
+        raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function: name one")
+    _check_form(function, f"{setting} {path!r}", setting.rpartition(".")[2])
     return function  # type: ignore[no-any-return]
+
+
+def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
+    """Raises UserError if the run cannot call a function as it calls those of `setting`. `name` begins the sentence."""
+    is_async = inspect.iscoroutinefunction(function)
+    if setting in _PLAIN and is_async:
+        raise UserError(f"{name} is async: write it with a plain def, because it is not awaited")
+    if setting in PARAMETERS and setting not in _LAZY and _yields(function):
+        raise UserError(f"{name} yields its results: write a function that returns them")
+    if setting == "custom_generate_function_path" and not is_async:
+        raise UserError(f"{name} is not an async function: define it with async def")
+    # A class is not called itself if processes create an object of it (`custom_rm_isolated`).
+    if setting not in PARAMETERS or isinstance(function, type):
+        return
+    try:
+        # A decorator may pass other arguments than it gets, so what it wraps does not count.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
+        return
+    parameters = PARAMETERS[setting]
+    positional = [parameter for parameter in parameters.split(", ") if "=" not in parameter]
+    keywords = {parameter.partition("=")[0]: None for parameter in parameters.split(", ") if "=" in parameter}
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise UserError(f"{name} has the signature {signature} ({error}): write fn({parameters})") from None
+
+
+def _yields(function: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _import(module_path: str, problem: str) -> ModuleType:
     try:
         return importlib.import_module(module_path)
-    except Exception as error:
-        # Importing runs user code, which can raise any exception.
-        raise UserError(f"{problem}: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        # Importing runs user code, which can raise any exception. A module that ends the process is not a function.
+        raise UserError(f"{problem}: {type(error).__name__}: {error}; {_advice(error)}") from error
+
+
+def _advice(error: BaseException) -> str:
+    match error:
+        case ModuleNotFoundError():
+            return "install it, or add its folder to PYTHONPATH"
+        case Exception():
+            return "change the module so that Python can import it"
+        case _:
+            return 'put what the module does as a program below `if __name__ == "__main__":`'

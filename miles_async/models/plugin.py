@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_async.errors import UserError
+from miles_async.errors import USER_CODE_ERRORS, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,7 +229,7 @@ def plugin_errors(plugin: ModelPlugin, action: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except USER_CODE_ERRORS as error:
         # A plug-in is user code, which can raise any exception.
         raise UserError(
             f"the model plug-in {name_of(plugin)} failed to {action}: {type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from miles_async.errors import UserError
+from miles_async.errors import USER_CODE_ERRORS, UserError
 from miles_async.models.plugin import ModelPlugin
 
 GROUP = "miles_async.models"
@@ -44,7 +44,7 @@ def find_plugin(model_type: str) -> ModelPlugin:
     [entry] = found
     try:
         plugin = entry.load()()
-    except Exception as error:
+    except USER_CODE_ERRORS as error:
         # Importing a plug-in runs user code, which can raise any exception.
         raise UserError(
             f"the model plug-in {entry.value} cannot be imported: {type(error).__name__}: {error}"

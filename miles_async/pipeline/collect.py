@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from miles_async.errors import UserError
+from miles_async.errors import USER_CODE_ERRORS, UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
@@ -159,9 +159,8 @@ class BatchCollector:
         for group in run_state.take_unused():
             run_state.feed(group)
             self._producer.skip(sequence_of(group))
-            self._recycler.retry(
+            self._recycler.fail(
                 group,
-                DropReason.FAILED,
                 "the worker of the rollout function took it and lost it: return it, give it back with "
                 "data_source.add_samples, or drop it with data_source.discard",
             )
@@ -199,7 +198,7 @@ class BatchCollector:
     def fail(self, group: Group, error: str) -> None:
         """End the attempt of a group whose generation failed in a rollout function."""
         self._enter(group)
-        self._recycler.retry(group, DropReason.FAILED, error)
+        self._recycler.fail(group, error)
 
     def discard(self, group: Group, reason: str) -> None:
         """Drop a finished group that a rollout function rejected for `reason`."""
@@ -242,7 +241,7 @@ class BatchCollector:
         positions = {id(group): position for position, group in enumerate(groups)}
         try:
             order = [positions[id(group)] for group in choose(list(groups)) if id(group) in positions]
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # A user's code may raise anything, and may return something that is not a list of groups.
             raise UserError(
                 f"over_sampling_filter_path raised {error!r}, or returned no list: return the groups it was given, "

@@ -298,7 +298,12 @@ class Producer:
             for sample in error.samples:
                 sample.status = SampleStatus.FAILED
             # An error that names no sample may be the fault of any.
-            self._recycler.retry(group, DropReason.FAILED, str(error), keeps_finished=bool(error.samples))
+            self._recycler.fail(
+                group,
+                str(error),
+                keeps_finished=bool(error.samples),
+                may_pass=isinstance(error, InfrastructureError),
+            )
         except EngineLostError as error:
             outcome = Outcome.FAILED
             if not self._stopping:

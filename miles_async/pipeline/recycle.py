@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from miles_async.errors import UserError
+from miles_async.events import WarningRaised
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.scheduling.quarantine import ALONE_LOSSES, CULPRIT_LOSSES
@@ -11,13 +13,47 @@ from miles_async.types import DropReason, Group, SampleStatus
 class Recycler:
     """Feeds prompts again after failed attempts. Attempts are limited, so that no prompt is recycled forever."""
 
-    def __init__(self, run_state: RunState, data: DataSource, dead_letters: DeadLetters, max_attempts: int) -> None:
+    def __init__(
+        self,
+        run_state: RunState,
+        data: DataSource,
+        dead_letters: DeadLetters,
+        max_attempts: int,
+        *,
+        first_attempts: int,
+    ) -> None:
+        """The run ends if its `first_attempts` attempts fail: the fault is then not in the prompts."""
         self._run_state = run_state
         self._data = data
         self._dead_letters = dead_letters
         self._max_attempts = max_attempts
+        self._first_attempts = first_attempts
+        self._failures = 0
+        """Failed attempts before the first success."""
+        self._succeeded = False
         self.recycled = 0
         """Number of groups recycled as stale since the run began."""
+
+    def fail(self, group: Group, error: str, *, keeps_finished: bool = False, may_pass: bool = False) -> None:
+        """End an attempt whose generation, reward or filter failed, as `retry` does.
+
+        `may_pass` means that the cause is infrastructure, which may recover. Raises UserError if as many attempts as a
+        run may begin with have failed for other causes, and no sample has got through.
+        """
+        self._succeeded |= self._run_state.ledger.has_finished or (keeps_finished and group.finished_tokens > 0)
+        self.retry(group, DropReason.FAILED, error, keeps_finished=keeps_finished)
+        if self._succeeded:
+            return
+        if not self._failures:
+            then = "" if may_pass else f"; the run ends if the first {self._first_attempts} attempts fail"
+            text = f"every sample of the first group failed: {error}{then}"
+            self._run_state.journal.emit(WarningRaised(time=self._run_state.clock.time(), text=text))
+        self._failures += 1
+        if not may_pass and self._failures >= self._first_attempts:
+            raise UserError(
+                f"all of the first {self._failures} attempts to generate a group failed; correct the function or the "
+                f"setting that the last error names: {error}"
+            )
 
     def retry(self, group: Group, reason: DropReason, error: str, *, keeps_finished: bool = False) -> None:
         """End the attempt and count it. The prompt is fed again, or dead-lettered after its last attempt.

@@ -68,6 +68,8 @@ from miles_async.stored_run import StoredRun
 from miles_async.types import Group
 
 T = TypeVar("T")
+FIRST_ATTEMPTS = 32
+"""A run ends if all of its first attempts at a group fail: these many, and at least those of two batches."""
 
 
 class Service:
@@ -122,7 +124,13 @@ class Service:
         self._admission = Admission(
             max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
         )
-        self._recycler = Recycler(self.run_state, ports.data, ports.dead_letters, config.rollout.max_attempts)
+        self._recycler = Recycler(
+            self.run_state,
+            ports.data,
+            ports.dead_letters,
+            config.rollout.max_attempts,
+            first_attempts=max(FIRST_ATTEMPTS, 2 * config.rollout.rollout_batch_size),
+        )
         self._producer = Producer(
             run_state=self.run_state,
             tasks=self._tasks,

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from miles_async.config.user_functions import install_slime_imports, load_function
-from miles_async.errors import is_infrastructure
+from miles_async.errors import USER_CODE_ERRORS, is_infrastructure
 from miles_async.rewards.confinement import confine, limit_cpu
 from miles_async.types import Sample
 
@@ -75,7 +75,7 @@ def grade(function: Any, args: Any, samples: list[Sample], task: Mapping[str, An
         try:
             reward = function(args, scored)
             yield _answer(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward)
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # User code, or a parser that reads text from a model, can raise any exception.
             yield _failure(f"raised {type(error).__name__}: {error}", cause_of(error))
 
@@ -92,7 +92,7 @@ async def _grade_at_once(function: Any, args: Any, samples: list[Sample], timeou
         try:
             async with asyncio.timeout(timeout_seconds) as limit:
                 return _answer(await function(args, sample))
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             if limit.expired():
                 return _failure(f"took longer than {timeout_seconds:g} s (reward_timeout_seconds)", "infrastructure")
             return _failure(f"raised {type(error).__name__}: {error}", cause_of(error))

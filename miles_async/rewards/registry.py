@@ -38,6 +38,8 @@ class RewardType:
     wrong: float | Mapping[str, Any] = 0.0
     """The reward of a response that cannot be scored within the limits. The first entry of a dictionary is trained on,
     unless `reward_key` names another one."""
+    compares: bool = False
+    """The reward compares the response with the label of its row, so that every row needs one."""
     needs: str | None = None
     """A setting without which the reward cannot be computed."""
     otherwise: str = ""
@@ -62,11 +64,11 @@ REWARD_TYPES = {
         needs="reasoning_gym_task",
         otherwise="scores only reasoning_gym_task problems; set rm_type to exact, for example",
     ),
-    "exact": RewardType(f"{_RULES}.exact"),
-    "math": RewardType(f"{_MATHEMATICS}.math", RunsIn.GRADER),
-    "dapo": RewardType(f"{_MATHEMATICS}.dapo", RunsIn.GRADER, wrong={"score": -1.0, "acc": 0.0}),
-    "deepscaler": RewardType(f"{_MATHEMATICS}.deepscaler", RunsIn.GRADER),
-    "f1": RewardType(f"{_RULES}.f1"),
+    "exact": RewardType(f"{_RULES}.exact", compares=True),
+    "math": RewardType(f"{_MATHEMATICS}.math", RunsIn.GRADER, compares=True),
+    "dapo": RewardType(f"{_MATHEMATICS}.dapo", RunsIn.GRADER, wrong={"score": -1.0, "acc": 0.0}, compares=True),
+    "deepscaler": RewardType(f"{_MATHEMATICS}.deepscaler", RunsIn.GRADER, compares=True),
+    "f1": RewardType(f"{_RULES}.f1", compares=True),
     "gpqa": RewardType(f"{_RULES}.gpqa"),
     "ifeval": RewardType("miles_async.rewards.instructions.ifeval"),
     "remote_rm": RewardType(

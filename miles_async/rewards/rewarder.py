@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.errors import InfrastructureError, TrajectoryError, UserError, is_infrastructure
+from miles_async.errors import USER_CODE_ERRORS, InfrastructureError, TrajectoryError, UserError, is_infrastructure
 from miles_async.json_values import json_value
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
@@ -202,7 +202,7 @@ class Rewarder:
         try:
             async with TimeLimit(self._timeout_seconds) as limit:
                 rewards = list(await self._call_together(shown))
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             late = limit.expired() or isinstance(error, UnfinishedError)
             cause = self._too_slow() if limit.expired() else _failure(error)
             sentence = f"group {group.feed_index}: reward {self._name} {cause}"
@@ -232,13 +232,13 @@ class Rewarder:
         try:
             async with TimeLimit(self._timeout_seconds) as limit:
                 return await self._function(self._args, sample)  # type: ignore[operator]
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             return UnavailableError(self._too_slow()) if limit.expired() else error
 
     def _call(self, sample: Sample) -> Any:
         try:
             return self._function(self._args, sample)  # type: ignore[operator]
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             return error
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:

@@ -243,10 +243,15 @@ async def call_rollout_function(
 async def _call(
     function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, evaluation: bool
 ) -> Any:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(args, rollout_id, data_source, evaluation=evaluation)
-    result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
-    return await result if inspect.isawaitable(result) else result
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(args, rollout_id, data_source, evaluation=evaluation)
+        result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
+        return await result if inspect.isawaitable(result) else result
+    except (SystemExit, KeyboardInterrupt) as error:
+        # These would end the process without a word.
+        kind = "evaluation" if evaluation else "rollout"
+        raise UserError(f"the {kind} function raised {error!r}: return from it, or raise another exception") from error
 
 
 def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[Group]:

@@ -20,7 +20,6 @@ that failed.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -29,8 +28,8 @@ from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
-from miles_async.config.user_functions import load_function
 from miles_async.errors import (
+    USER_CODE_ERRORS,
     EngineLostError,
     InfrastructureError,
     MilesError,
@@ -53,14 +52,6 @@ FIRST_PAUSE_SECONDS = 1.0
 """Pause before a failed sample is generated again; it doubles with each failure of the sample."""
 OnDiscarded = Callable[[Group, Sample, DropReason, int, str], None]
 """`(group, sample, reason, tokens, error)`: called when the `tokens` response tokens of a sample were discarded."""
-
-
-def load_generate_function(path: str) -> GenerateFunction:
-    """Import a generate function. Raises UserError if that fails or if the function is not async."""
-    function = load_function(path, setting="custom_generate_function_path")
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(f"custom_generate_function_path {path!r} is not an async function: define it with async def")
-    return function
 
 
 class FunctionGenerator:
@@ -294,7 +285,7 @@ class FunctionGenerator:
             return await self._function(self._args, sample, sampling.body(sampling.max_new_tokens))
         except MilesError:
             raise
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             # A user's code may raise anything; only this sample failed.
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: the generate function raised {error!r}") from error

@@ -56,6 +56,17 @@ _NEXT = dict(zip((*LIVE,), (*LIVE[1:], GroupState.PUBLISHED), strict=True))
 """The only state that may follow each live state, apart from `dropped`."""
 
 
+_SCORED = (
+    GroupState.FINISHED,
+    GroupState.QUEUED,
+    GroupState.LEASED,
+    GroupState.TRAINED,
+    GroupState.PUBLISHED,
+)
+_AFTER_SCORE = (DropReason.FILTERED, DropReason.STALE, DropReason.ROLLED_BACK, DropReason.NONFINITE)
+"""Reasons to drop a group that was generated and scored."""
+
+
 class Transition(NamedTuple):
     """One change of state; `before` is None for a group that was just fed."""
 
@@ -91,6 +102,11 @@ class Ledger:
         self.dropped |= dropped
         self.counts[GroupState.DROPPED] = sum(dropped.values())
         self.check_conservation()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether any attempt was ever generated and scored, even if it was dropped afterwards."""
+        return any(self.counts[state] for state in _SCORED) or any(self.dropped[reason] for reason in _AFTER_SCORE)
 
     @property
     def held_slots(self) -> int:

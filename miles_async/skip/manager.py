@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from miles_async.config.schema import RunConfig, Skip, SkipRole
-from miles_async.errors import UserError
+from miles_async.errors import USER_CODE_ERRORS, UserError
 from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipContext
 from miles_async.skip.identity import identity_of
 
@@ -212,6 +212,11 @@ def _skip_instance(role: str, settings: SkipRole, config: RunConfig, context: Sk
     if settings.action not in kind.support_actions:
         known = " or ".join(sorted(kind.support_actions))
         raise UserError(f"skip.{role}.action: {kind.__qualname__} does not support {settings.action}; set {known}")
-    instance = kind(settings, config)
+    try:
+        instance = kind(settings, config)
+    except UserError:
+        raise
+    except USER_CODE_ERRORS as error:
+        raise UserError(f"skip.{role}: {kind.__qualname__} raised {error!r}: change its constructor") from error
     instance.context = context
     return instance

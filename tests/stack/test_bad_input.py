@@ -98,3 +98,13 @@ def test_an_engine_that_dies_at_start_ends_the_run_with_the_end_of_its_log(tmp_p
     assert sentence.startswith("train_async.py: engine engine-0 ended at start with code 2: ")
     assert "invalid choice: 'nonsense'" in sentence
     assert "logs/engine-0.log" in sentence
+
+
+def test_a_reward_that_fails_for_every_sample_ends_the_run_with_its_exception(tmp_path: Path) -> None:
+    reward = "tests.stack.user_functions.reward_of_another_schema"
+    with job(tmp_path, *PLAIN, "--rm-type", "null", "--custom-rm-path", reward) as ended:
+        ended.says(f"reward {reward} raised KeyError: 'score'", within=START_SECONDS)
+        assert ended.ended(within=PATIENCE_SECONDS) == 2
+        sentence = refusal(ended)
+    assert "attempts to generate a group failed; correct the function or the setting" in sentence
+    assert f"reward {reward} raised KeyError: 'score'" in sentence

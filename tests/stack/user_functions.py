@@ -20,6 +20,11 @@ def shares_of_even_bytes(args: Any, samples: list[Sample]) -> list[dict[str, flo
     return [{"even": share_of_even_bytes(args, sample), "length": float(sample.response_length)} for sample in samples]
 
 
+def reward_of_another_schema(args: Any, sample: Sample) -> float:
+    """A reward that reads a key which no row has."""
+    return float(sample.metadata["score"])
+
+
 def lose_a_reward(args: Any, groups: list[list[Sample]]) -> None:
     """A sample filter that leaves one sample of each batch without a finite reward."""
     groups[0][0].reward = math.nan if groups[0][0].index else math.inf

@@ -141,7 +141,7 @@ def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path: Pat
 def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
     assert "no such folder" in refusal(hf_checkpoint="nowhere")
     assert "contains no config.json" in refusal(hf_checkpoint=str(tmp_path))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     assert refusals(hf_checkpoint=str(tmp_path)) == []
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.config.user_functions import load_function
 from miles_async.errors import EngineLostError, TemplateError, TrajectoryError, UserError
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
-from miles_async.rollout.generate import FunctionGenerator, load_generate_function
+from miles_async.rollout.generate import FunctionGenerator
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
@@ -375,7 +376,7 @@ async def test_a_cancelled_abort_does_not_stop_a_later_attempt() -> None:
 
 def test_a_plain_function_is_refused_at_start() -> None:
     with pytest.raises(UserError, match="is not an async function: define it with async def"):
-        load_generate_function("json.dumps")
+        load_function("json.dumps", setting="custom_generate_function_path")
 
 
 CHAT = [{"role": "user", "content": "Q"}]

@@ -96,13 +96,20 @@ def test_the_plugin_describes_the_shape_of_the_model(tmp_path: Path, monkeypatch
     assert shape.feed_forward == 96
 
 
-def test_an_error_of_the_plugin_names_it_and_the_file(tmp_path: Path) -> None:
-    model = Model(hf_checkpoint=checkpoint(tmp_path, model_type="gemma", num_hidden_layers=2))
+def test_an_error_of_the_plugin_names_it_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = DOUBLED.replace("def shape(self, config):", "def shape(self, config):\n        sys.exit(0)", 1)
+    install_plugin(tmp_path, monkeypatch, "broken", "broken:Doubled", f"import sys\n{broken}")
     with pytest.raises(
         UserError,
-        match="the model plug-in miles_async.models.gemma:Gemma failed to read the shape of the model from "
-        f"{tmp_path}/config.json: KeyError: 'hidden_size'",
+        match="the model plug-in broken:Doubled failed to read the shape of the model from "
+        f"{tmp_path}/config.json: SystemExit: 0",
     ):
+        shape_of(Model(hf_checkpoint=checkpoint(tmp_path, model_type="broken", **LLAMA)))
+
+
+def test_a_key_that_the_model_needs_and_its_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    model = Model(hf_checkpoint=checkpoint(tmp_path, model_type="gemma", num_hidden_layers=2))
+    with pytest.raises(UserError, match=f"{tmp_path}: config.json has no 'hidden_size', which the model needs"):
         shape_of(model)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import WordLevel
 
 from miles_async.adapters.storage.rollout_file import save_groups
 from miles_async.adapters.storage.warm_starts import Example
@@ -105,6 +105,12 @@ def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.Monk
     assert first.prompt == second.prompt != third.prompt
 
 
+def test_a_function_may_yield_the_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
+    settings = config(warm_start_max_steps=1, warm_start_examples_path="tests.unit.test_preflight.yielded_examples")
+    assert preflight(settings, "train_async.py").sft_examples.check[0].answer == "first"
+
+
 def chats(folder: Path) -> dict[str, Any]:
     """Settings of a run whose rows are lists of messages with tools."""
     path = folder / "chats.jsonl"
@@ -132,6 +138,41 @@ def test_a_tokenizer_that_is_missing_is_named_before_anything_starts(tmp_path: P
         preflight(config(hf_checkpoint=str(tmp_path)), "train_async.py")
 
 
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path)
+    weights.unlink()
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(UserError) as refused:
+        preflight(
+            config(
+                hf_checkpoint=str(tmp_path),
+                run_dir=str(tmp_path / "file" / "runs"),
+                agent_port=holder.getsockname()[1],
+                dynamic_sampling_filter_path="nowhere.keep",
+                reasoning_gym_task="chain_sun",
+            ),
+            "train_async.py",
+        )
+    beginnings = ["hf_checkpoint", "run_dir", "agent_port", "dynamic_sampling_filter_path", "reasoning_gym_task"]
+    assert [sentence.split()[0] for sentence in refused.value.args] == beginnings
+    assert str(refused.value).splitlines() == list(refused.value.args)
+
+
+def test_checks_that_depend_on_a_failed_one_are_left_out(tmp_path: Path) -> None:
+    """Without the tokenizer nothing can be said about the prompts."""
+    checkpoint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    data = {"prompt_data": str(tmp_path / "rows.jsonl"), "reasoning_gym_task": None, "rm_type": "exact"}
+    with pytest.raises(UserError) as refused:
+        preflight(config(hf_checkpoint=str(tmp_path), apply_chat_template=True, **data), "train_async.py")
+    [sentence] = refused.value.args
+    assert "tokenizer.json is not a valid tokenizer" in sentence
+
+
+def yielded_examples(sample: Sample) -> Iterator[tuple[str, str]]:
+    yield from two_examples(sample)
+
+
 def two_examples(sample: Sample) -> list[tuple[str, str]]:
     return [(str(sample.prompt), "first"), (str(sample.prompt), "second")]
 
@@ -154,7 +195,7 @@ def checkpoint(folder: Path) -> Path:
     """A checkpoint's files as far as they are looked at before anything starts; returns the weights file."""
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     save_file({"weight": np.zeros(1000, np.float32)}, folder / "model.safetensors")
-    Tokenizer(BPE()).save(str(folder / "tokenizer.json"))
+    Tokenizer(WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))
     return folder / "model.safetensors"
 
 

@@ -146,7 +146,8 @@ def _start(argv: Sequence[str]) -> None:
     try:
         preflight(with_converted_checkpoint(config), ENTRY)
     except UserError as error:
-        print(f"{ENTRY}: {' '.join(str(error).split())}", file=sys.stderr)
+        for sentence in error.args:
+            print(f"{ENTRY}: {' '.join(str(sentence).split())}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
 
 

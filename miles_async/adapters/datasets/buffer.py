@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miles_async.errors import USER_CODE_ERRORS
 from miles_async.types import Group, Sample
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
@@ -55,7 +56,7 @@ class Buffer:
         offered = list(self._groups)
         try:
             picked = [_key(group) for group in self._choose(self._args, None, offered, num_samples)]
-        except Exception as error:
+        except USER_CODE_ERRORS as error:
             # User code can raise any exception. Its changes to the list have no effect.
             self._report(
                 "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"

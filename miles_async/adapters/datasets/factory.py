@@ -15,11 +15,11 @@ from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
-from miles_async.config.derived import SFT_FUNCTION, generates, generates_by_user, trains_only
+from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, generates, generates_by_user, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
-from miles_async.rewards.registry import complaints, row_reward
+from miles_async.rewards.registry import complaints, reward_type, row_reward
 from miles_async.types import Group, Prompt, as_messages
 
 
@@ -55,7 +55,7 @@ def open_data(
     problems, warm_start, held_out = _problems(config, rows_choose_reward)
     choose = pop_first
     if data.buffer_filter_path is not None:
-        choose = load_function(data.buffer_filter_path, setting="buffer_filter_path", plain=True)
+        choose = load_function(data.buffer_filter_path, setting="buffer_filter_path")
     return BufferedSource(
         problems,
         held_out=held_out,
@@ -134,16 +134,31 @@ def _problems(config: RunConfig, rows_choose_reward: bool) -> tuple[Problems, Pr
     return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
 
 
-def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return a function that says what is wrong with the reward that a row names in its metadata; None if nothing is.
+def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping[str, Any], Any], str | None]:
+    """Return a function that says why the metadata and label of a row do not fit its reward; None if they do.
 
     Rows choose their reward only in a run with built-in rewards, as in slime.
     """
     built_in = config.rollout.custom_rm_path is None and config.data.environment is None and generates(config)
 
-    def complaint(metadata: Mapping[str, Any]) -> str | None:
-        name = row_reward(metadata)
-        return next(complaints(name, config), None) if rows_choose and built_in and name is not None else None
+    # Otherwise a user's function or an external generator may set the rewards.
+    scores = not generates_by_user(config) and config.rollout.rollout_function_path not in (
+        SFT_FUNCTION,
+        EXTERNAL_FUNCTION,
+    )
+
+    def complaint(metadata: Mapping[str, Any], label: Any) -> str | None:
+        if not built_in:
+            return None
+        name = row_reward(metadata) if rows_choose else None
+        if name is not None and (unusable := next(complaints(name, config), None)) is not None:
+            return f"{config.data.metadata_key!r}: {unusable}"
+        name = name or config.rollout.rm_type
+        kind = reward_type(name)
+        if not scores or kind is None or not kind.compares or label is not None:
+            return None
+        key = "label_key is unset" if config.data.label_key is None else f"{config.data.label_key!r} is null"
+        return f"{key}, but rm_type {name} needs the right answer"
 
     return complaint
 
@@ -182,7 +197,10 @@ def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats
     renders = applies or (chats and not generates_by_user(config))
     if tokenizer is not None and renders and not tokenizer.has_template:
         cause = "apply_chat_template is set" if applies else "the prompts of the data are lists of messages"
-        raise UserError(f"{cause}, but the tokenizer in {tokenizer.folder} has no chat template: set its chat_template")
+        raise UserError(
+            f"{cause}, but the tokenizer of hf_checkpoint {tokenizer.folder} has no chat template: set its "
+            "chat_template"
+        )
     if tokenizer is None or not applies:
         return lambda problem: problem.prompt
 

@@ -48,7 +48,9 @@ def create_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, siz
         dataset: GymDataset = reasoning_gym.create_dataset(task, **settings, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
         # reasoning-gym checks its settings with assertions.
-        raise UserError(f"reasoning_gym_settings {dict(settings)} do not fit {task}: {error}") from error
+        raise UserError(
+            f"reasoning_gym_settings {dict(settings)} do not fit {task} ({error}): change or remove them"
+        ) from error
     return dataset
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.atomic_files import atomic_file
-from miles_async.errors import UserError
+from miles_async.errors import DataRowError, UserError
 
 
 class ParquetRows:
@@ -34,7 +34,10 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        [values] = self._table.slice(row, 1).to_pylist()
+        try:
+            [values] = self._table.slice(row, 1).to_pylist()
+        except (ValueError, OverflowError) as error:  # such as text that is not UTF-8, or a date after the year 9999
+            raise DataRowError(f"{self.where(row)}: {error}") from error
         return values  # type: ignore[no-any-return]
 
     def where(self, row: int) -> str:
@@ -51,5 +54,8 @@ def _convert_to_arrow(path: Path, copy: Path) -> None:
         with atomic_file(copy) as temporary, pa.ipc.new_file(str(temporary), source.schema_arrow) as file:
             for batch in source.iter_batches(batch_size=4096):
                 file.write_batch(batch)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"prompt_data {path} is not a valid Parquet file: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        # Arrow reports damaged pages as errors of the system, without a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"prompt_data {path} is not a valid Parquet file ({error}): copy it again") from error

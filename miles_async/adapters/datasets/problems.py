@@ -58,12 +58,12 @@ class FileProblems:
         rows: Rows,
         keys: Keys,
         *,
-        complaint: Callable[[Mapping[str, Any]], str | None] = lambda metadata: None,
+        complaint: Callable[[Mapping[str, Any], Any], str | None] = lambda metadata, label: None,
     ) -> None:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
-        A later invalid row raises DataRowError when it is read. `complaint` returns what is wrong with the metadata of
-        a row.
+        A later invalid row raises DataRowError when it is read. `complaint` returns what is wrong with the metadata
+        and the label of a row.
         """
         self._rows = rows
         self._keys = keys
@@ -74,7 +74,7 @@ class FileProblems:
             try:
                 self.has_chats |= not isinstance(self[row].prompt, str)
             except DataRowError as error:
-                raise UserError(str(error)) from error
+                raise UserError(f"prompt_data {error}; correct or remove the row, or set other keys") from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,8 +87,8 @@ class FileProblems:
         for key, value, kind in ((keys.metadata, metadata, dict), (keys.tools, tools, list)):
             if not isinstance(value, (kind, type(None))):
                 raise self._invalid(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
-        if complaint := self._complaint(metadata or {}):
-            raise self._invalid(row, f"{keys.metadata!r}: {complaint}")
+        if complaint := self._complaint(metadata or {}, label):
+            raise self._invalid(row, complaint)
         return Problem(self._question(prompt, row), prompt, label, metadata or {}, tools)
 
     def hold_out(self, size: int) -> list[Problem]:

@@ -81,7 +81,7 @@ class JsonlRows:
             line = file.readline()
         try:
             values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataRowError(f"{self.where(row)}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise DataRowError(f"{self.where(row)}: a {type(values).__name__} instead of a JSON object")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from miles_async.adapters.datasets.buffer import Buffer, Report
@@ -16,6 +17,8 @@ from miles_async.types import Group, Prompt, Sample
 
 Render = Callable[[Problem], Prompt]
 """Makes the prompt of samples from a problem. Raises DataRowError if that fails."""
+CHECKED_PROMPTS = 64
+"""How many prompts are tried before a run starts until one is found that can be used."""
 _SETTINGS = {"rows": "number of rows", "shuffle": "rollout_shuffle", "seed": "rollout_seed", "held_out": "eval_size"}
 """Names of stored values for people."""
 
@@ -210,6 +213,7 @@ class BufferedSource:
         return Group(samples, feed_index=feed_index)
 
     def _next_problem(self) -> tuple[Problem, Prompt]:
+        first: DataRowError | None = None
         # Two epochs visit every row at least once, wherever this epoch began.
         for _ in range(2 * len(self._order)):
             if self.sample_offset == len(self._order):
@@ -222,10 +226,36 @@ class BufferedSource:
                 if problem.question not in self._held_out_questions:
                     return problem, self._render(problem)
             except DataRowError as error:
+                first = first or error
                 self._report("bad_row", str(error))
+        if first is not None:
+            raise UserError(
+                f"none of the {len(self._order)} rows of the data can be used; check the first one: {first}"
+            )
         raise UserError(
-            f"none of the {len(self._order)} rows of the data can be used: all are invalid or held out for evaluation; "
+            f"none of the {len(self._order)} rows of the data can be used, because all are held out for evaluation: "
             "lower eval_size or provide more data"
+        )
+
+    def complaint(self, about: Callable[[Prompt, list[dict[str, Any]] | None], str | None]) -> str | None:
+        """Look for a prompt that can be used among rows from all parts of the data. Return None if there is one.
+
+        `about` returns what is wrong with a prompt and its tools; None if nothing is.
+        """
+        first = None
+        rows = list(islice(Permutation(len(self._problems), "prompts"), CHECKED_PROMPTS))
+        for row in rows:
+            try:
+                problem = self._problems[row]
+                found = about(self._render(problem), problem.tools)
+            except DataRowError as error:
+                found = str(error)
+            if found is None:
+                return None
+            first = first or found
+        return (
+            f"none of {len(rows)} prompts from all parts of the data can be used; change the prompts, the chat "
+            f"template or the limits: {first}"
         )
 
     def _sample(self, index: int, problem: Problem, prompt: Prompt, feed_index: str) -> Sample:

@@ -31,20 +31,23 @@ class CheckpointTokenizer:
         """`template_kwargs` are additional arguments of the chat template, for every chat.
 
         `prompts_are_rendered` means that the data source has rendered the prompts that are text, so that they contain
-        their special tokens. Raises UserError if `tokenizer.json` is missing.
+        their special tokens. Raises UserError if `tokenizer.json` is missing or broken.
         """
         self.folder = Path(model_path)
         file = self.folder / "tokenizer.json"
         if not file.is_file():
             raise UserError(f"{file} is missing; save the tokenizer there (tokenizer.save_pretrained)")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises only this class
+            raise UserError(f"{file} is not a valid tokenizer ({error}); copy it again") from error
         _encode_whole_texts(self._tokenizer)
         self._template_kwargs = dict(template_kwargs or {})
         self._prompts_are_rendered = prompts_are_rendered
 
     @classmethod
     def of_run(cls, data: Data, checkpoint: str) -> CheckpointTokenizer:
-        """The tokenizer of `checkpoint` with the settings of a run. Raises UserError if `tokenizer.json` is missing."""
+        """The tokenizer of `checkpoint` with the settings of a run. Raises UserError as the constructor."""
         return cls(
             checkpoint,
             template_kwargs=data.apply_chat_template_kwargs,
@@ -105,8 +108,8 @@ class CheckpointTokenizer:
         """
         if not self.has_template:
             raise UserError(
-                f"the tokenizer in {self.folder} has no chat template, which prompts of chat messages need; "
-                "set its chat_template"
+                f"the tokenizer of hf_checkpoint {self.folder} has no chat template, which prompts of chat messages "
+                "need; set its chat_template"
             )
         try:
             text = self.transformers.apply_chat_template(
@@ -138,8 +141,12 @@ class CheckpointTokenizer:
 
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"the tokenizer in {self.folder} cannot be loaded: {error}") from error
+        except Exception as error:
+            # The files of a tokenizer may contain anything, and the library raises many exceptions.
+            raise UserError(
+                f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
+                "copy the checkpoint again"
+            ) from error
 
     def _chat_ids(self, text: str) -> list[int]:
         return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)

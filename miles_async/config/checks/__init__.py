@@ -10,13 +10,19 @@ from miles_async.config.checks import layouts, models, placeholders, rollouts, s
 from miles_async.config.checks.notes import NOTES
 from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, bounds_of, schedule_of
 from miles_async.config.schema import RunConfig
+from miles_async.errors import collected
 from miles_async.scheduling.bounds import Schedule
 
 
 def problems(config: RunConfig, entry: str) -> list[str]:
     """Reasons why `entry` (`train_async.py` or `train.py`) refuses to start; empty if the configuration is valid."""
     schedule = schedule_of(config, entry)
-    found = [sentence for check in _CHECKS for sentence in check(config)]
+    found: list[str] = []
+    for check in _CHECKS:
+        # Several checks read the shape of the model, which raises UserError if that fails.
+        with collected(found):
+            found += check(config)
+    found = list(dict.fromkeys(found))
     path = config.rollout.rollout_function_path
     if schedule is Schedule.FULLY_ASYNC and path in (SFT_FUNCTION, EXTERNAL_FUNCTION):
         found.append(

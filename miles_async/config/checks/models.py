@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
+    generates,
     hf_export,
     hub_name,
     is_gguf,
@@ -15,7 +16,7 @@ from miles_async.config.derived import (
     reference_batching,
     restarts_learner,
 )
-from miles_async.config.model_shape import model_type_of
+from miles_async.config.model_shape import config_complaint, context_length, model_type_of
 from miles_async.config.objectives import clip_range, clips_ratios, compares_with_sampling_policy, policy_objective
 from miles_async.config.schema import RunConfig
 from miles_async.models.registry import has_plugin, missing_plugin
@@ -29,20 +30,37 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         return  # it is checked again after its conversion or download
     elif not Path(checkpoint).expanduser().is_dir():
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to the folder of a Hugging Face checkpoint"
-    elif not _is_checkpoint(checkpoint):
-        yield _not_a_checkpoint("hf_checkpoint", checkpoint)
-    elif not config.debug.debug_rollout_only:
+    elif (complaint := _unusable("hf_checkpoint", checkpoint)) is not None:
+        yield complaint
+    else:
+        yield from _context(config, checkpoint)
         model_type = model_type_of(checkpoint)
-        if model_type is not None and not has_plugin(model_type):
+        if not config.debug.debug_rollout_only and model_type is not None and not has_plugin(model_type):
             yield f"hf_checkpoint {checkpoint}: {missing_plugin(model_type)}"
 
 
-def _is_checkpoint(folder: str) -> bool:
-    return (Path(folder).expanduser() / "config.json").is_file()
+def _unusable(setting: str, folder: str) -> str | None:
+    """Why the folder that a setting names is not a checkpoint; None if it is one."""
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        return (
+            f"{setting} {folder} is not a Hugging Face checkpoint: it contains no config.json; set a different folder"
+        )
+    complaint = config_complaint(folder)
+    return None if complaint is None else f"{setting} {folder}: {complaint}"
 
 
-def _not_a_checkpoint(setting: str, folder: str) -> str:
-    return f"{setting} {folder} is not a Hugging Face checkpoint: it contains no config.json; set a different folder"
+def _context(config: RunConfig, checkpoint: str) -> Iterator[str]:
+    """Engines refuse a request if the prompt and the longest allowed response exceed the context of the model."""
+    server = config.engine.sglang_server_args
+    context, rollout = server.get("context_length", context_length(checkpoint)), config.rollout
+    if not generates(config) or not isinstance(context, int) or server.get("allow_auto_truncate"):
+        return
+    lengths = {"rollout_max_response_len": rollout.rollout_max_response_len}
+    for name, dataset in rollout.eval_datasets.items():
+        lengths[f"eval_datasets.{name}.max_response_len"] = dataset.max_response_len or 0
+    for setting, length in lengths.items():
+        if length >= context:
+            yield f"{setting} {length} leaves no room for a prompt in the model's {context} tokens of context: lower it"
 
 
 def _tiny_model(config: RunConfig) -> Iterator[str]:
@@ -68,8 +86,8 @@ def _reference(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.ref_load is None:
         return
-    if hub_name(algorithm.ref_load) is None and not _is_checkpoint(algorithm.ref_load):
-        yield _not_a_checkpoint("ref_load", algorithm.ref_load)
+    if hub_name(algorithm.ref_load) is None and (complaint := _unusable("ref_load", algorithm.ref_load)) is not None:
+        yield complaint
     if not keeps_reference(config):
         yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
 
@@ -77,8 +95,8 @@ def _reference(config: RunConfig) -> Iterator[str]:
 def _critic(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     critic = algorithm.critic_load
-    if critic is not None and hub_name(critic) is None and not _is_checkpoint(critic):
-        yield _not_a_checkpoint("critic_load", critic)
+    if critic is not None and hub_name(critic) is None and (complaint := _unusable("critic_load", critic)) is not None:
+        yield complaint
     if algorithm.advantage_estimator == "ppo":
         if config.learner.loss_type == "sft_loss":
             yield "advantage_estimator ppo trains a critic, but loss_type sft_loss does not use it: unset one of them"
