@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miles_async.json_values import shown
 from miles_async.types import Group, Sample
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
@@ -51,10 +52,11 @@ class Buffer:
         before = {_key(group): group for group in self._groups}
         try:
             picked = [_key(group) for group in self._choose(self._args, None, self._groups, num_samples)]
+            left = {_key(group) for group in self._groups}
         except Exception as error:
             # User code can raise any exception. Its changes to the list are undone.
             self._report(
-                "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"
+                "buffer_filter_raised", f"buffer_filter_path raised {shown(error)}: the oldest groups are used instead"
             )
             self._groups = list(before.values())
             return pop_first(self._args, None, self._groups, num_samples)
@@ -63,7 +65,6 @@ class Buffer:
                 "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups that are not in the buffer"
             )
         chosen = [key for key in dict.fromkeys(picked) if key in before]
-        left = {_key(group) for group in self._groups}
         for key, group in before.items():
             if key not in left and key not in chosen:
                 self._report(
@@ -84,7 +85,7 @@ class Buffer:
 
         The weight versions of generated tokens are counted by this run, so their staleness would be unknown to another.
         """
-        return [group.prompt_dict() for group in self._groups]
+        return [dict(group.owed or group.prompt_dict()) for group in self._groups]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Load the result of `state`."""
