@@ -149,6 +149,13 @@ class Rewarder:
         for sample in shown:
             sample.metadata.pop(REWARD_ERROR, None)
         results = await self._call_each(shown)
+        refused: list[TrajectoryError | None] = []
+        for sample in shown:
+            try:
+                accept_values(sample)
+                refused.append(None)
+            except TrajectoryError as error:
+                refused.append(error)
         scored = [
             sample for sample, result in zip(shown, results, strict=True) if not isinstance(result, BaseException)
         ]
@@ -156,7 +163,8 @@ class Rewarder:
             self._scored = replace(scored[-1], metadata=dict(scored[-1].metadata))
         unfinished = [result for result in results if isinstance(result, UnfinishedError)]
         broken = len(unfinished) == len(results) and not await self._works(shown[0])
-        return [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
+        outcomes = [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
+        return [error or outcome for error, outcome in zip(refused, outcomes, strict=True)]
 
     async def _works(self, sample: Sample) -> bool:
         """Whether the function finishes for the last sample that was scored, or for `sample` with the response `0`."""
