@@ -44,10 +44,10 @@ class Findings:
         except Exception as error:
             # A run may fail with any error.
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
-            place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-3:]))
-            if place not in self.places:
-                self.places.add(place)
-                print(f"{place}: {error!a:.300}\n    {attacks!a:.1000}, seed={seed}, {schedule}", flush=True)
+            where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-3:]))
+            if where not in self.places:
+                self.places.add(where)
+                print(f"{where}: {error!a:.300}\n    {attacks!a:.1000}, seed={seed}, {schedule}", flush=True)
 
 
 def main() -> int:

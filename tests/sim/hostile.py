@@ -38,7 +38,7 @@ from workers.preflight import dynamic_filter
 ROLLOUTS, BATCH, SAMPLES = 4, 4, 2
 ROWS, CHECKED_ROWS = 60, 4
 """Rows of the data, and those that are checked before the run."""
-PLACES = ("reward", "generate", "filter", "rollout", "returned", "buffer", "rows", "metadata", "posted")
+ENTRANCES = ("reward", "generate", "filter", "rollout", "returned", "buffer", "rows", "metadata", "posted")
 """Where a value enters: functions of the user, groups that a rollout function gives back, the buffer filter, rows of
 the data, the metadata of the data source, and groups that a client posts."""
 FIELDS = (
@@ -53,8 +53,8 @@ FIELDS = (
 class Attack:
     """What happens at a place for every `period`-th sample."""
 
-    place: str
-    way: str
+    entrance: str
+    action: str
     """`return` the value, `raise` an error that contains it, or `set` a field to it."""
     value: Any
     field: str = "metadata"
@@ -138,21 +138,23 @@ class HostileWorld(AgentWorld):
         self.logged: list[bytes] = []
         self.posted: set[str] = set()
 
-    def attack(self, place: str) -> Attack | None:
+    def attack(self, entrance: str) -> Attack | None:
         """The attack of this call of a function, if it is its turn."""
-        count = self.calls[place] = self.calls.get(place, -1) + 1
-        due = [attack for attack in self.attacks if attack.place == place and count and count % attack.period == 0]
+        count = self.calls[entrance] = self.calls.get(entrance, -1) + 1
+        due = [
+            attack for attack in self.attacks if attack.entrance == entrance and count and count % attack.period == 0
+        ]
         self.struck += bool(due)
         return replace(due[0], value=made(due[0].value)) if due else None
 
-    def strike(self, place: str, samples: Sequence[Sample], result: Any) -> Any:
+    def strike(self, entrance: str, samples: Sequence[Sample], result: Any) -> Any:
         """Carry out an attack on one of the samples, and return what the function returns."""
-        attack = self.attack(place)
+        attack = self.attack(entrance)
         if attack is None:
             return result
-        if attack.way == "raise":
+        if attack.action == "raise":
             raise AwkwardError(attack.value)
-        if attack.way == "return":
+        if attack.action == "return":
             return attack.value
         for sample in samples[-1:]:
             if attack.field in ("feed_index", "raw_reward", "error", "reward_error", "key"):
@@ -234,7 +236,7 @@ class HostileWorld(AgentWorld):
                 sample.rollout_log_probs, sample.spans = [-1.0], [VersionSpan(max(source.live_version, 0), 0, 1)]
                 sample.status = Sample.Status.COMPLETED
             if (attack := self.attack("returned")) is not None:
-                if attack.way == "raise":
+                if attack.action == "raise":
                     source.discard(group, attack.value)
                 else:
                     with suppress(TypeError):
@@ -253,9 +255,9 @@ class HostileWorld(AgentWorld):
             return
         sample: dict[str, Any] = {"tokens": [1, 2], "response_length": 1, "rollout_log_probs": [-1.0], "reward": 1.0}
         sample["weight_versions"] = [{"version": 0, "start": 0, "end": 1}]
-        if attack.way == "return":
+        if attack.action == "return":
             sample["metadata"] = {"value": attack.value}
-        elif attack.way == "set":
+        elif attack.action == "set":
             sample[attack.field] = attack.value
         key = attack.value if isinstance(attack.value, str) else "key"
         with suppress(InvalidRequestError, BufferFullError):
@@ -294,7 +296,7 @@ def rows(folder: Path, attacks: Sequence[Attack]) -> Path:
     for number in range(ROWS):
         line = json.dumps({"prompt": f"{number}+1=", "label": str(number + 1), "metadata": {"number": number}}).encode()
         for attack in attacks if number >= CHECKED_ROWS else ():
-            if attack.place == "rows" and number % attack.period == 0:
+            if attack.entrance == "rows" and number % attack.period == 0:
                 line = _line(attack)
         lines.append(line.replace(b"\n", b" "))
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -308,9 +310,9 @@ def _line(attack: Attack) -> bytes:
     except Exception:
         # Not every value can be written into a file.
         raw = b"\xff"
-    if attack.way == "return":
+    if attack.action == "return":
         return raw
-    name = {"set": "metadata", "raise": "label"}[attack.way]
+    name = {"set": "metadata", "raise": "label"}[attack.action]
     return b'{"prompt": "1+1=", "label": "2", "' + name.encode() + b'": ' + raw + b"}"
 
 

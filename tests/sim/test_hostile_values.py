@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Sample, SampleStatus, Verdict
-from tests.sim.hostile import FIELDS, PLACES, Attack, Made, play
+from tests.sim.hostile import ENTRANCES, FIELDS, Attack, Made, play
 
 
 class Awkward:
@@ -105,8 +105,8 @@ VALUES = st.recursive(
 )
 ATTACKS = st.builds(
     Attack,
-    place=st.sampled_from(PLACES),
-    way=st.sampled_from(["return", "set", "set", "set", "raise"]),
+    entrance=st.sampled_from(ENTRANCES),
+    action=st.sampled_from(["return", "set", "set", "set", "raise"]),
     value=VALUES,
     field=st.sampled_from(FIELDS),
     period=st.integers(2, 5),
