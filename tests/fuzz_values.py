@@ -35,7 +35,7 @@ class Findings:
 
     def __init__(self) -> None:
         self.examples = self.values = 0
-        self.places: set[str] = set()
+        self.found: set[str] = set()
 
     def play(self, attacks: list[Attack], seed: int, schedule: Schedule) -> None:
         self.examples += 1
@@ -45,8 +45,8 @@ class Findings:
             # A run may fail with any error.
             own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(ROOT))]
             where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-3:]))
-            if where not in self.places:
-                self.places.add(where)
+            if where not in self.found:
+                self.found.add(where)
                 print(f"{where}: {error!a:.300}\n    {attacks!a:.1000}, seed={seed}, {schedule}", flush=True)
 
 
@@ -74,8 +74,8 @@ def main() -> int:
         )(given(**RUNS)(play))
         hypothesis.seed(seed)(drawn)()
         seed += 1
-    print(f"{findings.examples} examples with {findings.values} values: {len(findings.places)} findings")
-    return 1 if findings.places else 0
+    print(f"{findings.examples} examples with {findings.values} values: {len(findings.found)} findings")
+    return 1 if findings.found else 0
 
 
 if __name__ == "__main__":
