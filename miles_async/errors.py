@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from miles_async.json_values import plain_text
+
 if TYPE_CHECKING:
     from miles_async.types import Sample
 
@@ -31,7 +33,13 @@ Python raises KeyboardInterrupt for Ctrl-C only in the main thread, and no proce
 
 
 class MilesError(Exception):
-    """The base class of every error that this project raises deliberately."""
+    """The base class of every error that this project raises deliberately.
+
+    Messages quote data, exceptions of users' code and texts of the model, so half surrogate pairs in them are replaced.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(plain_text(str(message)))
 
 
 class UserError(MilesError):

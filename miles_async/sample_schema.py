@@ -1,15 +1,18 @@
 """The schema of all samples that enter a run: answers of engines, posted samples and results of user functions.
 
 Each function raises TrajectoryError that names the first invalid field, such as `tokens[3]: expected int, got str`.
-Lengths are compared before anything of that length is allocated.
+Lengths are compared before anything of that length is allocated. `accept_values` converts all fields of a sample to
+plain values (`json_values.py`). It is called whenever code of a user had the sample, so that the stages, the store,
+checkpoints and events check nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
-from numbers import Real
+from operator import index
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,11 +20,20 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from miles_async.errors import TrajectoryError
+from miles_async.json_values import (
+    UnrepresentableError,
+    finite_number,
+    json_value,
+    plain_text,
+    readable_entries,
+    shown,
+    shown_error,
+)
 from miles_async.sampling_mask import SamplingMask
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
 
 T = TypeVar("T")
-_Natural = Annotated[int, Meta(ge=0)]
+_Natural = Annotated[int, Meta(ge=0, lt=2**62)]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 _COLUMNS = "tokens", "rollout_log_probs", "loss_mask"
 MASK_IS_MISSING = (
@@ -148,7 +160,7 @@ class _Span(Struct):
 class _Columns(Struct):
     """The columns of a finished sample."""
 
-    tokens: list[_Natural]
+    tokens: list[_TokenId]
     response_length: _Natural
     rollout_log_probs: list[float]
     loss_mask: list[int | float | bool] | None
@@ -177,18 +189,142 @@ def parse(value: Any, schema: type[T], name: str) -> T:
         raise TrajectoryError(f"{name}: {where + ': ' if where else ''}{sentence}") from None
 
 
-def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
-    """Check the columns of a finished sample; log-probabilities and spans may be empty.
+def decode_json(content: bytes | str, schema: type[T]) -> T:
+    """Decode JSON of a client or a data file. Raises ValueError with a sentence that says what is wrong."""
+    try:
+        return msgspec.json.decode(content, type=schema)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deep: store it flat, or as text") from None
 
-    Arrays of NumPy become lists, and a sampling mask that is a list of lists becomes a `SamplingMask`.
-    `newest_version` is the newest weight version of the run; None if versions of another run are allowed.
+
+def accept_values(sample: Sample) -> None:
+    """Convert all fields of a sample to plain values, after code of a user had the sample.
+
+    Raises TrajectoryError that names the first field that cannot be converted. All fields are plain in this case, too:
+    a field that was refused is empty, and an entry of the metadata holds the reason.
     """
-    for column in _COLUMNS:
-        value = getattr(sample, column)
-        if hasattr(value, "tolist"):
-            setattr(sample, column, value.tolist())
+    refused: list[str] = []
+
+    def convert(field: str, conversion: Callable[[Any], Any], empty: Any) -> None:
+        value = getattr(sample, field)
+        try:
+            setattr(sample, field, conversion(value))
+        except Exception as error:
+            # A method of a user's object may raise anything.
+            setattr(sample, field, empty)
+            reason = error if isinstance(error, UnrepresentableError) else f"cannot be {shown(value)}"
+            refused.append(f"its {field} {reason}")
+
+    convert("index", _optional_integer, None)
+    convert("trajectory", _optional_integer, None)
+    entries: list[str] = []
+    convert("metadata", partial(_metadata, refused=entries), {})
+    refused += [f"its metadata{entry}" for entry in entries]
+    convert("prompt", _prompt, "")
+    convert("label", json_value, None)
+    convert("response", _text, "")
+    convert("reward", json_value, None)
+    convert("reward_key", lambda key: None if key is None else _text(key), None)
+    convert("remove_sample", _flag, False)
+    convert("status", SampleStatus, SampleStatus.FAILED)
+    try:
+        _accept_columns(sample)
+    except Exception as error:
+        if not isinstance(error, TrajectoryError):
+            error = TrajectoryError(f"sample {sample.index}: a column cannot be read: {shown_error(error)}", [sample])
+        sample.tokens, sample.response, sample.response_length = [], "", 0
+        sample.rollout_log_probs, sample.loss_mask, sample.sampling_mask, sample.spans = [], None, None, []
+        if not refused:
+            raise error from None
+    if refused:
+        raise TrajectoryError(f"sample {sample.index}: {refused[0]}", [sample])
+
+
+def accept_group(samples: Sequence[Sample]) -> None:
+    """Accept the values of all samples. Raises TrajectoryError that names the samples that were refused."""
+    errors = []
+    for sample in samples:
+        try:
+            accept_values(sample)
+        except TrajectoryError as error:
+            errors.append(error)
+    if errors:
+        raise TrajectoryError(str(errors[0]), [sample for error in errors for sample in error.samples])
+
+
+def _metadata(values: Any, refused: list[str]) -> dict[str, Any]:
+    """The metadata with a sentence in place of each entry that cannot be converted."""
+    if not isinstance(values, Mapping):
+        raise UnrepresentableError(f"is {shown(values)} and not a dictionary")
+    plain = readable_entries(values, refused)
+    if not isinstance(plain.get("feed_index", ""), str):
+        plain["feed_index"] = str(plain["feed_index"])
+    return plain
+
+
+def _optional_integer(value: Any) -> int | None:
+    number = None if value is None else int(index(value))
+    if number is not None and not -(2**63) <= number < 2**63:
+        raise UnrepresentableError("has more than 64 bits")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise UnrepresentableError(f"is {shown(value)} and not a text")
+    return plain_text(str.__str__(value))
+
+
+def _prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return _text(value)
+    messages = json_value(value)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise UnrepresentableError(f"is {shown(value)} and neither a text nor a list of messages")
+    return messages
+
+
+def _flag(value: Any) -> bool:
+    if (plain := json_value(value)) not in (0, 1):
+        raise UnrepresentableError(f"is {shown(value)} and not a bool")
+    return bool(plain)
+
+
+def _accept_columns(sample: Sample) -> None:
+    """Convert the columns to lists of Python's numbers. Raises TrajectoryError that names the first invalid entry."""
     name = f"sample {sample.index}"
-    columns = parse(sample, _Columns, name)
+    try:
+        columns = parse(sample, _Columns, name)
+    except TrajectoryError:
+        # Arrays, and lists of numbers of NumPy, are converted first; other samples are spared that.
+        try:
+            for column in (*_COLUMNS, "response_length"):
+                setattr(sample, column, json_value(getattr(sample, column)))
+        except UnrepresentableError as error:
+            raise TrajectoryError(f"{name}: {column} {error}") from None
+        columns = parse(sample, _Columns, name)
+    sample.tokens, sample.response_length = columns.tokens, columns.response_length
+    sample.rollout_log_probs = columns.rollout_log_probs
+    if columns.loss_mask is not None and not set(columns.loss_mask) <= {0, 1}:
+        raise TrajectoryError(f"{name}: its loss_mask has entries other than 0 and 1")
+    sample.loss_mask = None if columns.loss_mask is None else list(map(int, columns.loss_mask))
+    sample.spans = [VersionSpan(span.version, span.start, span.end) for span in columns.spans]
+    _convert_mask(sample, name)
+
+
+def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
+    """Accept the values of a finished sample and check its columns; log-probabilities and spans may be empty.
+
+    `newest_version` is the newest weight version of the
+    run; None if versions of another run are allowed.
+    """
+    accept_values(sample)
+    check_columns(sample, limits, newest_version)
+
+
+def check_columns(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
+    """Check the columns of a finished sample whose values are accepted; see `check_sample`."""
+    name, columns = f"sample {sample.index}", sample
     tokens, response = len(columns.tokens), columns.response_length
     if response > tokens:
         raise TrajectoryError(f"{name}: {tokens} tokens, fewer than its response_length {response}")
@@ -196,12 +332,8 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
         raise TrajectoryError(f"{name}: its tokens contain no prompt; put the prompt first")
     if limits.longest is not None and tokens > limits.longest:
         raise TrajectoryError(f"{name}: {too_long(tokens, limits.longest)}")
-    if (mask := columns.loss_mask) is not None:
-        if len(mask) != response:
-            raise TrajectoryError(f"{name}: a loss_mask of {len(mask)} entries; response_length is {response}")
-        if not set(mask) <= {0, 1}:
-            raise TrajectoryError(f"{name}: its loss_mask has entries other than 0 and 1")
-        sample.loss_mask = [int(entry) for entry in mask]
+    if (mask := columns.loss_mask) is not None and len(mask) != response:
+        raise TrajectoryError(f"{name}: a loss_mask of {len(mask)} entries; response_length is {response}")
     if columns.rollout_log_probs and len(columns.rollout_log_probs) != response:
         raise TrajectoryError(
             f"{name}: {len(columns.rollout_log_probs)} rollout_log_probs; response_length is {response}"
@@ -222,7 +354,6 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
         end = span.end
         if newest_version is not None:
             check_version(span.version, newest_version, name)
-    _convert_mask(sample, name)
     check_mask(sample, limits, name)
 
 
@@ -302,11 +433,11 @@ def check_version(version: int, newest: int, name: str) -> None:
 def check_reward(sample: Sample) -> None:
     """Check the reward that is trained on, and convert numbers of other types, such as NumPy's, to float."""
     reward, key = sample.reward, sample.reward_key
-    number = reward.get(str(key)) if isinstance(reward, Mapping) else reward
-    if not isinstance(number, Real) or not isfinite(number):
+    number = finite_number(reward.get(str(key)) if isinstance(reward, Mapping) else reward)
+    if number is None:
         entry = f" under reward_key {key!r}" if isinstance(reward, Mapping) else ""
-        raise TrajectoryError(f"sample {sample.index}: reward {reward!r} has no finite number{entry}")
-    sample.reward = {**reward, str(key): float(number)} if isinstance(reward, Mapping) else float(number)
+        raise TrajectoryError(f"sample {sample.index}: reward {shown(reward)} has no finite number{entry}")
+    sample.reward = {**reward, str(key): number} if isinstance(reward, Mapping) else number
 
 
 def too_long(tokens: int, longest: int) -> str:

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
-from miles_async.json_values import json_value
+from miles_async.json_values import json_value, plain_text, shown
 
 if TYPE_CHECKING:
     # It imports numpy, which the check of a configuration does without.
@@ -199,10 +199,8 @@ class Sample:
         self.status = SampleStatus.PENDING
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, as values that JSON can express (see `json_value`)."""
+        """All fields by name, as values that JSON can express if the values of the sample are accepted."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name in ("prompt", "label", "metadata", "response", "reward"):
-            values[name] = json_value(values[name])
         for name in ("tokens", "rollout_log_probs"):
             values[name] = list(values[name])
         values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)
@@ -211,14 +209,20 @@ class Sample:
         return values
 
     def prompt_dict(self) -> dict[str, Any]:
-        """What `reset` keeps, as plain data. The metadata is copied, but not the values in it."""
+        """What `reset` keeps, as plain data that shares nothing with the sample."""
         return {
             "index": self.index,
-            "prompt": self.prompt,
+            "prompt": json_value(self.prompt),
             "prompt_tokens": self._prompt_tokens,
-            "label": self.label,
-            "metadata": {name: value for name, value in self.metadata.items() if name != REWARD_ERROR},
+            "label": json_value(self.label),
+            "metadata": {name: json_value(value) for name, value in self.metadata.items() if name != REWARD_ERROR},
         }
+
+    def restore_prompt(self, values: Mapping[str, Any]) -> None:
+        """Set the prompt to the result of `prompt_dict`, and discard the response."""
+        self.reset()
+        self.index, self.prompt, self.label = values["index"], json_value(values["prompt"]), json_value(values["label"])
+        self.metadata, self.tokens = json_value(values["metadata"]), list(values["prompt_tokens"])
 
     @staticmethod
     def from_prompt_dict(values: Mapping[str, Any]) -> Sample:
@@ -307,7 +311,7 @@ class Group(list[Sample]):
     accept it.
     """
 
-    __slots__ = ("attempt", "feed_index", "missing", "sequence")
+    __slots__ = ("attempt", "feed_index", "missing", "owed", "sequence")
 
     def __init__(
         self, samples: Iterable[Sample] = (), *, feed_index: str = "", attempt: int = 0, sequence: int | None = None
@@ -321,6 +325,8 @@ class Group(list[Sample]):
         """The order of admission, assigned by the scheduler to each attempt; None before admission."""
         self.missing: list[Sample] = []
         """Samples without which the group is trained; see `leave_out`."""
+        self.owed: Mapping[str, Any] | None = None
+        """The prompt as it was taken from the data or returned to it; see `owe`. None before that."""
 
     @staticmethod
     def of(samples: Iterable[Sample | list[Sample]]) -> Group:
@@ -340,6 +346,14 @@ class Group(list[Sample]):
                 segment.trajectory = number
             members += entry
         return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
+
+    def owe(self) -> Mapping[str, Any]:
+        """Keep and return the prompt as it is now (`prompt_dict`), which code of a user cannot change afterwards.
+
+        The store and checkpoints contain this prompt, and the next attempt begins with it.
+        """
+        self.owed = self.prompt_dict()
+        return self.owed
 
     def to_dict(self) -> dict[str, Any]:
         """The group as plain data: `feed_index`, `attempt` and `samples` (see `Sample.to_dict`).
@@ -439,10 +453,12 @@ class Group(list[Sample]):
         self[:] = [sample for sample in self if id(sample) not in failed]
 
     def reset(self, *, keeps_finished: bool = False) -> None:
-        """Discard responses, versions and rewards; keep the prompt, so that the group can be admitted again.
+        """Discard responses, versions and rewards, so that the prompt that is owed can be admitted again.
 
         One sample per trajectory stays. With `keeps_finished`, finished trajectories stay as they are.
         """
+        owed = () if self.owed is None else self.owed["samples"]
+        prompts = {values["index"]: values for values in owed if values["index"] is not None}
         if self.missing:
             self[:] = sorted([*self, *self.missing], key=lambda sample: sample.index or 0)
             self.missing = []
@@ -450,7 +466,11 @@ class Group(list[Sample]):
         for segments in trajectories:
             if not (keeps_finished and _finished(segments)):
                 del segments[1:]
-                segments[0].reset()
+                first = segments[0]
+                if (prompt := prompts.get(first.index)) is not None:
+                    first.restore_prompt(prompt)
+                else:
+                    first.reset()
         self[:] = chain.from_iterable(trajectories)
         self.sequence = None
 
@@ -478,13 +498,17 @@ class Verdict(NamedTuple):
         `DynamicFilterOutput` of slime and Miles is such an object. A bool may also be NumPy's or a tensor without
         dimensions. Raises TypeError for anything else: most objects count as true whatever they contain.
         """
-        match value:
-            case object(keep=keep, reason=reason, keep_when_insufficient=fallback):
-                return Verdict(_as_bool(keep), str(reason or "filter"), _as_bool(fallback))
-            case object(keep=keep, reason=reason):
-                return Verdict(_as_bool(keep), str(reason or "filter"))
-            case _:
-                return Verdict(_as_bool(value))
+        try:
+            match value:
+                case object(keep=keep, reason=reason, keep_when_insufficient=fallback):
+                    return Verdict(_as_bool(keep), _as_text(reason), _as_bool(fallback))
+                case object(keep=keep, reason=reason):
+                    return Verdict(_as_bool(keep), _as_text(reason))
+                case _:
+                    return Verdict(_as_bool(value))
+        except Exception as error:
+            # A method of a user's object may raise anything.
+            raise TypeError(f"{shown(value)} of type {type(value).__name__}") from error
 
 
 def _as_bool(value: object) -> bool:
@@ -494,7 +518,11 @@ def _as_bool(value: object) -> bool:
         case object(shape=(), item=item):
             return _as_bool(item())
         case _:
-            raise TypeError(f"{value!r:.80} of type {type(value).__name__}")
+            raise TypeError(f"{shown(value)} is not a bool")
+
+
+def _as_text(reason: object) -> str:
+    return "filter" if reason is None or reason == "" else plain_text(str(reason))
 
 
 class DropReason(StrEnum):

@@ -15,9 +15,10 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import USER_CODE_ERRORS, TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved, WarningRaised
+from miles_async.json_values import shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
-from miles_async.sample_schema import SampleLimits, check_stored
+from miles_async.sample_schema import SampleLimits, accept_group, check_stored
 from miles_async.types import Group, VersionSpan
 
 
@@ -62,13 +63,18 @@ class BatchPreparation:
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
             raise UserError(
-                f"rollout_sample_filter_path {self._filter_path} raised {error!r} at rollout {rollout_id}"
+                f"rollout_sample_filter_path {self._filter_path} raised {shown(error)} at rollout {rollout_id}"
             ) from error
         if returned is not None and returned is not groups:
             raise UserError(
                 f"rollout_sample_filter_path {self._filter_path} returned a {type(returned).__name__}, which is not "
                 "used: set sample.remove_sample on the samples to exclude, and return nothing"
             )
+        try:
+            for group in groups:
+                accept_group(group)
+        except TrajectoryError as error:
+            raise UserError(f"rollout_sample_filter_path {self._filter_path} set an invalid value: {error}") from error
         removed = sum(sample.remove_sample for group in groups for sample in group)
         self._events.emit(SamplesRemoved(time=time.time(), rollout=rollout_id, samples=removed))
 

@@ -47,10 +47,11 @@ from miles_async.errors import (
     collected,
     raise_collected,
 )
+from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
-from miles_async.sample_schema import SampleLimits, too_long
+from miles_async.sample_schema import SampleLimits, accept_group, too_long
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Prompt, Sample, Verdict
@@ -394,25 +395,36 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
     """Return the dynamic sampling filter; without one, every generated group is kept.
 
     Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises, and UserError if the filter returns neither a bool nor a verdict.
+    raises or sets a field of a sample to an invalid value. If the filter returns neither a bool nor a verdict, it
+    raises UserError at the first call, and TrajectoryError after a valid result.
     """
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: Verdict(True)
     function = load_function(path, setting="dynamic_sampling_filter_path")
 
+    has_worked = False
+
     def keep(group: Group) -> Verdict:
+        nonlocal has_worked
+        # A copy, because the filter may change the list.
+        shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
         try:
-            returned = function(args, group)
+            returned = function(args, shown_group)
         except USER_CODE_ERRORS as error:
             # User code can raise any exception. The group counts as failed; the run continues.
-            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {error!r}") from error
+            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
+        finally:
+            accept_group(group)
         try:
-            return Verdict.of(returned)
+            verdict = Verdict.of(returned)
         except TypeError as error:
-            raise UserError(
+            sentence = (
                 f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
                 "it, or Verdict(keep, reason) of miles_async.types"
-            ) from None
+            )
+            raise (TrajectoryError if has_worked else UserError)(sentence) from None
+        has_worked = True
+        return verdict
 
     return keep

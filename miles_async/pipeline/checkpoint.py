@@ -61,7 +61,7 @@ class Checkpointer:
 
 
 def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
-    """The progress after `rollout_id`. It can be serialised as JSON if the samples' metadata can.
+    """The progress after `rollout_id`, which can be serialised as JSON.
 
     This runs on the event loop, so it leaves generated tokens out and does not encode anything.
     """
@@ -74,7 +74,7 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
             "version": run_state.trainer_version,
             "changed": run_state.weights_changed,
             "data": data.state_dict(),
-            "owed": [group.prompt_dict() for group in owed],
+            "owed": [group.owed or group.prompt_dict() for group in owed],
         }
 
 

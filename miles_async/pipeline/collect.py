@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from miles_async.errors import USER_CODE_ERRORS, UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
+from miles_async.json_values import shown
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState, TakenGroup, sequence_of
@@ -244,8 +245,8 @@ class BatchCollector:
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything, and may return something that is not a list of groups.
             raise UserError(
-                f"over_sampling_filter_path raised {error!r}, or returned no list: return the groups it was given, "
-                "best first"
+                f"over_sampling_filter_path raised {shown(error)}, or returned no list: return the groups it was "
+                "given, best first"
             ) from error
         kept = sorted(dict.fromkeys(order[:size]))
         if len(kept) < size:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
+from miles_async.json_values import finite_number, plain_text, shown
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.score import score
 from miles_async.pipeline.tasks import TaskSupervisor
@@ -87,26 +88,25 @@ class Evaluator:
         """
         self.run_state.mark_progress()
         for name, set_scores in scores.items():
-            rewards = list(set_scores.get("rewards", ()))
-            if not rewards or not all(isinstance(reward, int | float) and isfinite(reward) for reward in rewards):
+            rewards, truncated = _numbers(set_scores, "rewards"), _numbers(set_scores, "truncated")
+            if not rewards or truncated is None:
                 raise UserError(
-                    f"eval_function_path returned no list of finite rewards for {name!r}: "
-                    'return {name: {"rewards": [...], "truncated": [...]}}'
+                    f"eval_function_path returned no list of finite rewards for {shown(name)}, or another value than "
+                    'numbers in "truncated": return {name: {"rewards": [...], "truncated": [...]}}'
                 )
-            versions = set_scores.get("versions") or live_versions
-            truncated = [float(flag) for flag in set_scores.get("truncated", ())] or [0.0]
+            versions = _numbers(set_scores, "versions") or live_versions
             self.run_state.journal.emit(
                 Evaluated(
                     time=self.run_state.clock.time(),
-                    name=name,
+                    name=plain_text(str(name)),
                     rollout=rollout_id,
                     accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
                     reward=sum(rewards) / len(rewards),
                     problems=len(rewards),
-                    missing=int(set_scores.get("missing", 0)),
+                    missing=int(finite_number(set_scores.get("missing")) or 0),
                     seconds=seconds,
-                    truncated=sum(truncated) / len(truncated),
-                    versions=(min(versions), max(versions)),
+                    truncated=fmean(truncated or [0.0]),
+                    versions=(int(min(versions)), int(max(versions))),
                 )
             )
 
@@ -291,6 +291,15 @@ class DueEvaluations:
             await self._run_state.changed.until(self._may_start)
             rollout_id, self._waiting = self._waiting, None
             await self._evaluate(rollout_id)
+
+
+def _numbers(scores: Mapping[str, Any], name: str) -> list[float] | None:
+    """The numbers of an entry, as floats; empty without the entry, None if it is not a list of finite numbers."""
+    try:
+        numbers = [finite_number(value) for value in scores.get(name, ())]
+    except TypeError:
+        return None
+    return None if None in numbers else numbers  # type: ignore[return-value]
 
 
 def _interrupted(group: Group) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from miles_async.errors import StoreError
 from miles_async.events import Event, WarningRaised
+from miles_async.json_values import shown_error
 from miles_async.ports import Clock, RunStore
 from miles_async.scheduling.ledger import LIVE, GroupState, Transition
 from miles_async.stored_run import Changes, GroupChange, StoredGroup
@@ -47,8 +48,9 @@ class EventOutbox(Protocol):
 class Journal:
     """Collects changes and events, and writes them to the store. Implements `EventSink`. There is one per run.
 
-    A store that fails (a full disk) does not stop the run: events are delivered without being stored, changes wait in
-    memory, and the write is repeated. A warning reports the failure and its end.
+    A store that fails, for example because the disk is full, does not stop the run: events are delivered without being
+    stored, changes wait in memory, and the write is repeated. A warning reports the failure and its end. Whatever ends
+    a write, the changes of the batch are pending again unless the store has them.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Journal:
         """Record that the prompt was taken from the data and has to be generated. Callable with `data_lock` held."""
         if group.feed_index:
             self._settled.pop(group.feed_index, None)
-            self._owed[group.feed_index] = group.prompt_dict()
+            self._owed[group.feed_index] = group.owe()
 
     def settle(self, feed_index: str) -> None:
         """Record that the prompt is trained for good, or given up."""
@@ -210,7 +212,7 @@ class Journal:
             await self.flush()
 
     async def flush(self) -> bool:
-        """Store everything that has happened until now, and deliver its events. Returns whether it is stored.
+        """Store everything that has happened until now, and deliver its events. Returns whether all of it is stored.
 
         A caller that is cancelled meanwhile, even several times, waits until that is done: what was taken must not be
         lost.
@@ -229,18 +231,14 @@ class Journal:
     async def _flush(self) -> bool:
         async with self._writing:
             if self._pending.is_set():
-                changes = self._take()
-                now = self._clock.monotonic()
-                if self._failed_at is None or now - self._failed_at >= RETRY_SECONDS:
-                    await self._write(changes, now)
-                if self._failed_at is not None:
-                    self._keep(changes)
-                self._outbox.put(changes.number, changes.events)
+                await self._write(self._take())
             return self._failed_at is None
 
     def _take(self) -> Changes:
         """Everything that is pending. A rollout function must not take prompts in another thread meanwhile."""
         with self.data_lock:
+            # Calls code that may raise, so it is called before anything is taken.
+            progress = {**self.progress(), **self._values}
             self._pending.clear()
             self._number += 1
             changes = Changes(
@@ -252,7 +250,7 @@ class Journal:
                 posted=self._posted,
                 keys=self._keys,
                 forgotten_keys=list(self._forgotten_keys),
-                progress={**self.progress(), **self._values},
+                progress=progress,
                 events=self._events,
                 delivered=self._outbox.received,
             )
@@ -262,6 +260,7 @@ class Journal:
 
     def _keep(self, changes: Changes) -> None:
         """Merge changes that were not stored into the pending ones, which are newer."""
+        self._pending.set()
         for sequence, change in changes.groups.items():
             newer = self._groups.setdefault(sequence, change)
             if newer.content is None:
@@ -276,18 +275,32 @@ class Journal:
         self._posted, self._keys = posted | self._posted, keys | self._keys
         self._forgotten_keys |= dict.fromkeys(changes.forgotten_keys)
 
-    async def _write(self, changes: Changes, now: float) -> None:
-        """Write one batch. Warn when the store begins to fail, and when it works again."""
+    async def _write(self, changes: Changes) -> None:
+        """Write one batch and deliver its events. Keeps the changes of a batch that is not stored.
+
+        Warns when the store begins to fail, and when it works again.
+        """
+        now, stored = self._clock.monotonic(), False
         try:
-            await self._store.write(changes)
-        except StoreError as error:
+            if self._failed_at is None or now - self._failed_at >= RETRY_SECONDS:
+                await self._store.write(changes)
+                stored = True
+        except Exception as error:
+            # An error of another class is a bug of the store, which must not cost a group either.
+            cause = str(error) if isinstance(error, StoreError) else f"the run store failed with {shown_error(error)}"
             if self._failed_at is None:
-                self._warn(f"{error}; the run continues, but it cannot be restored until the store is written again")
+                self._warn(f"{cause}; the run continues, but it cannot be restored until the store is written again")
             self._failed_at = now
-        else:
-            if self._failed_at is not None:
-                self._warn("the store is written again")
+        except BaseException:
+            self._keep(changes)
+            self._events = [*changes.events, *self._events]
+            raise
+        if not stored:
+            self._keep(changes)
+        self._outbox.put(changes.number, changes.events)
+        if stored and self._failed_at is not None:
             self._failed_at = None
+            self._warn("the store is written again")
 
     def _warn(self, text: str) -> None:
         self.emit(WarningRaised(time=self._clock.time(), text=text))

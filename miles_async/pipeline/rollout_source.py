@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.collect import BatchCollector, Choose
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import SeekableSource
+from miles_async.sample_schema import accept_group
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, Verdict
 
 GARBAGE_COLLECTION_SECONDS = 10.0
 """Time between two garbage collections for a worker that gets no more prompts."""
@@ -58,7 +60,7 @@ class RolloutSource:
 
     def add_samples(self, samples: Sequence[Iterable[Sample]]) -> None:
         """Return groups to the front of the feed. Callable from any thread."""
-        groups = [Group.of(group) for group in samples]
+        groups = [_accepted(group) for group in samples]
         with self._run_state.journal.data_lock:
             for group in groups:
                 self._run_state.identify(group)
@@ -69,7 +71,7 @@ class RolloutSource:
 
     def discard(self, group: Iterable[Sample], reason: str) -> None:
         """Drop a finished group that was generated outside the pipeline. Call it in the rollout function's own call."""
-        self._collector.discard(Group.of(group), reason)
+        self._collector.discard(_accepted(group), Verdict.of(Verdict(False, reason)).reason)
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group of a rollout function that cannot be trained."""
@@ -182,6 +184,15 @@ class RolloutSource:
             gc.collect()
             room = self._held_limit - self._run_state.held_groups
         return max(0, room)
+
+
+def _accepted(samples: Iterable[Sample | list[Sample]]) -> Group:
+    """The samples as a group whose values are plain. A field that was refused is empty."""
+    members = list(samples)
+    for entry in members:
+        with suppress(TrajectoryError):
+            accept_group([entry] if isinstance(entry, Sample) else entry)
+    return samples if isinstance(samples, Group) else Group.of(members)
 
 
 RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]

@@ -6,10 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import isfinite
+from statistics import fmean
 
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import StepEnded, StepStarted
+from miles_async.json_values import finite_number
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
 from miles_async.scheduling.bounds import StalenessGate
@@ -111,12 +113,17 @@ def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def metadata_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means of `raw_reward` and `round_number`, which functions written for slime set in the metadata of samples."""
-    return {
-        name: sum(float(sample.metadata[name]) for sample in samples) / len(samples)
-        for name in ("raw_reward", "round_number")
-        if all(name in sample.metadata for sample in samples)
-    }
+    """Means of `raw_reward` and `round_number`, which functions written for slime set in the metadata of samples.
+
+    A mean is left out unless all samples have a number.
+    """
+    means = {}
+    for name in ("raw_reward", "round_number"):
+        numbers = [finite_number(sample.metadata.get(name)) for sample in samples]
+        known = [number for number in numbers if number is not None]
+        if len(known) == len(samples):
+            means[name] = fmean(known)
+    return means
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> None:

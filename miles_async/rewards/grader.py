@@ -23,6 +23,7 @@ import msgspec
 
 from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import USER_CODE_ERRORS, is_infrastructure
+from miles_async.json_values import shown_error
 from miles_async.rewards.confinement import confine, limit_cpu
 from miles_async.types import Sample
 
@@ -77,7 +78,7 @@ def grade(function: Any, args: Any, samples: list[Sample], task: Mapping[str, An
             yield _answer(asyncio.run(_awaited(reward)) if inspect.isawaitable(reward) else reward)
         except USER_CODE_ERRORS as error:
             # User code, or a parser that reads text from a model, can raise any exception.
-            yield _failure(f"raised {type(error).__name__}: {error}", cause_of(error))
+            yield _failure(f"raised {shown_error(error)}", cause_of(error))
 
 
 def cause_of(error: BaseException) -> str:
@@ -95,7 +96,7 @@ async def _grade_at_once(function: Any, args: Any, samples: list[Sample], timeou
         except USER_CODE_ERRORS as error:
             if limit.expired():
                 return _failure(f"took longer than {timeout_seconds:g} s (reward_timeout_seconds)", "infrastructure")
-            return _failure(f"raised {type(error).__name__}: {error}", cause_of(error))
+            return _failure(f"raised {shown_error(error)}", cause_of(error))
 
     return await asyncio.gather(*map(score, samples))
 

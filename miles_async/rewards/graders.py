@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import msgspec
 import structlog
 
 from miles_async.errors import InfrastructureError
 from miles_async.rewards.confinement import scrubbed_environment
+from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
 from miles_async.types import Sample
 
@@ -199,13 +199,14 @@ class Graders:
                 line = await process.stdout.readline()
             if not line:
                 raise _end_of(await process.wait())
-            answer: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-            return answer
+            return decode_json(line, dict[str, Any])
         except BaseException as error:
             # This includes cancellation. The process must not be used again: its next answer belongs to this request.
             self._kill(process)
             if isinstance(error, TimeoutError):
                 raise UnfinishedError(f"took longer than {seconds:g} s ({limit}); its process was killed") from None
+            if isinstance(error, ValueError):
+                raise GraderError(f"gave an answer that cannot be read ({error}); its process was killed") from error
             raise
 
     async def _send(self, process: Process, request: bytes) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 import structlog
 
 from miles_async.errors import USER_CODE_ERRORS, InfrastructureError, TrajectoryError, UserError, is_infrastructure
-from miles_async.json_values import json_value
+from miles_async.json_values import MAX_NUMBER, UnrepresentableError, finite_number, json_value, shown, shown_error
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
+from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
 from miles_async.types import REWARD_ERROR, Group, Sample
 
@@ -82,6 +82,8 @@ class Rewarder:
         self._is_async = function.is_async if isinstance(function, Graders) else is_async(function)
         self._scored: Sample | None = None
         """The last sample that was scored. If the function still works, it finishes for this sample."""
+        self._has_worked = False
+        """Whether the function has returned a valid reward. If so, an invalid one costs only its sample."""
 
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
@@ -93,11 +95,23 @@ class Rewarder:
         A trajectory whose reward exceeds its limits of time or memory gets `wrong`, and the reason in its metadata
         (`types.REWARD_ERROR`).
 
-        Raises TrajectoryError if the function raises or returns an invalid reward, and UserError if it returns a
-        dictionary and `reward_key` is not set. Raises InfrastructureError if infrastructure failed, if an async
-        function missed its deadline, or if the function finishes for no response. The error names the samples, and all
-        others have their reward. An error of a function for whole groups may name no samples.
+        The function may change the samples; their fields are converted to plain values afterwards.
+
+        Raises TrajectoryError if the function raises, returns an invalid reward or sets a field to an invalid value,
+        and UserError if the first reward that it returns is a dictionary and `reward_key` is not set. Raises
+        InfrastructureError if infrastructure failed, if an async function missed its deadline, or if the function
+        finishes for no response. The error names the samples, and all others have their reward. An error of a function
+        for whole groups may name no samples.
         """
+        try:
+            errors = await self._scored_with_errors(group)
+        except TrajectoryError:
+            with suppress(TrajectoryError):
+                accept_group(group)
+            raise
+        raise_first(errors)
+
+    async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:
         group.share_rewards()
         trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
         shown = [_boxed(segments[-1]) if self._boxed else segments[-1] for segments in trajectories]
@@ -112,14 +126,14 @@ class Rewarder:
                 segment.reward = result
         unscored = {id(sample) for error in errors for sample in error.samples}
         for sample in group:
-            if id(sample) in unscored:
-                continue
             try:
-                sample.reward, sample.reward_key = self._checked(sample, sample.reward)
+                if id(sample) not in unscored:
+                    sample.reward, sample.reward_key = self._checked(sample, sample.reward)
+                accept_values(sample)
             except TrajectoryError as error:
                 sample.reward = None
                 errors.append(error)
-        raise_first(errors)
+        return errors
 
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
@@ -136,6 +150,13 @@ class Rewarder:
         for sample in shown:
             sample.metadata.pop(REWARD_ERROR, None)
         results = await self._call_each(shown)
+        refused: list[TrajectoryError | None] = []
+        for sample in shown:
+            try:
+                accept_values(sample)
+                refused.append(None)
+            except TrajectoryError as error:
+                refused.append(error)
         scored = [
             sample for sample, result in zip(shown, results, strict=True) if not isinstance(result, BaseException)
         ]
@@ -143,7 +164,8 @@ class Rewarder:
             self._scored = replace(scored[-1], metadata=dict(scored[-1].metadata))
         unfinished = [result for result in results if isinstance(result, UnfinishedError)]
         broken = len(unfinished) == len(results) and not await self._works(shown[0])
-        return [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
+        outcomes = [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
+        return [error or outcome for error, outcome in zip(refused, outcomes, strict=True)]
 
     async def _works(self, sample: Sample) -> bool:
         """Whether the function finishes for the last sample that was scored, or for `sample` with the response `0`."""
@@ -245,27 +267,33 @@ class Rewarder:
         """Return the validated reward, and the key of the entry that counts if the reward is a dictionary."""
         if not isinstance(reward, Mapping):
             return self._number(sample, reward), None
+        try:
+            reward = json_value(reward)
+        except UnrepresentableError as error:
+            raise TrajectoryError(f"sample {sample.index}: the reward of {self._name} {error}", [sample]) from error
         key = self._reward_key
         if key is None:
-            raise UserError(
-                f"reward {self._name} returned a dictionary: set reward_key to one of {', '.join(map(str, reward))}"
-            )
+            sentence = f"reward {self._name} returned a dictionary: set reward_key to one of {', '.join(reward)}"
+            if not self._has_worked:
+                raise UserError(sentence)
+            raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
         if key not in reward:
             raise TrajectoryError(
                 f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)", [sample]
             )
-        # Other entries may be numbers of NumPy, which checkpoints cannot express.
-        return {**json_value(reward), key: self._number(sample, reward[key])}, key
+        return {**reward, key: self._number(sample, reward[key])}, key
 
     def _number(self, sample: Sample, reward: Any) -> float:
-        if not isinstance(reward, Real):
+        number = finite_number(reward)
+        if number is None:
             kind = type(reward).__name__
             raise TrajectoryError(
-                f"sample {sample.index}: reward {self._name} returned {reward!r}, a {kind}, not a number", [sample]
+                f"sample {sample.index}: reward {self._name} returned {shown(reward)}, a {kind}, not a number from "
+                f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}",
+                [sample],
             )
-        if not math.isfinite(reward):
-            raise TrajectoryError(f"sample {sample.index}: reward {self._name} returned {reward}", [sample])
-        return float(reward)
+        self._has_worked = True
+        return number
 
 
 def raise_first(errors: Sequence[TrajectoryError]) -> None:
@@ -289,4 +317,4 @@ def _boxed(sample: Sample) -> Sample:
 
 
 def _failure(error: BaseException) -> str:
-    return str(error) if isinstance(error, GraderError) else f"raised {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, GraderError) else f"raised {shown_error(error)}"

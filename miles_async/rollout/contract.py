@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -21,10 +21,10 @@ from miles_async.config.derived import min_samples_per_group
 from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.json_values import json_value
+from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
-from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_reward, check_sample
+from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
@@ -148,11 +148,13 @@ class RolloutFunctionAdapter:
         version = None if self._has_worker else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
         result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
+        refused = _refused(result)
         groups = as_groups(result, self._rollout.n_samples_per_prompt, self._min_samples)
         if len(groups) != size:
             raise UserError(f"the rollout function returned {len(groups)} groups: rollout_batch_size is {size}")
         # At once, because the engines must still hold the weights that sampled the tokens.
-        errors = await asyncio.gather(*(self._complete(group, version, source) for group in groups))
+        completed = (self._complete(group, refused, version, source) for group in groups)
+        errors = await asyncio.gather(*completed)
         valid, sentence = [], ""
         for group, error in zip(groups, errors, strict=True):
             if error is None:
@@ -164,16 +166,21 @@ class RolloutFunctionAdapter:
                 source.refuse(group, sentence)
         return valid, sentence
 
-    async def _complete(self, group: Group, version: int | None, source: RolloutSource) -> TrajectoryError | None:
+    async def _complete(
+        self, group: Group, refused: Mapping[int, TrajectoryError], version: int | None, source: RolloutSource
+    ) -> TrajectoryError | None:
         """Check a group and add what is missing. Return the error if the group cannot be trained.
 
-        Samples without weight versions get the version that was live when their prompt was taken, or else `version`.
+        `refused` has the errors of samples whose values were refused, by `id`. Samples without weight versions get the
+        version that was live when their prompt was taken, or else `version`.
         """
         try:
             self._leave_out_failed(group)
             group.share_rewards()
             for sample in group:
-                check_sample(sample, self._limits, source.trainer_version)
+                if id(sample) in refused:
+                    return refused[id(sample)]
+                check_columns(sample, self._limits, source.trainer_version)
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
                     sample.reward_key = self._rollout.reward_key
                 check_reward(sample)
@@ -211,7 +218,7 @@ def failed_trajectories(group: Group) -> list[list[Sample]]:
 
 def group_error(group: Group) -> str:
     """The error of the first failed sample of a group."""
-    errors = (sample.metadata.get("error", "") for sample in group if sample.status is SampleStatus.FAILED)
+    errors = (str(sample.metadata.get("error", "")) for sample in group if sample.status is SampleStatus.FAILED)
     return next(filter(None, errors), f"a sample of group {group.feed_index} has status FAILED")
 
 
@@ -233,7 +240,8 @@ async def call_rollout_function(
     match result:
         case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
             # As one fact, because a metric may have any name, also that of another fact.
-            if facts := json_value(metrics):
+            if metrics:
+                facts = readable_entries(metrics) if isinstance(metrics, Mapping) else shown(metrics)
                 log.info("metrics of the rollout function", rollout=rollout_id, metrics=facts)
             return content
         case _:
@@ -275,6 +283,19 @@ def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[
                 f"{min_samples}"
             )
     return groups
+
+
+def _refused(result: Any) -> dict[int, TrajectoryError]:
+    """Accept the values of all samples of a result; see `RolloutFunctionAdapter._complete`."""
+    if isinstance(result, Sample):
+        try:
+            accept_values(result)
+        except TrajectoryError as error:
+            return {id(result): error}
+    errors: dict[int, TrajectoryError] = {}
+    for entry in result if isinstance(result, list | tuple) else ():
+        errors |= _refused(entry)
+    return errors
 
 
 def _regroup(samples: Sequence[Sample], size: int) -> list[Group]:

@@ -39,8 +39,9 @@ from miles_async.errors import (
     UserError,
     is_infrastructure,
 )
+from miles_async.json_values import shown
 from miles_async.rollout.contract import Arguments, complete
-from miles_async.sample_schema import NO_LIMITS, SampleLimits, check_sample
+from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns
 from miles_async.time_limit import TimeLimit
 from miles_async.types import DropReason, Group, Sample, SampleStatus
 
@@ -93,6 +94,8 @@ class FunctionGenerator:
         self._running: dict[int, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = {}
         """The samples that are being generated and their tasks, by `id` of the group, which its call of `generate`
         holds."""
+        self._has_worked = False
+        """Whether the function has returned a sample. If so, another result costs only its sample."""
 
     @property
     def in_flight(self) -> int:
@@ -173,14 +176,14 @@ class FunctionGenerator:
 
         It is generated again while its infrastructure fails, within its attempts and its time.
         """
-        prompt, metadata = sample.tokens[: sample.prompt_length], dict(sample.metadata)
+        prompt = sample.prompt_dict()
         failures = 0
 
         def discard(failure: BaseException) -> None:
             # The function left the sample in an unknown state, so nothing of the response can be continued.
-            tokens = len(sample.tokens) - len(prompt)
-            sample.tokens, sample.response_length, sample.metadata = list(prompt), 0, dict(metadata)
-            sample.reset()
+            _accept(sample)
+            tokens = max(0, len(sample.tokens) - len(prompt["prompt_tokens"]))
+            sample.restore_prompt(prompt)
             reason = _reason(failure, stopped=self._turns.stopped(sample))
             if self._on_discarded is not None:
                 self._on_discarded(group, sample, reason, tokens, str(failure))
@@ -227,7 +230,9 @@ class FunctionGenerator:
         try:
             result = await self._call(sample, sampling)
         except BaseException:
-            _join_responses(sample, self._turns.segments(sample))
+            for segment in (recorded := self._turns.segments(sample)):
+                _accept(segment)
+            _join_responses(sample, recorded)
             raise
         finally:
             aborted, recorded = self._engines_abort or self._turns.aborted(sample), self._turns.segments(sample)
@@ -235,6 +240,7 @@ class FunctionGenerator:
             for segment in (sample, *recorded):
                 if segment.prompt is copied:
                     segment.prompt = prompt
+        self._accept_result(result, sample)
         if result is sample and len(recorded) > 1:
             # The function may have set these fields on the sample that it was given.
             for segment in recorded:
@@ -261,20 +267,31 @@ class FunctionGenerator:
                 _join_responses(sample, segments)
                 error = segment.metadata.get("error", "the generate function returned status FAILED without a reward")
                 raise InfrastructureError(f"sample {sample.index}: {error}")
-            check_sample(segment, self._limits, None)
+            check_columns(segment, self._limits, None)
             await complete(segment, version, self._engine.score_logprobs)
         return segments
 
-    def _segments(self, result: Any, sample: Sample, number: int) -> list[Sample]:
+    def _accept_result(self, result: Any, sample: Sample) -> None:
+        """Accept the values of the samples that a function returned for `sample`.
+
+        Raises UserError for another result if the function has returned no sample before, else TrajectoryError.
+        """
+        segments = [result] if isinstance(result, Sample) else result
+        if not isinstance(segments, list) or not segments or not all(isinstance(one, Sample) for one in segments):
+            sentence = (
+                f"the generate function returned a {type(result).__name__}: return the sample, or the list of the "
+                "samples that are the segments of its trajectory"
+            )
+            raise TrajectoryError(f"sample {sample.index}: {sentence}") if self._has_worked else UserError(sentence)
+        self._has_worked = True
+        for segment in segments:
+            accept_values(segment)
+
+    def _segments(self, result: Sample | list[Sample], sample: Sample, number: int) -> list[Sample]:
         """The samples that a function returned for `sample`, without segments in which nothing was sampled."""
         if isinstance(result, Sample):
             result.trajectory = None
             return [result]
-        if not isinstance(result, list) or not result or not all(isinstance(one, Sample) for one in result):
-            raise UserError(
-                f"the generate function returned a {type(result).__name__}: return the sample, or the list of the "
-                "samples that are the segments of its trajectory"
-            )
         segments = [one for one in result if one.has_trained_tokens or one.status in _UNFINISHED] or result[-1:]
         for segment in segments:
             segment.index, segment.trajectory = sample.index, number
@@ -288,7 +305,13 @@ class FunctionGenerator:
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything; only this sample failed.
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
-            raise kind(f"sample {sample.index}: the generate function raised {error!r}") from error
+            raise kind(f"sample {sample.index}: the generate function raised {shown(error)}") from error
+
+
+def _accept(sample: Sample) -> None:
+    """Make the values of a failed sample plain, whatever a function has set."""
+    with suppress(TrajectoryError):
+        accept_values(sample)
 
 
 def _join_responses(sample: Sample, segments: Sequence[Sample]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -94,10 +95,14 @@ class BusyJudge(Judge):
 
     failures = 2
 
+    def __init__(self, clock: VirtualClock, seconds: float) -> None:
+        super().__init__(clock, seconds)
+        self._asked = Counter[int | None]()
+
     async def score(self, group: Group) -> None:
         await super().score(group)
-        asked = group[0].metadata["asked"] = group[0].metadata.get("asked", 0) + 1
-        if asked <= self.failures:
+        self._asked[group[0].index] += 1
+        if self._asked[group[0].index] <= self.failures:
             group[0].reward = None
             raise InfrastructureError("the reward server is down", [group[0]])
 

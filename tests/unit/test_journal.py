@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -21,17 +22,20 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Store:
-    """Keeps the batches, each of which takes `seconds`; fails while `full`."""
+    """Keeps the batches, each of which takes `seconds`; fails while `full`, and with `bug` if it is set."""
 
     def __init__(self) -> None:
         self.batches: list[Changes] = []
         self.full = False
         self.seconds = 0.0
+        self.bug: Exception | None = None
 
     async def write(self, changes: Changes) -> None:
         await asyncio.sleep(self.seconds)
         if self.full:
             raise StoreError("the disk is full")
+        if self.bug is not None:
+            raise self.bug
         self.batches.append(changes)
 
     async def read(self) -> StoredRun | None:
@@ -159,6 +163,63 @@ async def test_a_store_that_fails_stops_nothing_and_gets_everything_later() -> N
     run_state.journal.emit(WarningRaised(time=0.0, text="later"))
     await run_state.journal.flush()
     assert "the store is written again" in driver.warnings
+
+
+async def test_an_error_of_the_store_of_any_class_loses_nothing_that_was_taken() -> None:
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state, owed = RunState(clock, Journal(store, driver, clock)), group(0)
+    journal = run_state.journal
+    store.bug = ValueError("a value that cannot be written")
+    run_state.feed(owed)
+    journal.post(Group([Sample(index=1)], feed_index="external_0"), 1, "key")
+    assert not await journal.flush()
+    assert not await journal.flush(), "the group is still not stored"
+    assert len(driver.events) >= 1
+    assert "the run store failed with ValueError: a value that cannot be written" in driver.warnings[0]
+    store.bug = None
+    await clock.sleep(RETRY_SECONDS)
+    assert await journal.flush(), "what waits is written without a further change"
+    [batch] = store.batches
+    assert (list(batch.groups), list(batch.owed)) == ([0], ["sample_0_0"])
+    assert (list(batch.posted), dict(batch.keys)) == (["external_0"], {"key": "external_0"})
+
+
+async def test_an_error_of_the_progress_leaves_everything_pending() -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("broken")
+
+    store, driver, clock = Store(), Driver(), VirtualClock()
+    run_state = RunState(clock, Journal(store, driver, clock))
+    run_state.feed(group(0))
+    run_state.journal.progress = broken
+    with pytest.raises(RuntimeError):
+        await run_state.journal.flush()
+    run_state.journal.progress = dict
+    assert await run_state.journal.flush()
+    assert list(store.batches[0].owed) == ["sample_0_0"]
+    assert [event.after for event in driver.events if isinstance(event, GroupMoved)] == ["fed"]
+
+
+async def test_a_write_that_is_cut_off_delivers_its_events_later() -> None:
+    class CutOffError(BaseException):
+        pass
+
+    class CutOff(Store):
+        async def write(self, changes: Changes) -> None:
+            if not self.batches:
+                self.batches.append(changes)
+                raise CutOffError
+            await super().write(changes)
+
+    store, driver, clock = CutOff(), Driver(), VirtualClock()
+    run_state = RunState(clock, Journal(store, driver, clock))
+    run_state.feed(group(0))
+    with pytest.raises(CutOffError):
+        await run_state.journal._flush()
+    assert driver.events == [], "they are not known to be stored"
+    assert await run_state.journal.flush()
+    assert list(store.batches[1].owed) == ["sample_0_0"]
+    assert len(driver.events) == 1
 
 
 @pytest.mark.parametrize("cancellations", [1, 2])

@@ -1,4 +1,4 @@
-"""Values that JSON cannot express, in metadata, labels and rewards, do not end the run where samples are written."""
+"""Values that JSON cannot express, in metadata, labels and rewards, become plain where they enter the run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
 from miles_async.json_values import json_value
 from miles_async.rewards.rewarder import Rewarder
+from miles_async.sample_schema import accept_values
 from miles_async.types import DropReason, Group, Sample
 from tests.sim.world import Trace
 
@@ -57,6 +58,7 @@ def odd_group() -> Group:
     sample = Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-0.5], metadata=dict(ODD))
     sample.label, sample.reward, sample.reward_key = WHEN, {"acc": 1.0, "detail": np.float32(2.0)}, "acc"
     sample.response = "half \ud83d"
+    accept_values(sample)
     return Group([sample], feed_index="sample_0_0")
 
 

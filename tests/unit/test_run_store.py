@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,15 +144,6 @@ def test_any_sample_returns_as_it_was_written(tmp_path: Path) -> None:
             assert asyncio.run(store.load(1)) == samples
 
         returns()
-
-
-async def test_metadata_that_json_cannot_express_is_stored_as_the_nearest_json_value(store: SqliteRunStore) -> None:
-    metadata = {"big": 2**70, "half": "\ud800", "array": np.arange(2), "object": complex(1)}
-    sample = Sample(metadata=metadata, sampling_mask=SamplingMask.from_rows([[1, 2]]), response="\udfff")
-    await store.write(Changes(number=1, groups={1: a_finished(Group([sample], feed_index="f"))}))
-    [returned] = await store.load(1)
-    assert returned.metadata == {"big": str(2**70), "half": "?", "array": [0, 1], "object": "(1+0j)"}
-    assert (returned.response, returned.sampling_mask) == ("?", sample.sampling_mask)
 
 
 def test_the_state_is_read_without_the_tokens_of_its_groups(tmp_path: Path) -> None:

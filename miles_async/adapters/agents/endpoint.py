@@ -36,6 +36,7 @@ from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
+from miles_async.sample_schema import decode_json
 from miles_async.types import Sample
 
 FORMATS: Mapping[str, Format] = {"chat/completions": chat, "responses": responses, "messages": anthropic}
@@ -208,12 +209,12 @@ class AgentEndpoint:
         if self._external is not None and not self._external[2]():
             return _weights_are_missing()
         try:
-            posted = msgspec.json.decode(await http.read(), type=dict[str, Any]).get("samples")
+            posted = decode_json(await http.read(), dict[str, Any]).get("samples")
             name = await self._trajectories.add(
                 posted, self._lookup, self._claim, key=http.headers.get("Idempotency-Key")
             )
             return _json(200, {"group": name})
-        except (InvalidRequestError, msgspec.DecodeError) as error:
+        except (InvalidRequestError, ValueError) as error:
             return _error(400, str(error))
         except BufferFullError as full:
             return _error(429, str(full))
@@ -257,11 +258,11 @@ class AgentEndpoint:
 
     async def _complete(self, wire: Format, http: web.Request) -> web.StreamResponse:
         try:
-            request = msgspec.json.decode(await http.read(), type=dict[str, Any])
+            request = decode_json(await http.read(), dict[str, Any])
             asked = wire.read(request)
         except InvalidRequestError as error:
             return _error(400, str(error))
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             return _error(400, f"the request is not a JSON object: {error}")
         name = http.match_info["session"]
         session = self._sessions.get(name)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from miles_async.sample_schema import decode_json
+
 Message = dict[str, Any]
 
 
@@ -77,8 +79,8 @@ def text_of_parts(content: Any) -> str:
 
 
 def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
-    """Build a tool call. Raises msgspec.DecodeError if the arguments are not JSON; an empty string means none."""
-    compact = msgspec.json.encode(msgspec.json.decode(arguments or "{}")).decode()
+    """Build a tool call. Raises ValueError if the arguments are not JSON; an empty string means none."""
+    compact = msgspec.json.encode(decode_json(arguments or "{}", Any)).decode()
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": compact}}
 
 
@@ -99,13 +101,13 @@ class Arguments(dict[str, Any]):
 
 
 def for_template(message: Message) -> Message:
-    """Decode the arguments of tool calls. Raises msgspec.ValidationError if they are not an object."""
+    """Decode the arguments of tool calls. Raises ValueError if they are not an object."""
     if "tool_calls" not in message:
         return message
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+        arguments = decode_json(function["arguments"], dict[str, Any])
         calls.append({**call, "function": {**function, "arguments": Arguments(arguments)}})
     return {**message, "tool_calls": calls}
 

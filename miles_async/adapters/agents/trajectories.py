@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.errors import TrajectoryError
+from miles_async.json_values import UnrepresentableError, finite_number, json_value, plain_text
 from miles_async.sample_schema import NO_LIMITS, PostedSample, SampleLimits, check_sample, parse
 from miles_async.sampling_mask import SamplingMask
 from miles_async.stored_run import StoredRun
@@ -103,6 +104,8 @@ class TrajectoryBuffer:
         """
         if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise InvalidRequestError(f"an idempotency key has 1 to {MAX_KEY_CHARACTERS} characters, not {len(key)}")
+        if key is not None and plain_text(key) != key:
+            raise InvalidRequestError("the idempotency key is not valid UTF-8: use ASCII characters")
         name = None if key is None else self._names.get(key)
         if name is None:
             group = self._group_of(posted, lookup, claim)
@@ -176,6 +179,12 @@ class TrajectoryBuffer:
         parts = []
         for value in values if isinstance(values, list) else [values]:
             entry = parse(value, PostedSample, f"sample {index}")
+            if entry.reward is not None and finite_number(entry.reward) is None:
+                raise InvalidRequestError(f"sample {index}: the reward {entry.reward} is not finite or too large")
+            try:
+                entry.metadata = json_value(entry.metadata)
+            except UnrepresentableError as error:
+                raise InvalidRequestError(f"sample {index}: its metadata {error}") from error
             samples = [_sample(entry, index)] if entry.session is None else lookup(entry.session)
             for sample in samples:
                 check_sample(sample, self._limits, newest)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from miles_async.errors import USER_CODE_ERRORS
+from miles_async.json_values import shown
 from miles_async.types import Group, Sample
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
@@ -56,10 +57,11 @@ class Buffer:
         offered = list(self._groups)
         try:
             picked = [_key(group) for group in self._choose(self._args, None, offered, num_samples)]
+            left = {_key(group) for group in offered}
         except USER_CODE_ERRORS as error:
             # User code can raise any exception. Its changes to the list have no effect.
             self._report(
-                "buffer_filter_raised", f"buffer_filter_path raised {error!r}: the oldest groups are used instead"
+                "buffer_filter_raised", f"buffer_filter_path raised {shown(error)}: the oldest groups are used instead"
             )
             return self._take_first(num_samples)
         if unknown := [key for key in picked if key not in before]:
@@ -67,7 +69,6 @@ class Buffer:
                 "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups that are not in the buffer"
             )
         chosen = [key for key in dict.fromkeys(picked) if key in before]
-        left = {_key(group) for group in offered}
         for key, group in before.items():
             if key not in left and key not in chosen:
                 self._report(
@@ -88,7 +89,7 @@ class Buffer:
 
         The weight versions of generated tokens are counted by this run, so their staleness would be unknown to another.
         """
-        return [group.prompt_dict() for group in self._groups]
+        return [dict(group.owed or group.prompt_dict()) for group in self._groups]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Load the result of `state`."""

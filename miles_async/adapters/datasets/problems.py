@@ -11,6 +11,7 @@ import msgspec
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.rows import Rows
 from miles_async.errors import DataRowError, UserError
+from miles_async.json_values import UnrepresentableError, json_value
 from miles_async.types import Prompt
 
 CHECKED_AT_START = 1000
@@ -127,7 +128,10 @@ class FileProblems:
             raise self._invalid(row, f"{self._keys.prompt!r} is a {kind}, not a string or a list of messages")
         if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
             raise self._invalid(row, f"{self._keys.prompt!r} is not a list of messages, each with a role")
-        return msgspec.json.encode(prompt).decode()
+        try:
+            return msgspec.json.encode(json_value(prompt)).decode()
+        except UnrepresentableError as error:
+            raise self._invalid(row, f"{self._keys.prompt!r} {error}") from error
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")

@@ -11,11 +11,11 @@ from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from miles_async.adapters.datasets.parquet import ParquetRows
 from miles_async.errors import DataRowError, UserError
+from miles_async.sample_schema import decode_json
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 24
@@ -80,8 +80,8 @@ class JsonlRows:
             file.seek(int(self._offsets[row]))
             line = file.readline()
         try:
-            values = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            values = decode_json(line, Any)
+        except ValueError as error:
             raise DataRowError(f"{self.where(row)}: not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise DataRowError(f"{self.where(row)}: a {type(values).__name__} instead of a JSON object")

@@ -12,7 +12,7 @@ from miles_async.adapters.datasets.buffer import Buffer, Report
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.problems import Problem, Problems
 from miles_async.errors import DataRowError, UserError
-from miles_async.json_values import json_value
+from miles_async.json_values import UnrepresentableError, json_value, readable_entries, shown
 from miles_async.types import Group, Prompt, Sample
 
 Render = Callable[[Problem], Prompt]
@@ -118,7 +118,7 @@ class BufferedSource:
         while True:
             try:
                 problem = self._warm_start[rows.randrange(len(self._warm_start))]
-                prompt = self._render(problem)
+                sample = self._sample(index, problem, self._render(problem), f"warm_start_{index}")
             except DataRowError:
                 # `get_samples` reports the row when it is fed.
                 continue
@@ -126,7 +126,7 @@ class BufferedSource:
                 continue
             if problem.label is None:
                 raise UserError("the warm start needs answers, and the data has none: set warm_start_max_steps to 0")
-            yield self._sample(index, problem, prompt, f"warm_start_{index}")
+            yield sample
             index += 1
 
     def position(self) -> dict[str, Any]:
@@ -189,8 +189,7 @@ class BufferedSource:
     def _json_metadata(self) -> dict[str, Any]:
         """Convert `metadata` if that is due. Positions are stored several times a second, and it may be large."""
         if self._stored_metadata is None:
-            converted: dict[str, Any] = json_value(dict(self._metadata))
-            self._stored_metadata = converted
+            self._stored_metadata = readable_entries(self._metadata)
         return self._stored_metadata
 
     @property
@@ -205,14 +204,20 @@ class BufferedSource:
         }
 
     def _next_group(self) -> Group:
-        problem, prompt = self._next_problem()
         size, first = self._n_samples_per_prompt, self.sample_index
-        feed_index = f"sample_{self.epoch_id}_{first // size}"
-        self.sample_index += size
-        samples = (self._sample(first + i, problem, prompt, feed_index) for i in range(size))
-        return Group(samples, feed_index=feed_index)
 
-    def _next_problem(self) -> tuple[Problem, Prompt]:
+        def group_of(problem: Problem) -> Group:
+            # The epoch may have begun with this row.
+            feed_index, prompt = f"sample_{self.epoch_id}_{first // size}", self._render(problem)
+            return Group(
+                (self._sample(first + i, problem, prompt, feed_index) for i in range(size)), feed_index=feed_index
+            )
+
+        group = self._next_valid(group_of)
+        self.sample_index += size
+        return group
+
+    def _next_valid(self, group_of: Callable[[Problem], Group]) -> Group:
         first: DataRowError | None = None
         # Two epochs visit every row at least once, wherever this epoch began.
         for _ in range(2 * len(self._order)):
@@ -224,7 +229,7 @@ class BufferedSource:
             try:
                 problem = self._problems[row]
                 if problem.question not in self._held_out_questions:
-                    return problem, self._render(problem)
+                    return group_of(problem)
             except DataRowError as error:
                 first = first or error
                 self._report("bad_row", str(error))
@@ -260,11 +265,15 @@ class BufferedSource:
 
     def _sample(self, index: int, problem: Problem, prompt: Prompt, feed_index: str) -> Sample:
         # A Parquet file may hold dates and other values that checkpoints cannot express.
-        prompt = prompt if isinstance(prompt, str) else json_value(prompt)
-        metadata = {**json_value(problem.metadata), "feed_index": feed_index}
+        metadata = {**problem.metadata, "feed_index": feed_index}
         if problem.tools is not None:
             metadata["tools"] = problem.tools
-        return Sample(index=index, prompt=prompt, label=json_value(problem.label), metadata=metadata)
+        try:
+            return Sample(
+                index=index, prompt=json_value(prompt), label=json_value(problem.label), metadata=json_value(metadata)
+            )
+        except UnrepresentableError as error:
+            raise DataRowError(f"the row of {shown(problem.question)} {error}") from error
 
     def _epoch_order(self) -> Sequence[int] | Permutation:
         rows = len(self._problems)

@@ -107,7 +107,7 @@ class CheckpointFolder:
     def write_progress(self, draft: Path, progress: Mapping[str, Any]) -> None:
         """Write the state of the pipeline into a draft. Other threads run between any two groups of `progress`.
 
-        Raises OSError if the disk is full, and TypeError or ValueError if a value cannot be stored as JSON.
+        Raises OSError if the disk is full.
         """
         with (draft / _PROGRESS).open("w") as file:
             file.writelines(json_pieces(progress))

@@ -51,7 +51,7 @@ def rollout_path(template: str, rollout_id: int) -> Path:
 def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
     """Write a batch to `path`; missing folders are created.
 
-    Metadata that JSON cannot express is written as text. Raises OSError if the file cannot be written; an existing file
+    Raises OSError if the file cannot be written; an existing file
     is then unchanged.
     """
     samples = [sample for group in groups for sample in group]
@@ -69,7 +69,7 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
         "mask_lengths": np.array(
             [_NO_MASK if sample.sampling_mask is None else len(sample.sampling_mask) for sample in samples], np.int64
         ),
-        "groups": np.frombuffer(orjson.dumps([_json_fields(group) for group in groups], default=str), np.uint8),
+        "groups": np.frombuffer(orjson.dumps([_json_fields(group) for group in groups]), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(columns)}

@@ -39,7 +39,6 @@ from miles_async.adapters.system.file_systems import MOUNTS, file_system, is_net
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import FatalError, StoreError, UserError
 from miles_async.events import AnyEvent
-from miles_async.json_values import json_value
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRun
@@ -567,8 +566,6 @@ def _as_numbers(rows: Iterable[tuple[Any, str]]) -> dict[Any, int]:
 
 
 _FIELDS = tuple(entry.name for entry in fields(Sample))
-_FREE_FIELDS = {"prompt", "label", "metadata", "response", "reward"}
-"""Fields that may hold any value of the user."""
 _field_values = attrgetter(*_FIELDS)
 """The values of `_FIELDS` of a sample, as a tuple."""
 _SampleValues = Sequence[tuple[Any, ...]]
@@ -576,18 +573,10 @@ _SampleValues = Sequence[tuple[Any, ...]]
 _SPANS, _RESPONSE_LENGTH = _FIELDS.index("spans"), _FIELDS.index("response_length")
 
 # MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
-_encoder = msgspec.msgpack.Encoder(enc_hook=json_value)
+_encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder().decode
 _decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
-_UNENCODABLE = (OverflowError, UnicodeEncodeError, TypeError)
-"""Raised for integers of more than 64 bits, half surrogate pairs, and keys of unknown classes."""
-
-
-def _encode(value: Any) -> bytes:
-    try:
-        return _encoder.encode(value)
-    except _UNENCODABLE:
-        return _encoder.encode(json_value(value))
+_encode = _encoder.encode
 
 
 def _versions(samples: _SampleValues) -> list[int]:
@@ -605,12 +594,7 @@ def _encode_samples(samples: _SampleValues) -> bytes:
     for values in named:
         if (mask := values["sampling_mask"]) is not None:
             values["sampling_mask"] = [np.asarray(array, np.int32).tobytes() for array in (mask.counts, mask.token_ids)]
-    try:
-        return _encoder.encode(named)
-    except _UNENCODABLE:
-        for values in named:
-            values.update({name: json_value(values[name]) for name in _FREE_FIELDS})
-        return _encoder.encode(named)
+    return _encode(named)
 
 
 def _decode_samples(data: bytes) -> list[Sample]:
