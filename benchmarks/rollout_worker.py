@@ -90,6 +90,9 @@ class EndlessPrompts:
         samples = [Sample(index=first + i, prompt="7", label=self._answer) for i in range(self._group)]
         return Group(samples, feed_index=f"sample_0_{self._fed}")
 
+    def metadata_changed(self) -> None:
+        """No position contains metadata."""
+
     def position(self) -> dict[str, Any]:
         return {}
 

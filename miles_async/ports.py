@@ -60,6 +60,10 @@ class SeekableSource(DataSource, Protocol):
         """Values that a rollout function keeps, which are part of the position. A caller may change it."""
         ...
 
+    def metadata_changed(self) -> None:
+        """Read `metadata` again for the next position: a function may keep the dictionary and change it later."""
+        ...
+
     def position(self) -> dict[str, Any]:
         """The position in the data without the returned groups, ready for JSON."""
         ...

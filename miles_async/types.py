@@ -611,4 +611,7 @@ class EngineLoad:
     queued: int
     """Requests that wait inside the engine."""
     generated: int
-    """Tokens that were generated since the engine's start, for all of its clients, but not for health checks."""
+    """Tokens that were generated since the engine's start, for all of its clients, but not for health checks. SGLang
+    does not count steps that take longer than two seconds."""
+    held: int
+    """Tokens of the requests that run now; 0 if none runs."""

@@ -181,18 +181,21 @@ async def follow_engine_load(
 
     Tokens are progress only while the trainer waits for groups and `asks_engines` holds, because the engines may have
     other clients, and for at most `request_seconds`, the limit of a request. An engine that hangs reports the same
-    number again or nothing, so its requests end in a stall. A group that an external generator has posted is progress,
+    numbers again or nothing, so its requests end in a stall. A group that an external generator has posted is progress,
     too. `limit` is None without `--adaptive-concurrency`.
     """
     counts = run_state.ledger.counts
-    generated: dict[str, int] = {}
+    tokens: dict[str, tuple[int, int]] = {}
     posted = run_state.journal.posted
     while True:
         await run_state.clock.sleep(WORK_POLL_SECONDS if limit is None else LOAD_POLL_SECONDS)
         loads = await fleet.loads()
-        grew = any(load.generated > generated.get(load.source, 0) for load in loads)
-        # An engine that did not answer this time keeps its number.
-        generated |= {load.source: load.generated for load in loads}
+        grew = False
+        for load in loads:
+            # An engine that does not answer this time keeps its numbers.
+            generated, held = tokens.get(load.source, (0, 0))
+            tokens[load.source] = load.generated, load.held
+            grew = grew or load.generated > generated or load.held > held
         if grew and run_state.waits_for_groups and asks_engines():
             run_state.mark_tokens(request_seconds)
         before, posted = posted, run_state.journal.posted

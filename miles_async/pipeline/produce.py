@@ -405,7 +405,7 @@ class Producer:
         while True:
             aborts_before = run_state.publish_aborts
             await self._generator.generate(group)
-            by_publish = run_state.publish_aborts != aborts_before
+            by_publish = run_state.publish_is_aborting or run_state.publish_aborts != aborts_before
             if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
                 return
             if not self._partial_rollout:

@@ -130,9 +130,8 @@ class Publisher:
         run_state, version = self._run_state, staged.version
         run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
         paused_at = run_state.clock.monotonic()
-        run_state.publish_aborts += self._pause_mode == "abort"
         try:
-            await self._fleet.pause(self._pause_mode)
+            await self._pause()
             stopped_at = run_state.clock.monotonic()
             sends = [self._send_and_commit(version, engine) for engine in self._fleet.routed()]
             outcomes = await asyncio.gather(*sends)
@@ -166,6 +165,16 @@ class Publisher:
         run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
+
+    async def _pause(self) -> None:
+        """Pause the engines. They may abort requests at any time until this returns, also those that arrive meanwhile."""
+        run_state, aborts = self._run_state, self._pause_mode == "abort"
+        run_state.publish_is_aborting = aborts
+        try:
+            await self._fleet.pause(self._pause_mode)
+        finally:
+            run_state.publish_is_aborting = False
+            run_state.publish_aborts += aborts
 
     async def _send_and_commit(self, version: int, engine: str) -> SendOutcome:
         """Send and commit the version on one engine; fence the engine if either fails."""

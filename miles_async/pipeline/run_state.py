@@ -79,7 +79,9 @@ class RunState:
         self.lineage = Lineage()
         """Which versions the current weights descend from."""
         self.publish_aborts = 0
-        """Publishes that aborted the requests at the engines (`pause_generation_mode` abort)."""
+        """Publishes that have aborted the requests at the engines (`pause_generation_mode` abort)."""
+        self.publish_is_aborting = False
+        """Whether a publish is aborting the requests at the engines now."""
         self.waits_for_groups = False
         """Whether the training loop waits for a batch, an evaluation or the last groups, and not for the learner or a
         publish."""

@@ -441,14 +441,14 @@ class Service:
             return await self._collector.collect(rollout_id, size)
         leased_before = self.run_state.leased_groups
         groups = await self._ports.rollout(rollout_id, self._source)
-        _ = self._ports.data.metadata  # the function may have kept the dictionary and changed it
+        self._ports.data.metadata_changed()
         self._collector.reconcile(groups, leased_before)
         return groups
 
     async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
         assert self._ports.worker_function is not None
         groups = await self._ports.worker_function(rollout_id, self._source, size)
-        _ = self._ports.data.metadata  # as in `_collect_batch`
+        self._ports.data.metadata_changed()
         self._collector.reconcile_worker(groups)
         return groups
 

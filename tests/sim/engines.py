@@ -256,7 +256,10 @@ class Engines:
     async def loads(self) -> Sequence[EngineLoad]:
         self._occupy(0)
         queued = self.in_flight - self._taken
-        return [EngineLoad(source="e", kv_usage=self._taken / self._permits, queued=queued, generated=int(self._drawn))]
+        usage, drawn = self._taken / self._permits, int(self._drawn)
+        return [
+            EngineLoad(source="e", kv_usage=usage, queued=queued, generated=drawn, held=drawn if self._taken else 0)
+        ]
 
     async def pause(self, mode: str) -> None:
         self._stand_still()

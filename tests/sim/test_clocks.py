@@ -159,7 +159,7 @@ class Elsewhere(Engines):
     """The responses come from somewhere else: a generate function asks another model, or waits for a tool."""
 
     async def loads(self) -> Sequence[EngineLoad]:
-        return [EngineLoad(source="e", kv_usage=0.0, queued=0, generated=0)]
+        return [EngineLoad(source="e", kv_usage=0.0, queued=0, generated=0, held=0)]
 
 
 def test_a_generate_function_has_its_own_time_limit_before_the_run_ends() -> None:

@@ -17,8 +17,11 @@ LONG_SECONDS = 25.0
 LONG = {f"sample_0_{i}" for i in (5, 40, 77)}
 
 
+PAUSING_SECONDS = 0.3
+
+
 class AbortingEngines(Engines):
-    """A pause aborts all requests, as SGLang does in this mode."""
+    """A pause aborts all requests, as SGLang does in this mode, also those that arrive before it takes effect."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -31,7 +34,9 @@ class AbortingEngines(Engines):
 
     async def pause(self, mode: str) -> None:
         assert mode == "abort"
+        await self._clock.sleep(PAUSING_SECONDS)
         await self.abort()
+        await self._clock.sleep(PAUSING_SECONDS)
         await super().pause(mode)
 
 

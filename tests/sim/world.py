@@ -100,6 +100,9 @@ class Feed:
     def returned(self) -> list[Group]:
         return list(self._returned)
 
+    def metadata_changed(self) -> None:
+        """No position contains metadata."""
+
     def position(self) -> dict[str, Any]:
         return {"next": self._next}
 

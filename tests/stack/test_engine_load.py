@@ -25,12 +25,16 @@ async def test_an_engine_reports_its_cache_usage_while_it_generates(serving: Sta
         groups = [group_of(f"What is {n} + 1?", samples=8) for n in range(8)]
         # Returns when the reported usage has risen twice.
         generating = await start_generating(fleet, generator, SamplingParams(max_new_tokens=300), *groups)
+        held = []
         while not generating.done():
             (load,) = await fleet.loads()
+            held.append(load.held)
             assert idle.kv_usage <= load.kv_usage <= 1
             assert load.queued >= 0
             await asyncio.sleep(0.02)
         await generating
+        assert idle.held == 0
+        assert max(held) > held[0] > 0
 
 
 async def test_a_health_check_detects_an_engine_whose_scheduler_hangs(serving: Stack) -> None:
@@ -67,9 +71,9 @@ async def test_an_engine_counts_the_tokens_of_requests_and_none_while_its_schedu
         os.kill(scheduler, signal.SIGSTOP)
         try:
             await asyncio.sleep(0.5)
-            hangs = await generated()
+            hangs = await fleet.loads()
             await asyncio.sleep(1.0)
-            assert await generated() == hangs
+            assert await fleet.loads() == hangs
         finally:
             os.kill(scheduler, signal.SIGCONT)
         await generating

@@ -3,9 +3,9 @@ from __future__ import annotations
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.types import EngineLoad
 
-IDLE = [EngineLoad(source="e0", kv_usage=0.5, queued=0, generated=0)]
-FULL_CACHE = [*IDLE, EngineLoad(source="e1", kv_usage=0.95, queued=0, generated=0)]
-LONG_LINE = [*IDLE, EngineLoad(source="e1", kv_usage=0.2, queued=40, generated=0)]
+IDLE = [EngineLoad(source="e0", kv_usage=0.5, queued=0, generated=0, held=0)]
+FULL_CACHE = [*IDLE, EngineLoad(source="e1", kv_usage=0.95, queued=0, generated=0, held=0)]
+LONG_LINE = [*IDLE, EngineLoad(source="e1", kv_usage=0.2, queued=40, generated=0, held=0)]
 
 
 def test_one_full_engine_halves_the_limit() -> None:

@@ -21,12 +21,17 @@ SECONDS = POLLS * WORK_POLL_SECONDS
 class Reporting(NullEngines):
     """Reports the next number at each request: None if the engine does not answer, and nothing more at the end."""
 
-    def __init__(self, numbers: Sequence[int | None]) -> None:
+    def __init__(self, numbers: Sequence[int | None], held: bool) -> None:
+        """The numbers are those of the tokens that running requests hold, or of the tokens that were generated."""
         self._numbers: Iterator[int | None] = iter(numbers)
+        self._held = held
 
     async def loads(self) -> Sequence[EngineLoad]:
         for number in self._numbers:
-            return [] if number is None else [EngineLoad(source="e", kv_usage=0.5, queued=0, generated=number)]
+            if number is None:
+                return []
+            generated, held = (0, number) if self._held else (number, 0)
+            return [EngineLoad(source="e", kv_usage=0.5, queued=0, generated=generated, held=held)]
         return await asyncio.Future()
 
 
@@ -37,6 +42,7 @@ def seconds_without_progress(
     asks: bool = True,
     request_seconds: float = 1e9,
     posts: Sequence[float] = (),
+    held: bool = False,
 ) -> float:
     """After `POLLS` requests for the load. Groups are posted at the given times."""
 
@@ -48,7 +54,7 @@ def seconds_without_progress(
             group = Group([Sample(index=0)], feed_index=f"posted_{number}")
             asyncio.get_running_loop().call_at(at, journal.post, group, number, None)
         following = asyncio.create_task(
-            follow_engine_load(run_state, Reporting(numbers), lambda: asks, request_seconds, None)
+            follow_engine_load(run_state, Reporting(numbers, held), lambda: asks, request_seconds, None)
         )
         await clock.sleep(SECONDS + 0.1)
         following.cancel()
@@ -61,6 +67,11 @@ def test_tokens_of_the_engines_are_progress() -> None:
     assert seconds_without_progress(range(100, 100 + POLLS)) < WORK_POLL_SECONDS
 
 
+def test_tokens_of_steps_too_slow_to_be_counted_are_progress() -> None:
+    assert seconds_without_progress(range(100, 100 + POLLS), held=True) < WORK_POLL_SECONDS
+
+
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -73,8 +84,8 @@ def test_tokens_of_the_engines_are_progress() -> None:
     ],
     ids=["none", "the same number", "lost between", "no answer", "started again", "the request hangs"],
 )
-def test_an_engine_that_makes_no_tokens_is_no_progress(numbers: Sequence[int | None]) -> None:
-    assert seconds_without_progress(numbers) >= SECONDS - 2 * WORK_POLL_SECONDS
+def test_an_engine_that_makes_no_tokens_is_no_progress(numbers: Sequence[int | None], held: bool) -> None:
+    assert seconds_without_progress(numbers, held=held) >= SECONDS - 2 * WORK_POLL_SECONDS
 
 
 def test_tokens_after_a_restart_of_the_engine_are_progress() -> None:

@@ -71,8 +71,12 @@ class BufferedSource:
     @property
     def metadata(self) -> dict[str, Any]:
         """Values that a rollout function keeps with the position. A caller may change the dictionary."""
-        self._stored_metadata = None
+        self.metadata_changed()
         return self._metadata
+
+    def metadata_changed(self) -> None:
+        """See `SeekableSource.metadata_changed`."""
+        self._stored_metadata = None
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: groups from the buffer first, then new ones.

@@ -326,6 +326,7 @@ class SGLangFleet:
                 queued=rank["num_waiting_reqs"],
                 # Sums over the decode steps; the last one is the number of tokens. Older versions of SGLang have none.
                 generated=int((rank.get("decode_moments") or [0])[-1]),
+                held=rank["num_used_tokens"] if rank["num_running_reqs"] else 0,
             )
             for rank in answer["loads"]
         ]
