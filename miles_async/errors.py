@@ -38,8 +38,8 @@ class MilesError(Exception):
     Messages quote data, exceptions of users' code and texts of the model, so half surrogate pairs in them are replaced.
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(plain_text(str(message)))
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(*(plain_text(str(sentence)) for sentence in sentences))
 
 
 class UserError(MilesError):

@@ -21,7 +21,7 @@ from miles_async.config.derived import min_samples_per_group
 from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.json_values import readable_entries, shown
+from miles_async.json_values import readable_entries
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
@@ -240,8 +240,8 @@ async def call_rollout_function(
     match result:
         case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
             # As one fact, because a metric may have any name, also that of another fact.
-            if metrics:
-                facts = readable_entries(metrics) if isinstance(metrics, Mapping) else shown(metrics)
+            values = {} if metrics is None else metrics
+            if facts := readable_entries(values if isinstance(values, Mapping) else {"values": values}):
                 log.info("metrics of the rollout function", rollout=rollout_id, metrics=facts)
             return content
         case _:

@@ -49,7 +49,7 @@ class DrainedWorld(World):
     async def _serve(self, clock: VirtualClock, store: Any, stored: StoredRun | None) -> None:
         assert isinstance(self.fleet, LastingEngines)
         assert isinstance(self.trainer, LastingTrainer)
-        self.fleet.learner = self.trainer
+        self.fleet.learner = self.trainer.ranks = self.trainer
         stop = asyncio.get_running_loop().call_at(self.stop_after, lambda: self.service.stop())
         await super()._serve(clock, self.store, None)
         stop.cancel()

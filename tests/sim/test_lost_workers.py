@@ -246,7 +246,7 @@ def lossy_world(seed: int) -> LostWorkers:
     return LostWorkers(config=settings, kills=3, longest_life=900, learner_kills=4, seed=seed)
 
 
-def found(planted: str, worlds: int = 4) -> bool:
+def found(planted: str, worlds: int = 12) -> bool:
     """Whether the audit reports the violation in one of several runs. Such a run may also fail."""
     for seed in range(worlds):
         world = lossy_world(seed)

@@ -91,7 +91,8 @@ def test_an_abort_that_gives_up_stops_one_attempt_and_no_later_one(head: bool) -
         schedule=Schedule.FULLY_ASYNC if head else Schedule.ONE_STEP_OFF,
     ).run()
     assert len(world.trace.of(StepEnded)) == BATCHES
-    assert len(feeds(world, 0)) == 2 + (not head), "the end of the next batch aborts the second attempt too"
+    # Without a head deadline, the end of the next batch may abort the second attempt, too.
+    assert 2 <= len(feeds(world, 0)) <= 2 + (not head)
     assert world.dead_letters.letters == []
     assert world.audit.violations == []
 

@@ -133,8 +133,8 @@ class Plain:
         ({1: 2, ("a", 1): 3, None: 4}, {"1": 2, "['a', 1]": 3, "None": 4}),
         ({Plain(): Plain()}, {"plain": "plain"}),
         ({"of_numpy": np.float32(0.5), "nested": {2: np.arange(2)}}, {"of_numpy": 0.5, "nested": {"2": [0, 1]}}),
-        ([("accuracy", 0.5)], [["accuracy", 0.5]]),
-        (np.array([0.5, 1.5]), [0.5, 1.5]),
+        ([("accuracy", 0.5)], {"values": [["accuracy", 0.5]]}),
+        (np.array([0.5, 1.5]), {"values": [0.5, 1.5]}),
     ],
 )
 async def test_metrics_of_any_shape_and_with_any_names_are_in_the_log(

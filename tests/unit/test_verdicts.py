@@ -207,7 +207,7 @@ def test_warm_start_examples_that_are_no_pairs_are_refused() -> None:
         warm_start_max_steps=1,
         warm_start_examples_path=returns("one_pair"),
     )
-    with pytest.raises(UserError, match=r"one_pair returned \('ab', 'cd'\): return a list of pairs \(prompt, answer\)"):
+    with pytest.raises(UserError, match=r"one_pair returned \['ab', 'cd'\]: return a list of pairs \(prompt, answer\)"):
         preflight(chosen, "train.py")
 
 
