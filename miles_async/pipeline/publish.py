@@ -167,7 +167,7 @@ class Publisher:
         run_state.changed.notify()
 
     async def _pause(self) -> None:
-        """Pause the engines. They may abort requests at any time until this returns, also those that arrive meanwhile."""
+        """Pause the engines. Until this returns, they may abort any request, even one that has just arrived."""
         run_state, aborts = self._run_state, self._pause_mode == "abort"
         run_state.publish_is_aborting = aborts
         try:
