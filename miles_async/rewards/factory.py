@@ -153,7 +153,15 @@ def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key:
             )
             # Each request has its own deadline: a deadline here would count the time in the queue and in retries. The
             # server gets the whole response, also with the prefix, as in slime.
-            return Rewarder(reward, args, name=name, timeout_seconds=None, reward_key=key, close=reward.close)
+            return Rewarder(
+                reward,
+                args,
+                name=name,
+                timeout_seconds=None,
+                reward_key=key,
+                changes_samples=False,
+                close=reward.close,
+            )
         case RunsIn.THREAD:
             module, _, function = kind.path.rpartition(".")
             return Rewarder(
@@ -162,6 +170,7 @@ def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key:
                 name=name,
                 timeout_seconds=rollout.reward_timeout_seconds,
                 boxed=boxed,
+                changes_samples=False,
             )
 
 

@@ -53,6 +53,7 @@ class Rewarder:
         reward_key: str | None = None,
         whole_groups: bool = False,
         boxed: bool = False,
+        changes_samples: bool = True,
         wrong: float | Mapping[str, Any] = 0.0,
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class Rewarder:
             reward_key: the entry that counts if the reward is a dictionary.
             whole_groups: `function` scores a group per call.
             boxed: `function` sees only the contents of the last box in the response.
+            changes_samples: `function` may write into the samples that it sees, so they are checked afterwards.
             wrong: the reward of a response whose reward exceeds its limits.
             close: releases processes and connections of `function`.
         """
@@ -76,6 +78,8 @@ class Rewarder:
         self._reward_key = reward_key
         self._whole_groups = whole_groups
         self._boxed = boxed
+        # Another process gets copies.
+        self._changes_samples = changes_samples and not isinstance(function, Graders)
         self._wrong = wrong
         self._close = close
         self._threads = Threads()
@@ -95,7 +99,7 @@ class Rewarder:
         A trajectory whose reward exceeds its limits of time or memory gets `wrong`, and the reason in its metadata
         (`types.REWARD_ERROR`).
 
-        The function may change the samples; their fields are converted to plain values afterwards.
+        The fields of samples that the function may have changed are converted to plain values.
 
         Raises TrajectoryError if the function raises, returns an invalid reward or sets a field to an invalid value,
         and UserError if the first reward that it returns is a dictionary and `reward_key` is not set. Raises
@@ -106,8 +110,9 @@ class Rewarder:
         try:
             errors = await self._scored_with_errors(group)
         except TrajectoryError:
-            with suppress(TrajectoryError):
-                accept_group(group)
+            if self._changes_samples:
+                with suppress(TrajectoryError):
+                    accept_group(group)
             raise
         raise_first(errors)
 
@@ -129,7 +134,6 @@ class Rewarder:
             try:
                 if id(sample) not in unscored:
                     sample.reward, sample.reward_key = self._checked(sample, sample.reward)
-                accept_values(sample)
             except TrajectoryError as error:
                 sample.reward = None
                 errors.append(error)
@@ -150,13 +154,7 @@ class Rewarder:
         for sample in shown:
             sample.metadata.pop(REWARD_ERROR, None)
         results = await self._call_each(shown)
-        refused: list[TrajectoryError | None] = []
-        for sample in shown:
-            try:
-                accept_values(sample)
-                refused.append(None)
-            except TrajectoryError as error:
-                refused.append(error)
+        refused = await self._accept(shown)
         scored = [
             sample for sample, result in zip(shown, results, strict=True) if not isinstance(result, BaseException)
         ]
@@ -166,6 +164,18 @@ class Rewarder:
         broken = len(unfinished) == len(results) and not await self._works(shown[0])
         outcomes = [self._outcome(*pair, broken) for pair in zip(shown, results, strict=True)]
         return [error or outcome for error, outcome in zip(refused, outcomes, strict=True)]
+
+    async def _accept(self, shown: list[Sample]) -> list[TrajectoryError | None]:
+        """Convert the fields of samples that the function has seen. Returns the error of each sample, or None."""
+        errors: list[TrajectoryError | None] = [None] * len(shown)
+        for number, sample in enumerate(shown if self._changes_samples else ()):
+            try:
+                accept_values(sample)
+            except TrajectoryError as error:
+                errors[number] = error
+            # A long sample takes milliseconds, and a group has many.
+            await asyncio.sleep(0)
+        return errors
 
     async def _works(self, sample: Sample) -> bool:
         """Whether the function finishes for the last sample that was scored, or for `sample` with the response `0`."""
@@ -237,7 +247,8 @@ class Rewarder:
                 f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
                 f"for {len(shown)} samples"
             )
-        return rewards
+        refused = await self._accept(shown)
+        return [error or reward for error, reward in zip(refused, rewards, strict=True)]
 
     async def _call_together(self, shown: list[Sample]) -> Sequence[Any]:
         if isinstance(self._function, Graders):
