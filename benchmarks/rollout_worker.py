@@ -222,7 +222,7 @@ async def measure(
         data=EndlessPrompts(group, "7" * tokens),
         generator=generator,
         evaluator=generator,
-        rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60),
+        rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
         learner=instant,
         channel=instant,
         fleet=instant,

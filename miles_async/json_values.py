@@ -108,6 +108,9 @@ def finite_number(value: Any) -> float | None:
 
     Returns None for anything else, and for numbers beyond `MAX_NUMBER`.
     """
+    # Almost all values are floats, and `isinstance` is slow with an abstract class such as `Real`.
+    if type(value) is float:
+        return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     try:
         if not isinstance(value, Real) and hasattr(value, "tolist"):
             value = value.tolist()

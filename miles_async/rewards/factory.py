@@ -68,7 +68,8 @@ class RunRewards:
             # The environment computes the rewards, which this rewarder only checks. Saved batches contain theirs, and
             # supervised examples need none.
             name = environment or "none"
-            return self._opened.setdefault((name, None), Rewarder(exact, self._args, name=name, timeout_seconds=None))
+            checks = Rewarder(exact, self._args, name=name, timeout_seconds=None, changes_samples=False)
+            return self._opened.setdefault((name, None), checks)
         if rollout.custom_rm_path is not None:
             return self._custom(rollout.custom_rm_path, key)
         for complaint in complaints(rollout.rm_type, self._config):
