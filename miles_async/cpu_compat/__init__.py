@@ -20,23 +20,26 @@ _kept: list[Any] = []
 
 def install() -> None:
     """Let this process import torchvision and `sgl_kernel` without CUDA. Imports neither of them, and not torch."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
+        # Python asks the finders in order: the first one prepares an import, the last one stands in for all others.
+        sys.meta_path.insert(0, _TorchvisionFinder())
+        sys.meta_path.append(_SglKernelFinder())
 
 
-class _Finder(MetaPathFinder):
-    """Python asks it first for the module of each import."""
-
+class _TorchvisionFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == "torchvision":
-            spec = PathFinder.find_spec(name)
-            # Whether torchvision is installed is often asked by programs that do not import it.
-            if spec is not None and spec.loader is not None:
-                spec.loader = _TorchvisionLoader(spec.loader)
-            return spec
-        if name == "sgl_kernel" and PathFinder.find_spec(name) is None and not _has_cuda():
-            return ModuleSpec(name, _SglKernelLoader(), is_package=True)
-        return None
+        spec = PathFinder.find_spec(name) if name == "torchvision" else None
+        # Many programs ask whether torchvision is installed and do not import it, so the loader does the work.
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchvisionLoader(spec.loader)
+        return spec
+
+
+class _SglKernelFinder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "sgl_kernel" or _has_cuda():
+            return None
+        return ModuleSpec(name, _SglKernelLoader(), is_package=True)
 
 
 class _TorchvisionLoader(Loader):
