@@ -47,7 +47,7 @@ setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environment
 # It installs nothing. Without .venv it works if `python3` has the packages, as in an image.
 doctor: ## Show what this machine has, what works on it, and what to set (ARGS=--json for bug reports)
 	@python=$(VENV_PYTHON); [ -x $$python ] || python=python3; \
-	    $$python -c 'import msgspec, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \
+	    $$python -c 'import msgspec, packaging, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \
 	    $$python -m workers.doctor $(ARGS)
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes

@@ -1,4 +1,4 @@
-"""Starts a Prometheus server for the runs on this machine, or for one finished run.
+"""Starts a Prometheus server for the runs on this machine, whose samples are kept, or for one finished run.
 
 python -m dashboards.prometheus [--runs runs] [--port 9090]
 python -m dashboards.prometheus --recorded runs/latest
@@ -162,12 +162,14 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--port", type=int, default=9090, help="port of the Prometheus server (default: 9090)")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as storage:
+    with tempfile.TemporaryDirectory() as temporary:
+        # The events of a finished run can be replayed again. The metrics of runs in progress exist only here.
+        storage = Path(temporary) if arguments.recorded else arguments.runs.absolute() / "prometheus"
         try:
-            ended = load_recorded(arguments.recorded, Path(storage)) if arguments.recorded else None
+            ended = load_recorded(arguments.recorded, storage) if arguments.recorded else None
         except (OSError, UserError) as error:
             raise SystemExit(f"monitoring: {arguments.recorded} is not a readable run folder: {error}") from error
-        with Prometheus(arguments.runs, port=arguments.port, storage=Path(storage)) as prometheus:
+        with Prometheus(arguments.runs, port=arguments.port, storage=storage) as prometheus:
             end = f"&g0.end_input={time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(ended))}" if ended else ""
             query = urllib.parse.quote("miles_async_verdict == 1")
             print(f"Prometheus: {prometheus.url}/graph?g0.expr={query}&g0.tab=0{end.replace(' ', '%20')}")

@@ -1,6 +1,6 @@
 """Fully asynchronous RL post-training of language models.
 
-Every process that imports torch imports this package too (see `cpu_compat`), so it imports its names only when they are
+Every process of a run imports this package, and few of them need its names, so it imports each name when the name is
 used.
 """
 

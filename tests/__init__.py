@@ -1,0 +1,3 @@
+from miles_async import cpu_compat
+
+cpu_compat.install()

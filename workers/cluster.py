@@ -62,7 +62,7 @@ from .specs import ENVIRONMENT, engine_spec, external_router, external_router_ke
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
 SHUTDOWN_SECONDS = 5.0
-"""Time limit for servers to stop, and again for processes to end; then processes are killed."""
+"""Time limit for servers to stop, and again for processes to end; then processes are killed, or exit by themselves."""
 ADDRESS_SECONDS = 5.0
 """The actor of an engine that has not answered by then is stopped, or its node is gone."""
 EXIT_SECONDS = 2.0
@@ -179,7 +179,7 @@ class Cluster:
                 # A lost head node would block these calls until Ray's native code ends this process.
                 if ray_answers := not self._ray_is_lost and _head_node_answers():
                     for actor in self._actors:
-                        ray.kill(actor)  # Ray would start the actor of a server again
+                        ray.kill(actor)  # Ray would report a process that ends by itself, and start a server again
                     for placement in self._placements:
                         placement.release()
                 _disconnect(ray_answers)
@@ -189,12 +189,11 @@ class Cluster:
                 self._reaper.close(SHUTDOWN_SECONDS)
 
     async def _end_processes(self) -> None:
-        """Ask the processes of all actors to exit.
+        """Let the processes of all actors exit after `SHUTDOWN_SECONDS` if Ray does not end them before.
 
-        The call needs neither the raylet of their node nor the head node, which may be stopped. Ray would then end the
-        actors only when these continue.
+        Ray ends no process while the raylet of its node or the head node is stopped. The call needs neither of them.
         """
-        calls = [actor.__ray_call__.remote(_exit_soon) for actor in self._actors]
+        calls = [actor.__ray_call__.remote(_exit_later) for actor in self._actors]
         with suppress(TimeoutError):
             async with asyncio.timeout(EXIT_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -490,9 +489,11 @@ def _head_node_answers() -> bool:
     return False
 
 
-def _exit_soon(actor: object) -> None:
-    """End the process of an actor after this call was answered."""
-    threading.Timer(0.1, os._exit, [0]).start()
+def _exit_later(actor: object) -> None:
+    """End the process of an actor if it still runs after `SHUTDOWN_SECONDS`."""
+    exit_later = threading.Timer(SHUTDOWN_SECONDS, os._exit, [0])
+    exit_later.daemon = True
+    exit_later.start()
 
 
 def _disconnect(ray_answers: bool) -> None:

@@ -359,15 +359,20 @@ def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
 
 
 def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
-    """Return the newest intact checkpoint in the folder `load`, or None if `load` is unset.
+    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
 
-    Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged. Raises
-    UserError if the folder has no intact checkpoint, or if the checkpoint was written after the last rollout.
+    Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged, and says that
+    the folder is empty. Raises UserError if the folder is missing, or holds files but no intact checkpoint, or if the
+    checkpoint was written after the last rollout.
     """
     if config.learner.load is None:
         return None
     folder = Path(config.learner.load).expanduser().absolute()
-    checkpoint = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums).latest()
+    checkpoints = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums)
+    if checkpoints.is_empty():
+        log.info("the folder of load is empty, so the run starts from the beginning", load=str(folder))
+        return None
+    checkpoint = checkpoints.latest()
     for sentence in checkpoint.damage:
         log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
     done = checkpoint.rollout + 1

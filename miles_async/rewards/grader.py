@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from miles_async import cpu_compat
 from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import USER_CODE_ERRORS, is_infrastructure
 from miles_async.json_values import shown_error
@@ -37,6 +38,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    cpu_compat.install()
     task = pickle.load(requests)
     if task["args"].get("slime_imports"):
         install_slime_imports()

@@ -13,7 +13,7 @@ the modules that it imports are these:
     slime.utils.http_utils          get_rollout_num_engines
     slime.utils.misc                load_function
 
-Every other module of slime comes from the checkout.
+Every other module of slime comes from the checkout, also the modules in its folder `slime/rollout/rm_hub`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ def install_slime_imports() -> None:
     """
     if sys.modules.get("slime.rollout.sglang_rollout") is sglang_rollout:
         return
+    rewards = _package("slime.rollout.rm_hub")
+    vars(rewards).update(async_rm=rm_hub.async_rm, batched_async_rm=rm_hub.batched_async_rm)
     if importlib.util.find_spec("slime") is None:
         for name in ("slime", "slime.rollout", "slime.utils"):
             sys.modules[name] = _package(name)
-    sys.modules |= {
+    elif (found := importlib.util.find_spec("slime.rollout.rm_hub")) is not None:
+        rewards.__path__ = list(found.submodule_search_locations or ())
+    stand_ins = {
         "slime.rollout.sglang_rollout": sglang_rollout,
-        "slime.rollout.rm_hub": rm_hub,
+        "slime.rollout.rm_hub": rewards,
         "slime.rollout.data_source": data_source,
         "slime.rollout.base_types": base_types,
         "slime.utils.types": types,
@@ -57,6 +61,11 @@ def install_slime_imports() -> None:
         ),
         "slime.utils.misc": _module("slime.utils.misc", load_function=load_by_path),
     }
+    sys.modules |= stand_ins
+    # `import slime.utils.types` binds `slime`, and the module is looked up in its packages.
+    for name, module in stand_ins.items():
+        package, _, own_name = name.rpartition(".")
+        setattr(importlib.import_module(package), own_name, module)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -64,6 +64,11 @@ class Job:
         return self._err.read_text()
 
     @property
+    def alarms(self) -> list[str]:
+        """The lines in which Ray has reported a process that ended unexpectedly."""
+        return [line for line in (self.out + self.err).splitlines() if "worker died or was killed" in line]
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -35,6 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert generating.ended(within=START_SECONDS) == 0, generating.err
         assert re.search(r"^engine-0 +starting", generating.err, re.MULTILINE)
         assert re.search(r"^learner +starting", generating.err, re.MULTILINE) is None
+        assert generating.alarms == []
     assert not (folder / "checkpoints").exists()
     return folder / "dump"
 
@@ -63,6 +64,7 @@ def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(sav
         assert training.ended(within=START_SECONDS) == 0, training.err
         assert re.search(r"^learner +starting", training.err, re.MULTILINE)
         assert re.search(r"^engine-0 +starting", training.err, re.MULTILINE) is None
+        assert training.alarms == []
     [events] = (tmp_path / "runs").glob("latest/events.jsonl")
     steps = [line for line in events.read_text().splitlines() if '"StepEnded"' in line]
     assert len(steps) == 2

@@ -134,6 +134,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing_running(tmp_pat
         assert running.ended(within=PATIENCE_SECONDS) == 130
         assert running.left_running() == {}
     assert "Traceback" not in running.err
+    assert running.alarms == []
     assert json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())["reason"] == "interrupted"
 
 

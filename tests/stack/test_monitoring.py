@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,13 +25,14 @@ from dashboards.content import ALL
 from dashboards.prometheus import Prometheus, binary, load_recorded
 from dashboards.prometheus import main as monitor
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
+from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.pipeline.monitor import MIN_WORK_SECONDS
 from tests.stack.conftest import Played, Stack, settings
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.waiting import PATIENCE_SECONDS, START_SECONDS, wait_until
 from workers.driver import run_started
 from workers.heartbeats import Heartbeats
 from workers.watchdog import dump_stacks
@@ -96,6 +99,34 @@ def test_a_folder_without_a_run_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("{}\n")
     with pytest.raises(SystemExit, match=r"is not a readable run folder: .*line 1: not an event"):
         monitor(["--recorded", str(tmp_path)])
+
+
+def test_the_samples_of_make_monitoring_are_kept_when_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "targets").mkdir()
+    target = {"targets": [f"127.0.0.1:{free_port()}"], "labels": {"process": "driver"}}
+    (tmp_path / "targets" / "a-run.json").write_text(json.dumps([target]))
+    port = free_port()
+    server = Prometheus(tmp_path, port=port)
+    command = [sys.executable, "-m", "dashboards.prometheus", "--runs", str(tmp_path), "--port", str(port)]
+    monitoring = subprocess.Popen(command, cwd=FOLDER.parents[1], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(
+            lambda: answers(server) == {"driver": False}, "the target was scraped", within=START_SECONDS, every=0.5
+        )
+        scraped = time.time()
+    finally:
+        monitoring.send_signal(signal.SIGINT)
+        assert monitoring.wait(PATIENCE_SECONDS) == 0
+    with Prometheus(tmp_path, storage=tmp_path / "prometheus") as later:
+        assert later.query("up", scraped) != []
+
+
+def answers(server: Prometheus) -> dict[str, bool]:
+    """What the server could scrape; nothing before it listens."""
+    try:
+        return server.up()
+    except OSError:
+        return {}
 
 
 @dataclass

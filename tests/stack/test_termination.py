@@ -74,6 +74,7 @@ def test_sigterm_ends_the_run_with_summary_report_and_checkpoint_and_leaves_noth
         assert running.ended(within=2 * PATIENCE_SECONDS) == 128 + signal.SIGTERM
         assert running.left_running() == {}
     ended_quietly(running)
+    assert running.alarms == []
     assert "ended      interrupted" in running.out
     summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
     assert summary["reason"] == "interrupted"

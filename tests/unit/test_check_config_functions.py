@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from miles_async import types
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
+from miles_async.config.user_functions import install_slime_imports, load_function
+from miles_async.rollout import rm_hub
 
 FUNCTIONS = sorted(name for name in SETTINGS if name.endswith("_path"))
 JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64"]
@@ -53,7 +59,40 @@ def test_a_function_that_exists_is_accepted(
     assert "is async: write it with a plain def" in capsys.readouterr().err
 
 
+@pytest.fixture
+def other_modules() -> Iterator[None]:
+    """Removes the modules of slime after the test."""
+    modules = dict(sys.modules)
+    yield
+    for added in sys.modules.keys() - modules.keys():
+        if added.partition(".")[0] == "slime":
+            del sys.modules[added]
+
+
+@pytest.mark.usefixtures("other_modules")
+def test_slime_imports_leaves_the_other_modules_of_a_checkout_importable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewards = tmp_path / "slime" / "rollout" / "rm_hub"
+    rewards.mkdir(parents=True)
+    (tmp_path / "slime" / "utils").mkdir()
+    (tmp_path / "slime" / "__init__.py").touch()
+    (rewards / "__init__.py").write_text("raise ImportError('slime needs a package that is not installed')\n")
+    (rewards / "even.py").write_text(
+        "from .parts import half\n\ndef reward(text):\n    return len(text) == 2 * half(text)\n"
+    )
+    (rewards / "parts.py").write_text("def half(text):\n    return len(text) // 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install_slime_imports()
+    assert load_function("slime.rollout.rm_hub.even.reward", setting="custom_rm_path")("ab")
+    assert load_function("slime.rollout.rm_hub.async_rm", setting="custom_rm_path") is rm_hub.async_rm
+    slime: Any = importlib.import_module("slime")
+    assert slime.utils.types is types
+    assert slime.rollout.rm_hub.even.reward("abcd")
+
+
 @pytest.mark.parametrize("flags, code", [((), 2), (("--slime-imports",), 0)])
+@pytest.mark.usefixtures("other_modules")
 def test_slime_imports_lets_a_module_import_the_names_of_slime(
     flags: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,14 +103,8 @@ def test_slime_imports_lets_a_module_import_the_names_of_slime(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     function = [*JOB, "--rm-type", "exact", "--rollout-function-path", f"{name}.rollout"]
-    modules = dict(sys.modules)
-    try:
-        with pytest.raises(SystemExit) as exited:
-            parse_or_exit([*function, *flags, "--check-config"], "train.py")
-    finally:
-        for added in sys.modules.keys() - modules.keys():
-            if added.partition(".")[0] == "slime":
-                del sys.modules[added]
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*function, *flags, "--check-config"], "train.py")
     assert exited.value.code == code
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
+from miles_async.config.checks import problems
 from miles_async.errors import UserError
 from tests.configuration import run_config
-from workers.preflight import checkpoint_to_resume
+from workers.preflight import checkpoint_to_resume, lock_checkpoints
 
 
 def save(root: Path, rollout_id: int, keep: int = 2, folder: CheckpointFolder | None = None) -> Path:
@@ -82,6 +85,28 @@ def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
     assert save(tmp_path, 1) == CheckpointFolder(tmp_path).latest().folder
 
 
+@pytest.mark.parametrize("colocate", [True, False])
+def test_the_same_command_begins_a_job_and_continues_it(tmp_path: Path, colocate: bool) -> None:
+    config = run_config(load=str(tmp_path / "saved"), save=str(tmp_path / "saved"), colocate=colocate)
+    assert not [text for text in problems(config, "train.py") if "load" in text or "save" in text]
+    with lock_checkpoints(config), capture_logs() as logs:
+        CheckpointFolder(tmp_path / "saved").begin(4)  # what a killed run leaves is no checkpoint
+        assert checkpoint_to_resume(config) is None
+    assert [line["event"] for line in logs] == ["the folder of load is empty, so the run starts from the beginning"]
+    newest = save(tmp_path / "saved", 4)
+    with lock_checkpoints(config):
+        found = checkpoint_to_resume(config)
+    assert found is not None
+    assert found.folder == newest
+
+
+def test_resume_auto_tells_a_colocated_job_what_to_use_instead(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"save": str(tmp_path), "save_interval": 2, "resume": "auto"}
+    sentence = "resume auto cannot continue a colocated run: unset resume, and set load to the same folder as save"
+    assert sentence in problems(run_config(**saving, colocate=True), "train.py")
+    assert not [text for text in problems(run_config(**saving), "train.py") if "resume auto" in text]
+
+
 def test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     def resumed(load: Path | None, num_rollout: int = 9) -> Path | None:
         path = None if load is None else str(load)
@@ -89,7 +114,10 @@ def test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts(tmp_path
         return None if found is None else found.folder
 
     assert resumed(None) is None
-    with pytest.raises(UserError, match=r"holds no checkpoint .* unset load to start a new run"):
+    with pytest.raises(UserError, match=r"holds no checkpoint .*: set load to the save folder of an earlier run"):
+        resumed(tmp_path / "missing")
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(UserError, match=r"holds no checkpoint .* or to an empty folder to start a new run"):
         resumed(tmp_path)
     newest = save(tmp_path, 4)
     assert resumed(tmp_path, 6) == newest

@@ -311,9 +311,7 @@ def test_a_run_does_not_disconnect_from_a_head_node_that_does_not_answer(monkeyp
     assert calls == []
 
 
-def test_the_processes_of_actors_are_asked_to_exit_although_ray_does_not_answer(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_of_actors_are_asked_to_exit_although_ray_does_not_answer(cluster: Cluster) -> None:
     asked: list[Any] = []
 
     async def call(function: Any) -> None:
@@ -325,7 +323,7 @@ def test_the_processes_of_actors_are_asked_to_exit_although_ray_does_not_answer(
     handles: Any = cluster
     handles._actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote)) for remote in (gone, call)]
     asyncio.run(cluster._end_processes())
-    assert asked == [module._exit_soon]
+    assert asked == [module._exit_later]
 
 
 @pytest.mark.parametrize("answers", [True, False])

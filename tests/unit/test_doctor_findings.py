@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from miles_async.adapters.system.machine import pinned
 from miles_async.doctor.derived import visible_gpus
 from miles_async.doctor.diagnosis import Diagnosis, diagnose
 from miles_async.doctor.facts import (
@@ -225,6 +229,24 @@ def test_other_systems_than_linux_are_not_supported() -> None:
     assert level == "problem"
     assert text.startswith("miles_async runs on Linux only, and this is Darwin")
     assert not diagnose(machine).run_works
+
+
+LOCKS = sorted((Path(__file__).parents[2] / "requirements").glob("cpu-*.lock"))
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
+def test_a_machine_with_the_packages_of_a_lock_has_nothing_to_set_up(lock: Path) -> None:
+    python = f"{lock.stem.removeprefix('cpu-')}.2"
+    installed = dict(re.findall(r"^([\w.-]+)==(\S+) ", lock.read_text(), re.MULTILINE))
+    packages = {name: installed.get(name) for name in PACKAGES}
+    project = tomllib.loads((lock.parents[1] / "pyproject.toml").read_text())["project"]
+    gpu = [f"{requirement}; extra == 'gpu'" for requirement in project["optional-dependencies"]["gpu"]]
+    pins = pinned([*project["dependencies"], *gpu], python)
+    assert {"megatron-core", "ray", "sglang", "sglang-router", "torch", "transformers"} <= pins.keys()
+    assert said(diagnose(changed(LAPTOP, python=python, packages=packages, pins=pins))) == []
+    outdated = changed(LAPTOP, python=python, packages=packages | {"megatron-core": "0.15.0"}, pins=pins)
+    found = f"megatron-core is 0.15.0, and the tests passed with {installed['megatron-core']} | make setup"
+    assert said(diagnose(outdated)) == [("warning", found)]
 
 
 # --- single findings ------------------------------------------------------------------------------------------------

@@ -10,8 +10,12 @@ import gc
 import os
 import sys
 
+from miles_async import cpu_compat
 from miles_async.adapters.sglang.server_key import receive_key
 from miles_async.adapters.system.garbage_collection import THRESHOLDS, uncollected_imports
+
+# Here, and not in `main`, because SGLang's spawned processes import this module but do not call `main`.
+cpu_compat.install()
 
 
 def main() -> None:
@@ -35,5 +39,5 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if __name__ == "__main__":  # SGLang's spawned processes import this module
+if __name__ == "__main__":
     main()

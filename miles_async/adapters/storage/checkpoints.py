@@ -139,12 +139,16 @@ class CheckpointFolder:
     def discard(self, draft: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
+    def is_empty(self) -> bool:
+        """Return whether the folder exists and holds at most the lock and the drafts of runs without a checkpoint."""
+        return self._root.is_dir() and all(path.name.startswith(".") for path in self._root.iterdir())
+
     def latest(self) -> LoadedCheckpoint:
         """Return the newest intact checkpoint. Raises UserError if there is none."""
         if not (self._root / _MARKER).is_file():
             raise UserError(
-                f"load {self._root} holds no checkpoint (no file {_MARKER!r}): unset load to start a new run, or set "
-                "load to the save folder of an earlier run"
+                f"load {self._root} holds no checkpoint (no file {_MARKER!r}): set load to the save folder of an "
+                "earlier run, or to an empty folder to start a new run"
             )
         damage: list[str] = []
         for checkpoint, progress in self._intact(damage):

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import structlog
 
+from miles_async import cpu_compat
 from miles_async.atomic_files import atomic_folder
 from miles_async.config.derived import GGUF_PACKAGE_PREFIX, is_gguf
 from miles_async.config.schema import RunConfig
@@ -121,6 +122,7 @@ def _last_line(text: str) -> str:
 
 def _convert(file: Path, folder: Path) -> None:
     """Write the model and its tokenizer into `folder`. Runs in the child process."""
+    cpu_compat.install()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

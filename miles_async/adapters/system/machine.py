@@ -10,7 +10,7 @@ import re
 import resource
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import psutil
 import pynvml
+from packaging.requirements import Requirement
 
 from miles_async.adapters.system import rdma
 from miles_async.adapters.system.file_systems import file_system, is_network_file_system
@@ -328,12 +329,17 @@ def pins() -> dict[str, str]:
         requirements = requires("miles_async") or []
     except PackageNotFoundError:
         return {}
-    return dict(_pinned(requirements))
+    return pinned(requirements, platform.python_version())
 
 
-def _pinned(requirements: list[str]) -> Iterator[tuple[str, str]]:
-    for requirement in requirements:
-        found = re.match(r"([\w.-]+)==([\w.]+)", requirement)
+def pinned(requirements: Iterable[str], python: str) -> dict[str, str]:
+    """The exact versions in `requirements` for a version of Python, of the packages that matter."""
+    environment = {"python_version": ".".join(python.split(".")[:2]), "extra": "gpu"}
+    pins = {}
+    for requirement in map(Requirement, requirements):
+        applies = requirement.marker is None or requirement.marker.evaluate(environment)
+        version = re.fullmatch(r"==([\w.]+)", str(requirement.specifier))
         # The extra `gpu` may pin another build than the one of this machine, so only packages of interest count.
-        if found is not None and found[1] in PACKAGES:
-            yield found[1], found[2]
+        if applies and version is not None and requirement.name in PACKAGES:
+            pins[requirement.name] = version[1]
+    return pins

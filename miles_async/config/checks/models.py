@@ -113,8 +113,10 @@ def _resume(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     if learner.resume is None:
         return
-    if not restarts_learner(config):
-        yield "resume auto needs checkpoints at intervals: set save and save_interval, and unset colocate"
+    if config.cluster.colocate:
+        yield "resume auto cannot continue a colocated run: unset resume, and set load to the same folder as save"
+    elif not restarts_learner(config):
+        yield "resume auto needs checkpoints at intervals: set save and save_interval"
     if learner.load is not None:
         yield "resume auto and load exclude each other: unset load, which begins another run, or unset resume"
 

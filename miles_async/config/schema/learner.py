@@ -149,8 +149,8 @@ class Learner(Section):
     """auto continues the newest run that saves to the same folder, if it did not end: the run's folder, store, weight
     versions and prompts are kept. If there is no such run, a run begins. Needs save and save_interval."""
     load: str | None = None
-    """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If unset, the run starts
-    from the beginning."""
+    """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If the folder is empty, or
+    load is unset, the run starts from the beginning."""
     actor_num_nodes: int = Field(1, ge=1)
     """Number of nodes of the learner."""
     actor_num_gpus_per_node: int = Field(1, ge=1)
