@@ -34,6 +34,7 @@ _RETRIED = frozenset(
         "head_deadline",
         "aborted",
         "partial",
+        "given_back",
     }
 )
 """Drop reasons after which the prompt must get another attempt or become a dead letter."""
