@@ -247,7 +247,8 @@ class RunState:
 
     def feed(self, group: Group) -> None:
         """Enter a group that was taken from the data source, and assign its sequence number."""
-        self._enter(group, self._new_attempt())
+        # A rollout function may have given the group back with tokens.
+        self._enter(group, self._new_attempt(), kept_tokens=group.response_tokens)
 
     def _new_attempt(self) -> Transition:
         # The attempts of groups that were given back end first, so that no prompt has two.
@@ -255,10 +256,10 @@ class RunState:
             self.end_given_back()
         return self.ledger.feed()
 
-    def _enter(self, group: Group, transition: Transition) -> None:
+    def _enter(self, group: Group, transition: Transition, *, kept_tokens: int = 0) -> None:
         group.sequence = transition.sequence
         self._live[transition.sequence] = group
-        self._record(group, transition)
+        self._record(group, transition, kept_tokens=kept_tokens)
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
