@@ -95,7 +95,8 @@ class GroupMoved(Event, frozen=True, kw_only=True):
     """Response tokens of a dropped group that no further attempt continues; 0 if they were lost with a rollout worker
     and are not known."""
     kept_tokens: int = 0
-    """Response tokens of a dropped group that the next attempt has from the beginning."""
+    """Response tokens of a dropped group that the next attempt has from the beginning, or those with which a group was
+    fed."""
 
     @property
     def was_lost_in_flight(self) -> bool:

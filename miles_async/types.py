@@ -552,6 +552,8 @@ class DropReason(StrEnum):
     """Aborted at the end of a batch; its prompt is fed again."""
     PARTIAL = "partial"
     """Aborted at the end of a batch and fed again with its tokens (`--partial-rollout`)."""
+    GIVEN_BACK = "given_back"
+    """A rollout function gave it back to the data source. Its prompt is fed again, with the tokens that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[
     """
     # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
     with run_state.journal.data_lock:
+        run_state.end_given_back()
         untrained = [group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED]
         owed = [*untrained, *run_state.taken_groups, *run_state.quarantine.waiting]
         return {

@@ -122,13 +122,15 @@ class BatchCollector:
         before.
         """
         run_state = self._run_state
-        collected = _GroupsBySample(run_state.leased_groups)
+        run_state.close_collected()
+        collected = GroupsBySample(run_state.leased_groups)
         kept = {sequence_of(group) for group in leased_before}
         for group in returned:
             if group.sequence is None and (original := collected.find(group)) is not None:
                 run_state.replace(original, group)
             if group.sequence is None:
-                self._identify(group)
+                if self._identify(group) is None and run_state.is_handed_on(group):
+                    raise _returned_twice(group)
                 self.adopt(group)
             elif group.sequence in kept or run_state.state_of(group) is not GroupState.LEASED:
                 raise _returned_twice(group)
@@ -207,14 +209,27 @@ class BatchCollector:
         self._run_state.drop_filtered(group, reason)
 
     def _enter(self, group: Group) -> None:
-        """Enter a group that a rollout function collected or generated, and that it does not return."""
-        original = _GroupsBySample(self._run_state.leased_groups).find(group)
-        if group.sequence is None and original is not None:
-            self._run_state.replace(original, group)
+        """Enter a group that a rollout function collected or generated, and that it does not return.
+
+        Raises UserError for a group that was returned or given back before.
+        """
+        run_state = self._run_state
+        with run_state.journal.data_lock:
+            run_state.end_given_back()
+            if group.sequence is None and (original := GroupsBySample(run_state.leased_groups).find(group)) is not None:
+                run_state.replace(original, group)
+            if group.sequence is None:
+                held = run_state.identify(group) is not None or not run_state.is_handed_on(group)
+            else:
+                held = run_state.is_collected(group)
+            if not held:
+                raise UserError(
+                    f"the rollout function dropped group {group.feed_index}, which it had returned or given back: drop "
+                    "only groups that it holds"
+                )
+            run_state.record_returned([group])
         if group.sequence is None:
-            self._identify(group)
             self.adopt(group)
-        self._release([group])
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
@@ -271,10 +286,13 @@ class BatchCollector:
 
 
 def _returned_twice(group: Group) -> UserError:
-    return UserError(f"the rollout function returned group {group.feed_index} a second time: return each group once")
+    return UserError(
+        f"the rollout function returned group {group.feed_index} a second time: return each group once, and return no "
+        "group that was given back with data_source.add_samples"
+    )
 
 
-class _GroupsBySample:
+class GroupsBySample:
     """Finds the group to which given samples belong: the same objects, or copies with the same indices."""
 
     def __init__(self, groups: Iterable[Group]) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import structlog
+
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.pipeline.collect import BatchCollector, Choose
+from miles_async.pipeline.collect import BatchCollector, Choose, GroupsBySample
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import SeekableSource
 from miles_async.sample_schema import accept_group
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample, Verdict
+
+log = structlog.get_logger(__name__)
 
 GARBAGE_COLLECTION_SECONDS = 10.0
 """Time between two garbage collections for a worker that gets no more prompts."""
@@ -59,15 +64,63 @@ class RolloutSource:
         return groups
 
     def add_samples(self, samples: Sequence[Iterable[Sample]]) -> None:
-        """Return groups to the front of the feed. Callable from any thread."""
+        """Give groups back to the front of the feed, with the tokens that they have. Callable from any thread.
+
+        A group may be new, taken with `get_samples`, or collected with `drain_stream` or `collect_batch`; new lists and
+        copies of its samples stand for it. A group that the function no longer holds, because it returned the group or
+        gave it back before, is not added a second time. Raises UserError if a group is incomplete.
+        """
         groups = [_accepted(group) for group in samples]
         with self._run_state.journal.data_lock:
             for group in groups:
-                self._run_state.identify(group)
-            self._data.add_samples(groups)
-            self._run_state.record_returned(groups)
-            for group in groups:
-                self._run_state.owe(group)
+                self._give_back(group)
+
+    def _give_back(self, group: Group) -> None:
+        """Give back one group, with `data_lock` held."""
+        run_state = self._run_state
+        collected = self._collected_as(group)
+        if collected is None and run_state.identify(group) is None and self._has(group):
+            log.warning("a group was given back that the rollout function no longer holds", group=group.feed_index)
+            return
+        # The function keeps its own list, whose sequence number is that of the attempt that ends here.
+        fed_again = Group(group, feed_index=group.feed_index, attempt=group.attempt)
+        if collected is not None:
+            fed_again.feed_index, fed_again.attempt = collected.feed_index, collected.attempt
+            given = {sample.index for sample in group}
+            fed_again += [sample for sample in collected.missing if sample.index not in given]
+        self._data.add_samples([fed_again])
+        if collected is None:
+            run_state.record_returned([group])
+            run_state.owe(fed_again)
+            return
+        for sample in collected.missing:
+            sample.reset()
+        run_state.record_given_back(collected, fed_again)
+        with suppress(RuntimeError):  # the run has ended
+            self._loop.call_soon_threadsafe(self._end_given_back)
+
+    def _end_given_back(self) -> None:
+        with self._run_state.journal.data_lock:
+            self._run_state.end_given_back()
+
+    def _collected_as(self, group: Group) -> Group | None:
+        """The collected group that the function gives back, itself or as a new list or a copy; None if it is none."""
+        groups = self._run_state.collected_groups
+        if group.sequence is not None:
+            return next((one for one in groups if one.sequence == group.sequence), None)
+        if group.feed_index:
+            return next((one for one in groups if one.feed_index == group.feed_index), None)
+        return GroupsBySample(groups).find(group) if groups else None
+
+    def _has(self, group: Group) -> bool:
+        """Whether the run has a group that the function does not hold: it waits, is in progress, or is trained."""
+        run_state = self._run_state
+        if group.sequence is not None and run_state.state_of(group) is not None:
+            return True
+        if not group.feed_index or run_state.is_handed_on(group):
+            return bool(group.feed_index)
+        # A function may have kept its groups in a file while the rollout worker was replaced.
+        return any(one.feed_index == group.feed_index for one in (*self._data.returned(), *run_state.live_groups))
 
     def discard(self, group: Iterable[Sample], reason: str) -> None:
         """Drop a finished group that was generated outside the pipeline. Call it in the rollout function's own call."""
@@ -151,7 +204,7 @@ class RolloutSource:
                 f"the rollout function calls drain_stream, but the schedule is {self._schedule}: "
                 "set --schedule fully_async"
             )
-        return await self._collector.collect(rollout_id, size)
+        return self._collect(await self._collector.collect(rollout_id, size))
 
     async def collect_batch(
         self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
@@ -166,7 +219,13 @@ class RolloutSource:
                 "the rollout function calls collect_batch, but the schedule is fully_async: "
                 "call drain_stream instead, or set --schedule one_step_off"
             )
-        return await self._collector.generate(rollout_id, size, over_sampling, choose)
+        return self._collect(await self._collector.generate(rollout_id, size, over_sampling, choose))
+
+    def _collect(self, groups: list[Group]) -> list[Group]:
+        self._loop = asyncio.get_running_loop()
+        with self._run_state.journal.data_lock:
+            self._run_state.record_collected(groups)
+        return groups
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """Rewards and truncation flags on the held-out problems, by data set."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -53,9 +53,10 @@ class _StoredSamples(NamedTuple):
 class RunState:
     """Owns the ledger, and records each of its transitions in the journal, with an event. There is one per run.
 
-    All methods are called from the event loop, except those of the groups that a rollout function takes:
-    `record_taken`, `record_returned`, `held_groups`, `taken_as` and `identify`. A rollout function may run in its own
-    thread, so these are called with `journal.data_lock` held.
+    All methods are called from the event loop, except those of the groups that a rollout function takes or collects:
+    `record_taken`, `record_collected`, `record_returned`, `record_given_back`, `collected_groups`, `held_groups`,
+    `taken_as`, `identify` and `is_handed_on`. A rollout function may run in its own thread, so these are called with
+    `journal.data_lock` held.
     """
 
     def __init__(self, clock: Clock, journal: Journal) -> None:
@@ -96,6 +97,13 @@ class RunState:
         self._taken_samples: dict[int, str] = {}
         """The feed index of the taken group of each sample, by identity of the sample. Another object may have the
         identity after the sample is gone."""
+        self._collected: dict[int, Group] = {}
+        """Groups that a rollout function collected and has neither returned nor given back, by sequence number."""
+        self._given_back: list[tuple[Group, Group]] = []
+        """Groups that a rollout function collected and gave back, and the groups that the data source has instead."""
+        self._handed_on: set[str] = set()
+        """Feed indices of groups that a rollout function held, and that it returned or gave back. There is one for each
+        prompt, so that a group that comes a second time, however late, is recognised."""
         self._adopted: set[int] = set()
         """Sequence numbers of live groups that were generated outside the pipeline."""
         self._unloaded: dict[int, _StoredSamples] = {}
@@ -133,10 +141,12 @@ class RunState:
                 copy, samples_taken, list(map(id, group)), self.live_version, now
             )
             self._taken_samples.update(dict.fromkeys(map(id, group), group.feed_index))
+            self._handed_on.discard(group.feed_index)
             self.journal.owe(copy)
 
-    def record_returned(self, groups: Iterable[Group]) -> None:
+    def record_returned(self, groups: Sequence[Group]) -> None:
         """Forget groups that a rollout function returned, to the data source or as its result."""
+        self._hand_on(groups)
         for group in groups:
             self._forget_taken(Group.of(group).feed_index)
             # A function may return new lists of the samples, which have no feed index.
@@ -157,6 +167,59 @@ class RunState:
         """The taken group that contains `sample` itself."""
         taken = self._taken.get(self._taken_samples.get(id(sample), ""))
         return taken if taken is not None and taken.contains(sample) else None
+
+    @property
+    def collected_groups(self) -> list[Group]:
+        """Groups that a rollout function collected and has neither returned nor given back."""
+        return list(self._collected.values())
+
+    def record_collected(self, groups: Iterable[Group]) -> None:
+        """Remember groups that a rollout function collects, because it may give some of them back."""
+        for group in groups:
+            self._collected[sequence_of(group)] = group
+            self._handed_on.discard(group.feed_index)
+
+    def record_given_back(self, group: Group, fed_again: Group) -> None:
+        """Remember that a rollout function gave back the collected `group`; the data source has `fed_again` instead.
+
+        The attempt ends in the event loop, see `end_given_back`.
+        """
+        self._hand_on([group])
+        self._given_back.append((group, fed_again))
+
+    def _hand_on(self, groups: Iterable[Group]) -> None:
+        """Remember the names of those groups that a rollout function held."""
+        for group in groups:
+            collected = None if group.sequence is None else self._collected.pop(group.sequence, None)
+            if collected is not None or group.feed_index in self._taken:
+                self._handed_on.add(group.feed_index)
+
+    def is_collected(self, group: Group) -> bool:
+        """Whether a rollout function holds the group, which has a sequence number."""
+        return group.sequence in self._collected
+
+    def is_handed_on(self, group: Group) -> bool:
+        """Whether a rollout function held the group before, and has returned it or given it back."""
+        return bool(group.feed_index) and group.feed_index in self._handed_on
+
+    def end_given_back(self) -> None:
+        """End the attempts at groups that a rollout function gave back: the slots are free, and the prompts are owed.
+
+        It is called in the event loop, with `journal.data_lock` held.
+        """
+        for group, fed_again in self._given_back:
+            tokens = min(group.response_tokens, fed_again.response_tokens)
+            self.drop(group, DropReason.GIVEN_BACK, kept_tokens=tokens)
+            # The function may have taken the prompt from the data source again.
+            taken = self._taken.get(fed_again.feed_index)
+            self.owe(fed_again if taken is None else taken.copy)
+        self._given_back.clear()
+
+    def close_collected(self) -> None:
+        """Record that a rollout function has returned: from now on it cannot give back what it collected before."""
+        with self.journal.data_lock:
+            self.end_given_back()
+            self._hand_on(self.collected_groups)
 
     @property
     def held_groups(self) -> int:
@@ -226,16 +289,23 @@ class RunState:
 
     def feed(self, group: Group) -> None:
         """Enter a group that was taken from the data source, and assign its sequence number."""
-        self._enter(group, self.ledger.feed())
+        # A rollout function may have given the group back with tokens.
+        self._enter(group, self._new_attempt(), kept_tokens=group.response_tokens)
 
-    def _enter(self, group: Group, transition: Transition) -> None:
+    def _new_attempt(self) -> Transition:
+        # The attempts of groups that were given back end first, so that no prompt has two.
+        with self.journal.data_lock:
+            self.end_given_back()
+        return self.ledger.feed()
+
+    def _enter(self, group: Group, transition: Transition, *, kept_tokens: int = 0) -> None:
         group.sequence = transition.sequence
         self._live[transition.sequence] = group
-        self._record(group, transition)
+        self._record(group, transition, kept_tokens=kept_tokens)
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
-        transition = self.ledger.feed()
+        transition = self._new_attempt()
         self._adopted.add(transition.sequence)
         self._enter(group, transition)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
@@ -324,6 +394,8 @@ class RunState:
         """Drop a group that a filter or a rollout function rejected for `reason`."""
         self.journal.emit(GroupFiltered(time=self.clock.time(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
+        # Nothing owes the prompt any more, so a rollout function that still holds the group may give it back.
+        self._handed_on.discard(group.feed_index)
 
     def _record(
         self,

@@ -87,8 +87,11 @@ class Feed:
                 groups.append(self._returned.popleft())
             elif self._total is None or self._next < self._total:
                 first = self._next * self._samples_per_group
-                samples = [Sample(index=first + i, prompt="?") for i in range(self._samples_per_group)]
-                groups.append(Group(samples, feed_index=f"sample_0_{self._next}"))
+                name = f"sample_0_{self._next}"
+                indices = range(first, first + self._samples_per_group)
+                # As in `BufferedSource`, the samples name their group.
+                samples = [Sample(index=index, prompt="?", metadata={"feed_index": name}) for index in indices]
+                groups.append(Group(samples, feed_index=name))
                 self._next += 1
             else:
                 break

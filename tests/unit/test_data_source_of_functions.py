@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
+from miles_async.errors import UserError
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.bounds import Schedule
+from miles_async.types import Sample
 from tests.configuration import run_config
 from tests.sim.world import DirectOutbox, Trace
 
@@ -88,3 +91,37 @@ def test_a_worker_gets_prompts_again_when_it_has_returned_some(data: BufferedSou
     assert [len(held), mine.get_samples(1)] == [3, []]
     mine.add_samples(held[:2])
     assert len(mine.get_samples(4)) == 2
+
+
+def test_a_group_that_was_given_back_already_waits_once(data: BufferedSource) -> None:
+    mine = source(data)
+    [group] = mine.get_samples(1)
+    mine.add_samples([group, list(group)])
+    mine.add_samples([deepcopy(group)])
+    assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
+    assert [taken.feed_index for taken in mine.get_samples(2)] == ["sample_0_0", "sample_0_1"]
+
+
+def test_a_group_that_a_function_kept_while_its_rollout_worker_was_replaced_waits_once(data: BufferedSource) -> None:
+    [group] = data.get_samples(1)
+    data.add_samples([group])
+    mine = source(data)
+    mine.add_samples([deepcopy(list(group))])
+    assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
+
+
+def test_a_part_of_a_group_cannot_be_given_back_and_the_function_still_holds_the_group(data: BufferedSource) -> None:
+    mine = source(data)
+    [group] = mine.get_samples(1)
+    with pytest.raises(UserError, match="group sample_0_0 was returned with 1 samples: return complete groups"):
+        mine.add_samples([group[:1]])
+    assert mine.buffer == []
+    mine.add_samples([group])
+    assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
+
+
+def test_groups_that_a_function_made_are_added_each_time(data: BufferedSource) -> None:
+    mine = source(data)
+    for _ in range(2):
+        mine.add_samples([[Sample(prompt="mine"), Sample(prompt="mine")]])
+    assert mine.get_buffer_length() == 2

@@ -34,6 +34,7 @@ _RETRIED = frozenset(
         "head_deadline",
         "aborted",
         "partial",
+        "given_back",
     }
 )
 """Drop reasons after which the prompt must get another attempt or become a dead letter."""
@@ -45,7 +46,8 @@ class _Life:
     attempt: int
     state: str
     admitted_at: int
-    """The live version at admission. If the group continues an earlier attempt, the version at that admission."""
+    """The live version at admission. If the group continues an earlier attempt, the version at that admission. -1 if a
+    rollout function generated its first tokens."""
     versions: tuple[int, int] | None = None
     """The oldest and the newest version of its tokens."""
     trained_as: int | None = None
@@ -163,8 +165,9 @@ class Audit:
         if event.sequence != self._next_sequence:
             self._violated(f"sequence number {event.sequence} came instead of {self._next_sequence}")
         self._next_sequence = event.sequence + 1
-        # An attempt may begin with tokens of the one before.
-        admitted_at = self._interrupted.pop(event.feed_index, self._live_version)
+        # An attempt may begin with tokens of the one before, or with those that a rollout function gave back.
+        known_since = -1 if event.kept_tokens else self._live_version
+        admitted_at = self._interrupted.pop(event.feed_index, known_since)
         if event.feed_index and event.feed_index in self._live_prompts:
             self._violated(f"prompt {event.feed_index} was admitted again while an attempt at it holds a slot")
         self._live_prompts.add(event.feed_index)
