@@ -40,7 +40,11 @@ class DataSource(Protocol):
         ...
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        """Return groups to the front of the feed: recycled ones after a reset, partial ones with their tokens."""
+        """Return groups to the front of the feed: recycled ones after a reset, partial ones with their tokens.
+
+        Samples that a group left out return to the group. Raises UserError for a group of another size than new groups
+        have; no group is returned then.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

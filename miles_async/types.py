@@ -356,7 +356,7 @@ class Group(list[Sample]):
         return self.owed
 
     def to_dict(self) -> dict[str, Any]:
-        """The group as plain data: `feed_index`, `attempt` and `samples` (see `Sample.to_dict`).
+        """The group as plain data: `feed_index`, `attempt`, `samples` (see `Sample.to_dict`) and the prompts `missing`.
 
         `sequence` is left out: a loaded group gets a new one when it is admitted.
         """
@@ -364,23 +364,33 @@ class Group(list[Sample]):
             "feed_index": self.feed_index,
             "attempt": self.attempt,
             "samples": [sample.to_dict() for sample in self],
+            "missing": [json_value(sample.prompt_dict()) for sample in self.missing],
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Group:
         """The inverse of `to_dict`. Raises KeyError for a missing field."""
         samples = map(Sample.from_dict, values["samples"])
-        return Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+        group = Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
+        # Files of older versions do not have the samples that were left out.
+        group.missing += map(Sample.from_prompt_dict, values.get("missing", ()))
+        return group
+
+    @property
+    def prompts(self) -> list[Sample]:
+        """One sample of each trajectory of the complete group, including `missing`."""
+        samples = sorted([*self, *self.missing], key=lambda sample: sample.index or 0) if self.missing else self
+        return [segments[0] for segments in trajectories_of(samples)]
 
     def prompt_dict(self) -> dict[str, Any]:
-        """What generating the group again takes, as plain data: its prompt and attempts, without generated tokens.
+        """What generating the complete group again takes, as plain data: its prompt and attempts, without tokens.
 
         The cost does not depend on the number of generated tokens.
         """
         return {
             "feed_index": self.feed_index,
             "attempt": self.attempt,
-            "samples": [trajectory[0].prompt_dict() for trajectory in self.trajectories],
+            "samples": [sample.prompt_dict() for sample in self.prompts],
         }
 
     @staticmethod
@@ -447,21 +457,41 @@ class Group(list[Sample]):
                     segment.reward, segment.reward_key = rewarded[-1].reward, rewarded[-1].reward_key
 
     def leave_out(self, samples: Sequence[Sample]) -> None:
-        """Remove all segments of failed trajectories, so that the group can be trained. `reset` puts them back."""
+        """Remove all segments of failed trajectories, so that the group can be trained. `put_back` undoes it."""
         failed = set(map(id, samples))
         self.missing += [sample for sample in self if id(sample) in failed]
         self[:] = [sample for sample in self if id(sample) not in failed]
 
+    def complete(self, prompts: Sequence[Sample]) -> None:
+        """Add pending copies of those `prompts` that the group lacks to `missing`.
+
+        `prompts` has one sample per trajectory of the complete group. The copies are those of other indices than the
+        group has, as far as there are any.
+        """
+        present = [*self, *self.missing]
+        lacking = len(prompts) - len(trajectories_of(present))
+        if lacking > 0:
+            indices = {sample.index for sample in present}
+            absent_first = sorted(prompts, key=lambda sample: sample.index in indices)
+            self.missing += (Sample.from_prompt_dict(sample.prompt_dict()) for sample in absent_first[:lacking])
+
+    def put_back(self) -> None:
+        """Return the samples that were left out to the group, one per trajectory, so that they are generated again."""
+        if self.missing:
+            for sample in (failed := [segments[0] for segments in trajectories_of(self.missing)]):
+                sample.reset()
+            self[:] = sorted([*self, *failed], key=lambda sample: sample.index or 0)
+            self.missing = []
+
     def reset(self, *, keeps_finished: bool = False) -> None:
         """Discard responses, versions and rewards, so that the prompt that is owed can be admitted again.
 
-        One sample per trajectory stays. With `keeps_finished`, finished trajectories stay as they are.
+        One sample per trajectory stays. With `keeps_finished`, finished trajectories stay as they are. Samples that
+        were left out return.
         """
         owed = () if self.owed is None else self.owed["samples"]
         prompts = {values["index"]: values for values in owed if values["index"] is not None}
-        if self.missing:
-            self[:] = sorted([*self, *self.missing], key=lambda sample: sample.index or 0)
-            self.missing = []
+        self.put_back()
         trajectories = self.trajectories
         for segments in trajectories:
             if not (keeps_finished and _finished(segments)):

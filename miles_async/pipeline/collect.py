@@ -32,12 +32,14 @@ class BatchCollector:
         recycler: Recycler,
         gate: StalenessGate,
         adaptive: AdaptiveConcurrency | None,
+        samples_per_group: int,
     ) -> None:
         self._run_state = run_state
         self._producer = producer
         self._recycler = recycler
         self._gate = gate
         self._adaptive = adaptive
+        self._samples_per_group = samples_per_group
         self._recycled_before = 0
         """Value of `recycler.recycled` at the previous batch."""
         self.wanted = 0
@@ -232,7 +234,11 @@ class BatchCollector:
             self.adopt(group)
 
     def adopt(self, group: Group) -> None:
-        """Enter a finished group that was generated outside the pipeline; it is leased at once."""
+        """Enter a finished group that was generated outside the pipeline; it is leased at once.
+
+        If a rollout function made up its prompt, nothing else knows what a complete group is.
+        """
+        group.complete(group[:1] * self._samples_per_group)
         self._run_state.adopt(group)
         self._producer.skip(sequence_of(group))
 

@@ -79,6 +79,7 @@ class Recycler:
     def salvage(self, group: Group, reason: DropReason) -> None:
         """End the attempt but keep its tokens, which the next attempt continues; their weight versions stay."""
         self._run_state.drop(group, reason, kept_tokens=group.response_tokens)
+        group.put_back()
         for sample in group:
             if sample.status is SampleStatus.FAILED:
                 sample.reset()

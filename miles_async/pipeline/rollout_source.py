@@ -86,15 +86,13 @@ class RolloutSource:
         fed_again = Group(group, feed_index=group.feed_index, attempt=group.attempt)
         if collected is not None:
             fed_again.feed_index, fed_again.attempt = collected.feed_index, collected.attempt
-            given = {sample.index for sample in group}
-            fed_again += [sample for sample in collected.missing if sample.index not in given]
+            # The data source returns the samples without which the group would have been trained.
+            fed_again.complete(collected.prompts)
         self._data.add_samples([fed_again])
         if collected is None:
             run_state.record_returned([group])
             run_state.owe(fed_again)
             return
-        for sample in collected.missing:
-            sample.reset()
         run_state.record_given_back(collected, fed_again)
         with suppress(RuntimeError):  # the run has ended
             self._loop.call_soon_threadsafe(self._end_given_back)

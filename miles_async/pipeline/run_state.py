@@ -239,11 +239,13 @@ class RunState:
     def identify(self, group: Group) -> TakenGroup | None:
         """Restore the name and the attempt of a taken group, because functions return new lists of its samples.
 
-        Returns the group as it was taken; None if it was not taken.
+        Samples that the function left out become `missing`. Returns the group as it was taken, or None if it was not
+        taken.
         """
         taken = self.taken_as(group[0]) if group else None
         if taken is not None:
             group.feed_index, group.attempt = taken.copy.feed_index, taken.copy.attempt
+            group.complete(taken.copy.prompts)
         return taken
 
     def age_of(self, group: Group) -> int:
@@ -315,7 +317,7 @@ class RunState:
         """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
         assert group.sequence is not None
         rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
-        rebuilt.missing += group.missing
+        rebuilt.complete(group.prompts)
         self._live[group.sequence] = rebuilt
 
     def take_unused(self) -> list[Group]:
@@ -384,10 +386,9 @@ class RunState:
     async def load(self, group: Group) -> None:
         """Load the samples of a restored group from the store. Does nothing if the group is complete."""
         if (samples := self._unloaded.get(sequence_of(group))) is not None:
-            loaded = await samples.load()
-            present = {sample.index for sample in loaded}
-            group.leave_out([sample for sample in group if sample.index not in present])
-            group[:] = loaded
+            prompts = group.prompts
+            group[:] = await samples.load()
+            group.complete(prompts)
             self._unloaded.pop(sequence_of(group), None)
 
     def drop_filtered(self, group: Group, reason: str) -> None:

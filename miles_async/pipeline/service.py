@@ -160,6 +160,7 @@ class Service:
             recycler=self._recycler,
             gate=gate,
             adaptive=self._adaptive,
+            samples_per_group=config.rollout.n_samples_per_prompt,
         )
         self._devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
         self._publisher = Publisher(

@@ -74,9 +74,8 @@ def test_a_checkpoint_contains_the_prompts_that_a_user_function_works_on() -> No
     first = OwnFunction(config=config(save="anywhere", save_interval=7), **settings).run()
     owed = {group["feed_index"] for group in first.trainer.saved[6]["owed"]}
     assert len(owed) == BATCH
-    assert not any("begun" in group["samples"][0]["metadata"] for group in first.trainer.saved[6]["owed"]), (
-        "as they were taken"
-    )
+    metadata = [group["samples"][0]["metadata"] for group in first.trainer.saved[6]["owed"]]
+    assert not any("begun" in values for values in metadata), "as they were taken"
     resumed = OwnFunction(config=config(), resume_from=first.trainer.saved[6], **settings).run()
     trained = Counter(chain.from_iterable(first.trainer.batches[:7] + resumed.trainer.batches))
     assert set(trained.values()) == {1}
@@ -141,7 +140,7 @@ def test_a_restored_prompt_is_generated_from_the_start_and_its_attempts_still_co
         owed["attempt"] = 1
         assert owed["samples"][0].keys() == {"index", "prompt", "prompt_tokens", "label", "metadata"}
         owed["samples"][0]["prompt_tokens"] = [5]
-    feed = Feed()
+    feed = Feed(2)
     resume(progress, feed, DirectJournal(Trace()))
     for group in feed.get_samples(len(progress["owed"]) + len(progress["data"]["returned"])):
         if group.feed_index in {owed["feed_index"] for owed in progress["owed"]}:

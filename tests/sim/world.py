@@ -17,7 +17,7 @@ from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.derived import restarts_learner
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError
+from miles_async.errors import FatalError, UserError
 from miles_async.events import Event, EventSink, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
@@ -86,11 +86,9 @@ class Feed:
             if self._returned:
                 groups.append(self._returned.popleft())
             elif self._total is None or self._next < self._total:
-                first = self._next * self._samples_per_group
-                name = f"sample_0_{self._next}"
+                name, first = f"sample_0_{self._next}", self._next * self._samples_per_group
                 indices = range(first, first + self._samples_per_group)
-                # As in `BufferedSource`, the samples name their group.
-                samples = [Sample(index=index, prompt="?", metadata={"feed_index": name}) for index in indices]
+                samples = [Sample(index=i, prompt="?", metadata={"feed_index": name}) for i in indices]
                 groups.append(Group(samples, feed_index=name))
                 self._next += 1
             else:
@@ -98,30 +96,33 @@ class Feed:
         return groups
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        self._returned.extend(samples)
+        groups = [Group.of(group) for group in samples]
+        for group in groups:
+            group.put_back()
+            if (count := len(group.trajectories)) != self._samples_per_group:
+                raise UserError(f"group {group.feed_index} has {count} of {self._samples_per_group} samples")
+        self._returned.extend(groups)
 
     def returned(self) -> list[Group]:
         return list(self._returned)
 
     def metadata_changed(self) -> None:
-        """No position contains metadata."""
+        """Each position copies the metadata."""
 
     def position(self) -> dict[str, Any]:
-        return {"next": self._next}
+        return {"next": self._next, "samples": self._samples_per_group, "metadata": dict(self.metadata)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        self._next = position["next"]
-        self._returned.clear()
+        self.load_state_dict({**position, "returned": []})
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.position(), "returned": [group.feed_index for group in self._returned]}
+        return {**self.position(), "returned": [group.prompt_dict() for group in self._returned]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._next = state["next"]
-        self._returned = deque(
-            Group([Sample(prompt="?") for _ in range(self._samples_per_group)], feed_index=name)
-            for name in state["returned"]
-        )
+        if state["samples"] != self._samples_per_group:
+            raise UserError(f"the position is of groups of {state['samples']} samples, not {self._samples_per_group}")
+        self._next, self.metadata = state["next"], dict(state["metadata"])
+        self._returned = deque(map(Group.from_prompt_dict, state["returned"]))
 
 
 @dataclass

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_async.adapters.storage.rollout_file import load_groups, save_groups
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.batching.batch import policy_steps
 from miles_async.errors import EngineLostError, InfrastructureError, TrajectoryError, is_infrastructure
+from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.run_state import RunState
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import REWARD_ERROR, DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
+from tests.sim.world import DeadLetterBox, DirectJournal, Feed, Trace
 from tests.unit.test_config_checks import refusal
 from tests.unit.test_generate_functions import generating_with
 
@@ -233,6 +241,60 @@ def test_a_reset_puts_the_samples_back_that_a_group_was_trained_without() -> Non
     group.reset()
     assert [sample.index for sample in group] == [0, 1, 2]
     assert group[1] is failed
+
+
+def test_the_stored_prompt_of_a_group_includes_the_samples_that_were_left_out() -> None:
+    group = three()
+    group[2].trajectory, group[1].metadata[REWARD_ERROR] = 7, "slow"
+    group.append(replace(group[2]))
+    group.leave_out(group[1:])
+    assert len(group) == 1
+    prompts = Group.from_prompt_dict(json.loads(json.dumps(group.prompt_dict())))
+    assert prompts == three()
+    assert prompts.feed_index == "sample_0_0"
+
+
+def test_a_group_is_completed_with_the_prompts_that_it_lacks_and_never_beyond_its_size() -> None:
+    group = Group(three()[2:])
+    group.complete(three())
+    assert [sample.index for sample in group.missing] == [0, 1]
+    group.complete(three())
+    assert len(group.missing) == 2
+    group.put_back()
+    assert group == three()
+    renamed = Group(Sample(prompt="Q") for _ in range(2))
+    renamed.complete(three())
+    assert len(renamed.prompts) == 3
+
+
+def test_samples_that_return_to_their_group_are_generated_again_also_if_finished_ones_are_kept() -> None:
+    group = Group([trained(i, 1.0) for i in range(3)])
+    group.leave_out(group[:1])
+    group.reset(keeps_finished=True)
+    assert [sample.response_length for sample in group] == [0, 1, 1]
+
+
+def test_a_saved_group_keeps_the_prompts_of_the_samples_that_were_left_out(tmp_path: Path) -> None:
+    group = three()
+    group.leave_out(group[1:2])
+    save_groups(tmp_path / "0", 0, [group])
+    _, [loaded] = load_groups(tmp_path / "0")
+    assert [sample.index for sample in loaded] == [0, 2]
+    assert loaded.prompts == three()
+
+
+def test_an_aborted_group_that_keeps_its_tokens_gets_the_samples_back_that_it_lost() -> None:
+    run_state = RunState(SystemClock(), DirectJournal(Trace()))
+    feed = Feed(3)
+    recycler = Recycler(run_state, feed, DeadLetterBox(), max_attempts=3)
+    group = feed.get_samples(1)[0]
+    run_state.feed(group)
+    group.leave_out(group[:1])
+    for sample in group:
+        sample.tokens, sample.response_length, sample.status = [1, 2], 1, SampleStatus.ABORTED
+    recycler.salvage(group, DropReason.PARTIAL)
+    [again] = feed.get_samples(1)
+    assert [(sample.index, sample.response_length) for sample in again] == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_a_group_cannot_need_more_samples_than_it_has() -> None:

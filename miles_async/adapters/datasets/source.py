@@ -88,9 +88,13 @@ class BufferedSource:
             return returned + [self._next_group() for _ in range(num_samples - len(returned))]
 
     def add_samples(self, samples: Sequence[Group]) -> None:
-        """Return groups to the buffer. Raises UserError if a group is incomplete."""
+        """Return groups to the buffer, with the samples that they left out.
+
+        Raises UserError if a group is incomplete all the same.
+        """
         groups = [Group.of(group) for group in samples]
         for group in groups:
+            group.put_back()
             if (count := len(group.trajectories)) != self._n_samples_per_prompt:
                 raise UserError(
                     f"group {group.feed_index} was returned with {count} samples: return complete groups of "
