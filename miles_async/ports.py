@@ -131,7 +131,10 @@ class RunStore(Protocol):
     """Keeps the state of a run where it survives the rollout worker."""
 
     async def write(self, changes: Changes) -> None:
-        """Store one batch in one transaction. Raises StoreError if that fails; nothing of the batch is stored then."""
+        """Store one batch in one transaction. Raises StoreError if that fails; nothing of the batch is stored then.
+
+        What is both stored and removed in one batch is removed. Values return as JSON has them.
+        """
         ...
 
     async def read(self) -> StoredRun | None:

@@ -18,6 +18,7 @@ from miles_async.config.schema import Fault
 from miles_async.errors import FatalError
 from miles_async.events import Event
 from miles_async.fault_points import FaultPoints
+from miles_async.json_values import json_value
 from miles_async.pipeline.faults import FaultSchedule, at_fault_points
 from miles_async.pipeline.journal import EventOutbox
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -65,7 +66,13 @@ def _copy(value: T) -> T:
 
 
 def _summary(group: Group) -> StoredContent:
-    return StoredContent([span.version for sample in group for span in sample.spans], group.response_tokens)
+    versions = {span.version for sample in group for span in sample.spans}
+    return StoredContent(sorted(versions) if all(sample.spans for sample in group) else [], group.response_tokens)
+
+
+def _as_stored(samples: Sequence[Sample]) -> list[Sample]:
+    """A copy with the values that JSON can express."""
+    return [Sample.from_dict(_copy(sample.to_dict())) for sample in samples]
 
 
 class MemoryStore:
@@ -88,9 +95,6 @@ class MemoryStore:
     async def write(self, changes: Changes) -> None:
         assert changes.number > self._number
         self._number = changes.number
-        for sequence in changes.ended:
-            self._groups.pop(sequence, None)
-            self._contents.pop(sequence, None)
         for sequence, change in changes.groups.items():
             if change.content is not None:
                 self._contents[sequence] = _copy(change.content)
@@ -105,17 +109,23 @@ class MemoryStore:
                 content=None if content is None else _summary(content),
             )
             self._groups[sequence] = change.order, group
+        self.posted |= _copy(dict(changes.posted))
+        self._keys |= changes.keys
+        owed = _copy(json_value(dict(changes.owed)))
+        self._owed |= {name: Group.from_prompt_dict(prompt) for name, prompt in owed.items()}
+        self._progress |= _copy(json_value(dict(changes.progress)))
+        if changes.events:
+            self._events.append((changes.number, list(changes.events)))
+        # What is stored and removed in one batch is removed.
+        for sequence in changes.ended:
+            self._groups.pop(sequence, None)
+            self._contents.pop(sequence, None)
         for name in changes.settled:
             self._owed.pop(name, None)
             self.posted.pop(name, None)
-        self.posted |= _copy(dict(changes.posted))
-        self._keys |= changes.keys
         for key in changes.forgotten_keys:
             self._keys.pop(key, None)
-        self._owed |= {name: Group.from_prompt_dict(_copy(prompt)) for name, prompt in changes.owed.items()}
-        self._progress |= _copy(changes.progress)
         self._events = [entry for entry in self._events if entry[0] > changes.delivered]
-        self._events.append((changes.number, list(changes.events)))
         self.largest = max(self.largest, len(self._groups) + len(self._owed))
 
     async def read(self) -> StoredRun | None:
@@ -134,10 +144,16 @@ class MemoryStore:
 
     async def load(self, sequence: int) -> list[Sample]:
         self.loaded.append(sequence)
-        return list(_copy(self._contents[sequence]))
+        return self._samples_of(self._contents.get(sequence))
 
     async def load_posted(self, feed_index: str) -> list[Sample]:
-        return list(_copy(self.posted[feed_index]))
+        return self._samples_of(self.posted.get(feed_index))
+
+    @staticmethod
+    def _samples_of(group: Group | None) -> list[Sample]:
+        if group is None:
+            raise FatalError("the group is not stored")
+        return _as_stored(group)
 
 
 def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
@@ -160,6 +176,9 @@ class LastingTrainer(Trainer):
     last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, False))
     busy: set[asyncio.Task[Any]] = field(default_factory=set)
     death: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.ranks = self
 
     def kill(self) -> None:
         self.death.set()
