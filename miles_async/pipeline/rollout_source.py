@@ -84,9 +84,10 @@ class RolloutSource:
             return
         # The function keeps its own list, whose sequence number is that of the attempt that ends here.
         fed_again = Group(group, feed_index=group.feed_index, attempt=group.attempt)
+        # The data source returns the samples without which the group would have been trained.
+        fed_again.missing += group.missing
         if collected is not None:
             fed_again.feed_index, fed_again.attempt = collected.feed_index, collected.attempt
-            # The data source returns the samples without which the group would have been trained.
             fed_again.complete(collected.prompts)
         self._data.add_samples([fed_again])
         if collected is None:

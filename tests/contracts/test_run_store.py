@@ -126,22 +126,6 @@ async def test_what_is_read_shares_nothing_with_the_store(store: RunStore) -> No
     assert (await stored_in(store)).owed[0][0].metadata == {"number": 1}
 
 
-async def test_values_return_as_json_has_them(store: RunStore) -> None:
-    sample = finished_group(1)[0]
-    sample.label, sample.metadata = ("a", 1), {"path": Path("x"), "sizes": (1, 2)}
-    group = Group([sample], feed_index="sample_0_1")
-    owed = {group.feed_index: group.prompt_dict()}
-    finished = {1: change(GroupState.FINISHED, 1, group)}
-    await store.write(Changes(number=1, groups=finished, owed=owed, progress={"pair": (1, 2)}))
-    stored = await stored_in(store)
-    [loaded], [[prompt]] = await store.load(1), stored.owed
-    assert loaded.label == prompt.label == ["a", 1]
-    assert loaded.metadata["sizes"] == prompt.metadata["sizes"] == [1, 2]
-    assert loaded.metadata["path"] == prompt.metadata["path"]
-    assert not isinstance(loaded.metadata["path"], Path)
-    assert stored.progress == {"pair": [1, 2]}
-
-
 async def test_events_stay_until_they_are_delivered_and_values_until_they_are_replaced(store: RunStore) -> None:
     events = batch(1).events
     await store.write(Changes(number=1, events=events, progress={"a": 1, "b": 1}))

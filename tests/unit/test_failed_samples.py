@@ -286,7 +286,7 @@ def test_a_saved_group_keeps_the_prompts_of_the_samples_that_were_left_out(tmp_p
 def test_an_aborted_group_that_keeps_its_tokens_gets_the_samples_back_that_it_lost() -> None:
     run_state = RunState(SystemClock(), DirectJournal(Trace()))
     feed = Feed(3)
-    recycler = Recycler(run_state, feed, DeadLetterBox(), max_attempts=3)
+    recycler = Recycler(run_state, feed, DeadLetterBox(), max_attempts=3, first_attempts=32)
     group = feed.get_samples(1)[0]
     run_state.feed(group)
     group.leave_out(group[:1])
