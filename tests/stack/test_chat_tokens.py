@@ -113,6 +113,7 @@ async def test_a_prompt_that_is_text_is_rendered_or_gets_the_tokenizers_special_
 
 @pytest.mark.parametrize("renders", [True, False])
 def test_examples_of_the_warm_start(family: Path, renders: bool) -> None:
+    (family / "config.json").write_text(json.dumps({"model_type": "llama"}))
     config = run_of(family, [QUESTION], warm_start_max_steps=1, apply_chat_template=renders)
     example = preflight(config, "train.py").sft_examples.problems[0]
     tokenizer = CheckpointTokenizer.of_run(config.data, str(family))
