@@ -42,8 +42,8 @@ class DataSource(Protocol):
     def add_samples(self, samples: Sequence[Group]) -> None:
         """Return groups to the front of the feed: recycled ones after a reset, partial ones with their tokens.
 
-        Samples that a group left out return to the group. Raises UserError for a group of another size than new groups
-        have; no group is returned then.
+        A group may be a plain list of samples. Samples that a group left out return to the group. Raises UserError for
+        a group of another size than new groups have; no group is returned then.
         """
         ...
 
@@ -85,7 +85,7 @@ class Generator(Protocol):
     """Generates the responses of a group, in place."""
 
     async def generate(self, group: Group) -> None:
-        """Set tokens, log-probabilities, spans and status of every sample.
+        """Set tokens, log-probabilities, spans and status of every sample that is not finished.
 
         Raises TrajectoryError if the group cannot be generated (a 4xx answer, a prompt that is too long),
         EngineLostError if its engine was lost and another attempt may succeed, and RouterLostError if the requests
@@ -96,7 +96,8 @@ class Generator(Protocol):
     async def abort(self, group: Group | None = None) -> None:
         """Abort the generation of one group, or of every group if `group` is None.
 
-        The pending `generate` calls return, with status ABORTED and the tokens so far.
+        The pending `generate` calls return, with status ABORTED and the tokens so far. Nothing happens if the group is
+        not being generated.
         """
         ...
 
@@ -115,7 +116,7 @@ class Rewarder(Protocol):
     """Scores a finished group, in place."""
 
     async def score(self, group: Group) -> None:
-        """Set `reward` on every sample. Raises TrajectoryError if a reward cannot be computed."""
+        """Set `reward` on every sample without one. Raises TrajectoryError if a reward cannot be computed."""
         ...
 
 

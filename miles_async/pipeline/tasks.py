@@ -47,7 +47,10 @@ class TaskSupervisor:
 
     def forever(self, name: str, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a loop that ends only by cancellation. If it returns, the run ends with FatalError."""
-        return self.spawn(name, _never_returns(name, loop))
+        task = self.spawn(name, _never_returns(name, loop))
+        # A task that is cancelled before it begins never awaits the loop.
+        task.add_done_callback(lambda _: loop.close())
+        return task
 
 
 async def _never_returns(name: str, loop: Coroutine[Any, Any, None]) -> None:

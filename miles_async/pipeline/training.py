@@ -66,8 +66,10 @@ class Training:
     def conclude(self, rollout_id: int, groups: list[Group], report: StepReport) -> None:
         """Record the end of a step. Raises FatalError as `step`."""
         run_state = self._run_state
-        samples = [sample for group in groups for sample in group]
-        trajectories = sum(len(group.trajectories) for group in groups)
+        # The responses of a group that a rollout function generated are lost with the rollout worker.
+        known = [group for group in groups if group.response_tokens]
+        samples = [sample for group in known for sample in group]
+        trajectories = sum(len(group.trajectories) for group in known)
         run_state.mark_progress()
         run_state.journal.emit(
             StepEnded(
@@ -76,8 +78,8 @@ class Training:
                 seconds=report.seconds,
                 tokens=report.tokens,
                 finite=report.finite,
-                reward=mean_reward(groups),
-                response_length=sum(sample.response_length for sample in samples) / trajectories,
+                reward=mean_reward(known),
+                response_length=sum(sample.response_length for sample in samples) / max(trajectories, 1),
                 metrics=finite_metrics({**report.metrics, **metadata_means(samples)}),
             )
         )
@@ -121,7 +123,7 @@ def metadata_means(samples: Sequence[Sample]) -> dict[str, float]:
     for name in ("raw_reward", "round_number"):
         numbers = [finite_number(sample.metadata.get(name)) for sample in samples]
         known = [number for number in numbers if number is not None]
-        if len(known) == len(samples):
+        if samples and len(known) == len(samples):
             means[name] = fmean(known)
     return means
 

@@ -43,11 +43,6 @@ class AgentEngines(Engines):
         group.feed_index = f"sample {sample.index}"
         await super().generate(group)
 
-    async def abort(self, group: Group | None = None) -> None:
-        # The turn may have ended just before.
-        if group is None or id(group) in self._tickets:
-            await super().abort(group)
-
     def tokenize(self, group: Group) -> None:
         for sample in group:
             sample.tokens = sample.tokens or [0]

@@ -97,7 +97,10 @@ class Engines:
         if self._model.stall_every is not None and not self._stalls:
             self._stalls = True
             asyncio.get_running_loop().call_later(self._model.stall_every, self._stall)
-        before = group[0].spans
+        unfinished = [sample for sample in group if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        if not unfinished:
+            return
+        before = unfinished[0].spans
         lengths = self._left.pop(group.feed_index, []) if before else []
         fault = self._rng.random()
         if not lengths:
@@ -108,9 +111,10 @@ class Engines:
         versions = () if born is None else range(born, self.version + 1)
         start = before[-1].end if before else 0
         spans = [*before, *(VersionSpan(version, start + i, start + i + 1) for i, version in enumerate(versions))]
-        for sample in group:
+        for sample in unfinished:
+            prompt = sample.tokens[: sample.prompt_length] or [0]
             sample.spans, sample.response_length, sample.status = spans, len(spans), status
-            sample.tokens = [0] * (1 + len(spans))
+            sample.tokens, sample.rollout_log_probs = [*prompt, *[0] * len(spans)], [0.0] * len(spans)
 
     async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
         """How it ended, and the version of its first token."""
@@ -141,7 +145,10 @@ class Engines:
         return status, ticket.born
 
     async def abort(self, group: Group | None = None) -> None:
-        for ticket in list(self._tickets.values()) if group is None else [self._tickets[id(group)]]:
+        tickets = list(self._tickets.values())
+        if group is not None:
+            tickets = [self._tickets[id(group)]] if id(group) in self._tickets else []
+        for ticket in tickets:
             if not ticket.done.done():
                 ticket.done.set_result(SampleStatus.ABORTED)
 
@@ -240,7 +247,7 @@ class Engines:
     async def connect(self, engines: Sequence[str]) -> None: ...
 
     async def fall_back(self, engine: str) -> str | None:
-        raise AssertionError("nothing fails here")
+        return None
 
     # Fleet
     def members(self) -> Sequence[str]:
@@ -255,11 +262,15 @@ class Engines:
 
     async def loads(self) -> Sequence[EngineLoad]:
         self._occupy(0)
-        queued = self.in_flight - self._taken
-        usage, drawn = self._taken / self._permits, int(self._drawn)
-        return [
-            EngineLoad(source="e", kv_usage=usage, queued=queued, generated=drawn, held=drawn if self._taken else 0)
-        ]
+        drawn = int(self._drawn)
+        load = EngineLoad(
+            source="e",
+            kv_usage=self._taken / self._permits,
+            queued=self.in_flight - self._taken,
+            generated=drawn,
+            held=drawn if self._taken else 0,
+        )
+        return [load for _ in self.routed()]
 
     async def pause(self, mode: str) -> None:
         self._stand_still()

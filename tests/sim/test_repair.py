@@ -109,9 +109,6 @@ class MortalEngines(Engines):
             for each in outcomes
         ]
 
-    async def fall_back(self, engine: str) -> str | None:
-        return None
-
     def members(self) -> Sequence[str]:
         return tuple(name for name in self.servers if name not in self.gone)
 
@@ -130,6 +127,9 @@ class MortalEngines(Engines):
 
     async def admit(self, engine: str) -> None:
         self.servers[engine].routed = True
+
+    async def dismiss(self, engine: str) -> None:
+        self._remove(engine)
 
     async def check(self, engine: str) -> None:
         server = self.servers[engine]

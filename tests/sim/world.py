@@ -149,7 +149,8 @@ class Trainer:
             await self.clock.sleep(self.seconds)
         if self.keeps_batches:
             self.batches.append([group.feed_index for group in groups])
-        return StepReport(seconds=self.seconds, tokens=len(groups), finite=self.finite(rollout_id))
+        tokens = sum(len(sample.tokens) for group in groups for sample in group)
+        return StepReport(seconds=self.seconds, tokens=tokens, finite=self.finite(rollout_id))
 
     async def progress(self) -> LearnerProgress:
         raise AssertionError("no rollout worker is lost here")
@@ -194,7 +195,7 @@ class Judge:
         if self.seconds:
             await self.clock.sleep(self.seconds)
         for sample in group:
-            sample.reward = 1.0
+            sample.reward = 1.0 if sample.reward is None else sample.reward
 
 
 @dataclass

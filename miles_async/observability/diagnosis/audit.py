@@ -205,7 +205,7 @@ class Audit:
 
     def _training_undone(self, event: GroupMoved) -> None:
         life = self._live.get(event.sequence) or self._published_lives.pop(event.sequence, None)
-        if life is None or life.state != event.before or life.feed_index in self._trained:
+        if life is None or life.state != event.before or (life.feed_index and life.feed_index in self._trained):
             self._violated(f"group {event.sequence} returned to the queue, but its training was not undone")
             return
         life.state = "queued"
@@ -215,7 +215,7 @@ class Audit:
 
     def _entered_weights(self, life: _Life) -> None:
         self.trained += 1
-        if life.feed_index in self._trained:
+        if life.feed_index and life.feed_index in self._trained:
             self._violated(f"prompt {life.feed_index} was trained twice")
         self._trained.add(life.feed_index)
 
