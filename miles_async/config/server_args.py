@@ -84,6 +84,8 @@ def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag} {value} is a text, not a switch: write true or false"
         elif problem := _set_or_unknown(argument, _SET_BY_THE_RUN, known_arguments(), "SGLang's server"):
             yield f"{flag}{problem}"
+        elif argument in _PARSERS and (known := known_parsers(argument)) and value not in known:
+            yield f"{flag} {value} is unknown: set it to one of {', '.join(sorted(known))}{nearest(str(value), known)}"
 
 
 def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:

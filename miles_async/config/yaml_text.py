@@ -30,6 +30,8 @@ _CORE_SCHEMA = (
 """Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
 _NEVER_OCTAL = re.compile(r"^[-+]?0[0-9]*[89][0-9]*$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_TAB = r"found character '\t' that cannot start any token"
+"""How PyYAML reports a line that is indented with a tab."""
 _MAX_DIGITS = 100
 _MAX_VALUES = 100_000
 """Values of a document, each counted as often as aliases repeat it."""
@@ -72,7 +74,8 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise YAMLError("lists or mappings are nested too deeply: check the brackets and the indentation") from None
     except (ValueError, YAMLError) as error:  # a ValueError for `!!int many`
-        raise YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from None
+        text = str(error).replace('in "<unicode string>", ', "in ")
+        raise YAMLError(text.replace(_TAB, "found a tab: indent with spaces")) from None
     finally:
         if loader is not None:
             loader.dispose()
