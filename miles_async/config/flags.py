@@ -14,6 +14,7 @@ positions, so a stray word would silently become the value of an unrelated `--sg
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     if flag == "--config":
         if not values or not values[0]:
             raise UserError("--config needs a YAML file")
-        flags.config_files.append(values[0])
+        flags.config_files.append(os.path.expanduser(values[0]))
         used = 1
     else:
         assignment, used = _parse_flag(flag, list(values))

@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse keys that are not scalars, and duplicate keys, of which PyYAML silently keeps the last one."""
+        """Refuse keys that are not scalars, and duplicate keys: PyYAML silently keeps the last one."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -68,7 +68,7 @@ def parse_yaml(text: str) -> Any:
             return None
         if _count(node, {}) > _MAX_VALUES:
             raise YAMLError(
-                f"the text has more than {_MAX_VALUES:,} values, with those that aliases repeat: shorten it"
+                f"the text has more than {_MAX_VALUES:,} values, counting those that aliases repeat: shorten it"
             )
         return loader.construct_document(node)
     except RecursionError:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 2**63
-"""Integers from here on fit into no integer of a library."""
+"""Libraries cannot represent integers of this size or more."""
 LONGEST_SECONDS = 1e9
 """32 years. Timers of libraries overflow beyond it."""
 _HOME_OF_USER = re.compile(r"~[\w.-]+(?=/|$)")
