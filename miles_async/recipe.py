@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Self
@@ -42,6 +43,8 @@ from miles_async.errors import FatalError, UserError
 
 COMMAND = (sys.executable, "-m", "miles_async.workers.main", "train")
 """The command `miles-async train`, which need not be on the PATH of a notebook."""
+_SAID = "train_async.py: "
+"""Begins each line in which a run says why it ended."""
 LAST_LINES = 20
 """Lines of output that are kept to report why a run failed."""
 
@@ -302,8 +305,8 @@ class TrainConfig:
         code, last_lines = _run([*COMMAND, *flags])
         interrupted = code in (-signal.SIGINT, 128 + signal.SIGINT)
         if code and not interrupted:
-            reason = next((line for line in reversed(last_lines) if line.strip()), "it printed nothing").strip()
-            raise (UserError if code == 2 else FatalError)(f"the run ended with exit code {code}: {reason}")
+            error = UserError if code == 2 else FatalError
+            raise error(f"the run ended with exit code {code}: {_reason(last_lines)}")
         if not (folder / "summary.json").is_file():
             if interrupted:
                 raise KeyboardInterrupt
@@ -339,6 +342,13 @@ class TrainConfig:
             return str(named)
         data = "run" if self.dataset is None else type(self.dataset).__name__
         return f"{time.strftime('%Y%m%d-%H%M%S')}-{data}-{secrets.token_hex(2)}"
+
+
+def _reason(last_lines: Sequence[str]) -> str:
+    """Why a run ended: the sentences at the end of its output, one per line, or else its last line."""
+    lines = [line.strip() for line in reversed(last_lines) if line.strip()]
+    sentences = [line.removeprefix(_SAID) for line in takewhile(lambda line: line.startswith(_SAID), lines)]
+    return "\n".join(reversed(sentences or lines[:1])) or "it printed nothing"
 
 
 def require_gpu(gpu_type: str) -> None:

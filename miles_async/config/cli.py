@@ -18,10 +18,10 @@ from miles_async.config.checks import notes
 from miles_async.config.derived import table
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import load_config, translation_table
+from miles_async.config.load import checked_config, translation_table
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions
-from miles_async.errors import UserError
+from miles_async.errors import collected
 
 EXIT_INVALID = 2
 """Exit code for an invalid configuration."""
@@ -36,18 +36,19 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     problem to stderr.
     """
     program = command or entry
-    try:
-        flags = parse_flags(argv)
-        if flags.help:
-            _print_and_exit(help_text(command or f"python {entry}"))
-        with warnings.catch_warnings():
-            # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
-            warnings.simplefilter("default", DeprecationWarning)
-            config = load_config(argv, entry=entry)
-        if flags.check:
+    flags = parse_flags(argv)
+    if flags.help:
+        _print_and_exit(help_text(command or f"python {entry}"))
+    with warnings.catch_warnings():
+        # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
+        warnings.simplefilter("default", DeprecationWarning)
+        config, found = checked_config(flags, entry=entry)
+    if found or flags.check:
+        # The preflight of a run checks the functions again. After a refusal there is none.
+        with collected(found):
             check_functions(config)
-    except UserError as error:
-        for sentence in str(error).splitlines():
+    if found:
+        for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
     for note in notes(config, entry):

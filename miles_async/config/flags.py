@@ -14,6 +14,7 @@ positions, so a stray word would silently become the value of an unrelated `--sg
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,20 @@ from typing import Any
 from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.translators import verl
 from miles_async.config.yaml_text import YAMLError, parse_yaml
-from miles_async.errors import UserError
+from miles_async.errors import UserError, raise_collected
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
+_OF_SLIME = {
+    "lora_": "LoRA is not supported, remove it",
+    "eval_prompt_data": "set eval_datasets to the name and the path of each data set",
+    "n_samples_per_eval_prompt": "set n_samples of each data set in eval_datasets",
+    "attention_backend": "set --sglang-attention-backend for the engines",
+}
+"""Beginnings of slime's flags that have no counterpart of a similar name, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +99,19 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     if flag == "--config":
         if not values or not values[0]:
             raise UserError("--config needs a YAML file")
-        flags.config_files.append(values[0])
+        flags.config_files.append(os.path.expanduser(values[0]))
         used = 1
     else:
         assignment, used = _parse_flag(flag, list(values))
         if equals and not used:
-            raise UserError(
-                f"{flag} does not take the value {text!r}: write --{flag[2:].removeprefix('no-')} to turn it "
-                f"on, or --no-{flag[2:].removeprefix('no-')} to turn it off"
-            )
+            raise UserError(_not_a_switch(flag, text))
         flags.assignments.append(assignment)
     return 0 if equals else used
+
+
+def _not_a_switch(flag: str, text: str) -> str:
+    name = flag[2:].removeprefix("no-")
+    return f"{flag} does not take the value {text!r}: write --{name} to turn it on, or --no-{name} to turn it off"
 
 
 def _is_value(word: str) -> bool:
@@ -132,6 +142,8 @@ def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
 
 def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
     if bool in setting.kinds:
+        if values and values[0].lower() in ("yes", "no", "on", "off", "1", "0"):
+            raise UserError(_not_a_switch(flag, values[0]))
         explicit = bool(values) and values[0].lower() in ("true", "false")
         return (values[0].lower() == "true" if explicit else True), int(explicit)
     if not values:
@@ -149,7 +161,10 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
-        similar = nearest(flag, [setting.flag for setting in SETTINGS.values()])
+        if instead := next((text for start, text in _OF_SLIME.items() if name.startswith(start)), None):
+            raise UserError(f"unknown flag {flag}: {instead}")
+        known = [setting.flag for setting in SETTINGS.values()]
+        similar = nearest(flag, known, cutoff=0.7) or nearest(flag.partition(" ")[0], known, cutoff=0.7)
         raise UserError(f"unknown flag {flag:.80}{similar or '; --help lists all flags'}")
     if not name.removeprefix(prefix):
         raise UserError(f"{flag} needs the name of an argument, as in --sglang-mem-fraction-static 0.8")
@@ -169,7 +184,8 @@ def _parse_override(word: str) -> list[Assignment]:
         if dict in setting.kinds and path[: len(setting.path)] == setting.path:
             return [Assignment(path, _yaml(text, dotted), dotted)]
     if dotted in verl.TABLE:
-        translation = verl.translate({dotted: _yaml(text, dotted)})
+        translation, refused = verl.translate({dotted: _yaml(text, dotted)})
+        raise_collected(refused)
         return [Assignment(tuple(name.split(".")), ours.value, dotted) for name, ours in translation.items()]
     if len(path) == 3 and is_skip_role(path):
         return [Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)]

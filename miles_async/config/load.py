@@ -18,13 +18,12 @@ from pydantic import ValidationError
 from miles_async.config.checks import problems
 from miles_async.config.derived import WINDOWED_FUNCTION, learner_ranks
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest
-from miles_async.config.flags import Assignment, parse_flags
+from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
-from miles_async.config.translators import Project, project_of, translate
-from miles_async.config.translators.rules import Translation
+from miles_async.config.translators import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
-from miles_async.errors import UserError
+from miles_async.errors import UserError, raise_collected
 from miles_async.rewards.registry import reward_type
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
@@ -39,7 +38,13 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
 
     Raises UserError with one line per problem that the checks find without starting the run.
     """
-    flags = parse_flags(argv)
+    config, found = checked_config(parse_flags(argv), entry=entry)
+    raise_collected(found)
+    return config
+
+
+def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
+    """The configuration of everything that is valid, and one sentence for everything else."""
     found, assignments, all_files_read = [*flags.problems], [], True
     for path in flags.config_files:
         try:
@@ -53,13 +58,7 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
         # A sentence about a setting that has another problem may only follow from that problem.
         wrong = _settings_in(" ".join(found))
         found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
-    _raise(found)
-    return config
-
-
-def _raise(problems: Sequence[str]) -> None:
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
+    return config, list(dict.fromkeys(found))
 
 
 def _settings_in(text: str) -> set[str]:
@@ -72,7 +71,7 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
     Raises UserError with one line per value that is invalid for its field.
     """
     config, invalid = _validated(assignments)
-    _raise(invalid)
+    raise_collected(invalid)
     return config
 
 
@@ -118,23 +117,25 @@ def read_yaml(path: Path) -> list[Assignment]:
 
     Raises UserError with the file and the keys if the file is invalid.
     """
-    unknown: list[str] = []
-    assignments = _read(path, unknown)
-    _raise(unknown)
+    found: list[str] = []
+    assignments = _read(path, found)
+    raise_collected(found)
     return assignments
 
 
-def _read(path: Path, unknown: list[str]) -> list[Assignment]:
-    """The assignments in a file. Adds one sentence per unknown key of our own sections to `unknown`.
+def _read(path: Path, found: list[str]) -> list[Assignment]:
+    """The assignments in a file. Adds one sentence per refused key to `found`.
 
-    Raises UserError if the file cannot be read, or is a file of ROLL or verl with problems.
+    Raises UserError if the file cannot be read.
     """
     content = _content(path)
     if (project := project_of(content)) is None:
-        return _flatten(content, (), path, unknown)
+        return _flatten(content, (), path, found)
+    translation, refused = translate(content, project)
+    found += [f"{path}: {sentence}" for sentence in refused]
     return [
         Assignment(tuple(setting.split(".")), translated.value, f"{path}: {translated.key}")
-        for setting, translated in _translated(content, project, path).items()
+        for setting, translated in translation.items()
     ]
 
 
@@ -146,7 +147,7 @@ def translation_table(path: Path) -> str | None:
     content = _content(path)
     if (project := project_of(content)) is None:
         return None
-    settings = _translated(content, project, path)
+    settings, _ = translate(content, project)
     lines = [f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in settings.items()]
     return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])
 
@@ -169,13 +170,6 @@ def _content(path: Path) -> Mapping[str, Any]:
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
     return content or {}
-
-
-def _translated(content: Mapping[str, Any], project: Project, path: Path) -> Translation:
-    try:
-        return translate(content, project)
-    except UserError as error:
-        raise UserError("\n".join(f"{path}: {sentence}" for sentence in str(error).splitlines())) from None
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -201,7 +195,9 @@ def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path, un
         elif isinstance(value, Mapping) and is_skip_role(path):
             assignments.append(Assignment((*SKIP_ROLES, *path[1:]), value, f"{file}: {dotted}"))
         else:
-            unknown.append(f"{file}: unknown key {dotted}{_hint(path) or '; --help lists all settings'}")
+            # The name may have blanks that look like those of an indentation.
+            shown = dotted if dotted.isprintable() else repr(dotted)
+            unknown.append(f"{file}: unknown key {shown}{_hint(path) or '; --help lists all settings'}")
     return assignments
 
 

@@ -84,6 +84,8 @@ def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag} {value} is a text, not a switch: write true or false"
         elif problem := _set_or_unknown(argument, _SET_BY_THE_RUN, known_arguments(), "SGLang's server"):
             yield f"{flag}{problem}"
+        elif argument in _PARSERS and (known := known_parsers(argument)) and value not in (None, *known):
+            yield f"{flag} {value} is unknown: set it to one of {', '.join(sorted(known))}{nearest(str(value), known)}"
 
 
 def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -91,7 +93,8 @@ def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     for name in arguments:
         flag, argument = _spelled("sglang-router", name)
         if problem := _set_or_unknown(argument, _ROUTER_SET_BY_THE_RUN, known_router_arguments(), "sglang-router"):
-            yield f"{flag}{problem}"
+            # Both prefixes work, but --sglang-router-policy is a flag of the run itself.
+            yield f"--router-{argument.replace('_', '-')}{problem}"
         elif not argument.startswith(_ROUTER_BALANCING):
             yield (
                 f"{flag} does not fit the router that the run starts: start a router of your own, and set "

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import reduce
@@ -100,8 +101,8 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     function in this way.
     """
     module_path, _, name = path.rpartition(".")
-    if not all(path.split(".")) or not module_path:
-        raise UserError(f"{setting} {path!r} has no module: write module.function")
+    if not all(path.split(".")) or not module_path or re.search(r"[/:\\]", path):
+        raise UserError(f"{setting} {path!r} names no function of a module: write module.function")
     if module_path == "__main__":
         raise UserError(
             f"{setting} {path!r}: __main__ is another program in each process of the run; put the function in a module"

@@ -30,6 +30,8 @@ _CORE_SCHEMA = (
 """Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
 _NEVER_OCTAL = re.compile(r"^[-+]?0[0-9]*[89][0-9]*$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
+_TAB = r"found character '\t' that cannot start any token"
+"""How PyYAML reports a line that is indented with a tab."""
 _MAX_DIGITS = 100
 _MAX_VALUES = 100_000
 """Values of a document, each counted as often as aliases repeat it."""
@@ -40,7 +42,7 @@ class _Loader(yaml.SafeLoader):
     yaml_constructors = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Refuse keys that are not scalars, and duplicate keys, of which PyYAML silently keeps the last one."""
+        """Refuse keys that are not scalars, and duplicate keys: PyYAML silently keeps the last one."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -66,13 +68,14 @@ def parse_yaml(text: str) -> Any:
             return None
         if _count(node, {}) > _MAX_VALUES:
             raise YAMLError(
-                f"the text has more than {_MAX_VALUES:,} values, with those that aliases repeat: shorten it"
+                f"the text has more than {_MAX_VALUES:,} values, counting those that aliases repeat: shorten it"
             )
         return loader.construct_document(node)
     except RecursionError:
         raise YAMLError("lists or mappings are nested too deeply: check the brackets and the indentation") from None
     except (ValueError, YAMLError) as error:  # a ValueError for `!!int many`
-        raise YAMLError(str(error).replace('in "<unicode string>", ', "in ")) from None
+        text = str(error).replace('in "<unicode string>", ', "in ")
+        raise YAMLError(text.replace(_TAB, "found a tab: indent with spaces")) from None
     finally:
         if loader is not None:
             loader.dispose()

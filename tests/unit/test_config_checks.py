@@ -157,7 +157,7 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
         ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
         ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
-        ({"warm_start_accuracy": [0.5, 0.2]}, "is no range within [0, 1]"),
+        ({"warm_start_accuracy": [0.5, 0.2]}, "is not a range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],
 )  # fmt: skip
@@ -458,7 +458,7 @@ def test_an_incomplete_router_address_is_refused() -> None:
     "argument, said",
     [
         ("balance_abs_treshold", "sglang-router has no such argument; did you mean balance_abs_threshold?"),
-        ("policy", "--sglang-router-policy is set by the run itself: set sglang_router_policy"),
+        ("policy", "--router-policy is set by the run itself: set sglang_router_policy"),
         ("worker-urls", "is set by the run itself: the run adds its engines"),
         ("pd_disaggregation", "does not fit the router that the run starts: start a router of your own"),
     ],

@@ -228,7 +228,7 @@ def test_a_function_is_loaded_by_its_path(user_module: str) -> None:
 @pytest.mark.parametrize(
     "path, complaint",
     [
-        ("generate", "rollout_function_path 'generate' has no module: write module.function"),
+        ("generate", "rollout_function_path 'generate' names no function of a module: write module.function"),
         ("my_rollouts.f", "'my_rollouts.f' cannot be imported: ModuleNotFoundError: No module named 'my_rollouts'"),
         ("my_broken.f", "'my_broken.f' cannot be imported: ValueError: no licence"),
         ("my_rollout.generate_rollouts", "no function 'generate_rollouts'; did you mean generate_rollout?"),

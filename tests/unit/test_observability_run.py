@@ -375,7 +375,7 @@ def test_a_run_folder_has_the_name_that_is_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["latest", "targets"])
 def test_a_run_cannot_have_a_name_that_the_folder_of_the_runs_needs(name: str) -> None:
-    with pytest.raises(UserError, match="run_name: run_dir has another file with this name: choose another name"):
+    with pytest.raises(UserError, match="run_name: run_dir uses this name for another file: choose another name"):
         run_config(run_name=name)
 
 

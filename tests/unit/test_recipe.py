@@ -257,6 +257,12 @@ def test_a_run_that_fails_is_reported_with_its_last_line(train: Train, code: int
         train(f"print('the learner was lost\\n'); sys.exit({code})")
 
 
+def test_a_run_that_refuses_its_settings_is_reported_with_all_sentences(train: Train) -> None:
+    refusal = "print('a log line\\ntrain_async.py: set one\\ntrain_async.py: set the other'); sys.exit(2)"
+    with pytest.raises(UserError, match=r"^the run ended with exit code 2: set one\nset the other$"):
+        train(refusal)
+
+
 def test_invalid_settings_are_refused_before_a_process_is_started(train: Train) -> None:
     with pytest.raises(UserError, match="global_batch_size 100"):
         train("raise AssertionError", global_batch_size=100)

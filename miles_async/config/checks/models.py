@@ -109,6 +109,17 @@ def _critic(config: RunConfig) -> Iterator[str]:
 _CRITIC_SETTINGS = {"value_clip", "num_critic_only_steps", "critic_load", "critic_lr", "critic_lr_warmup_steps"}
 
 
+def _folders(config: RunConfig) -> Iterator[str]:
+    for setting, folder in (
+        ("save", config.learner.save),
+        ("load", config.learner.load),
+        ("run_dir", config.observability.run_dir),
+        ("store_dir", config.cluster.store_dir),
+    ):
+        if folder is not None and "://" in folder:
+            yield f"{setting} {folder} is an address, not a folder: mount the storage, and set {setting} to its folder"
+
+
 def _resume(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     if learner.resume is None:
@@ -208,4 +219,4 @@ def _loss(config: RunConfig) -> Iterator[str]:
         yield f"icepop_band [{low:g}, {high:g}] does not contain the ratio 1; set it to [0.5, 5], for example"
 
 
-CHECKS = (_checkpoint, _reference, _critic, _resume, _exports, _recomputation, _dynamic_batching, _loss)
+CHECKS = (_checkpoint, _reference, _critic, _folders, _resume, _exports, _recomputation, _dynamic_batching, _loss)

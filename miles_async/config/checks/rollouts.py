@@ -92,7 +92,7 @@ def _parsers(config: RunConfig) -> Iterator[str]:
         known = frozenset() if name in ("auto", "none") else known_parsers(setting)
         if known and name not in known:
             similar = nearest(name, known)
-            yield f"{setting} {name!r} is unknown{similar}; set it to auto, none or one of {', '.join(sorted(known))}"
+            yield f"{setting} {name!r} is unknown: set it to auto, none or one of {', '.join(sorted(known))}{similar}"
 
 
 def _is_web_address(text: str) -> bool:
@@ -134,7 +134,7 @@ def _reward(config: RunConfig) -> Iterator[str]:
 def _evaluation(config: RunConfig) -> Iterator[str]:
     for name, dataset in config.rollout.eval_datasets.items():
         if dataset.top_k == 0 or dataset.top_k < -1:
-            yield f"eval_datasets.{name}.top_k {dataset.top_k} is no number of tokens: set it to 1 or more, or to -1"
+            yield f"eval_datasets.{name}.top_k {dataset.top_k} is not a number of tokens: set it to 1 or more, or to -1"
     arguments = server_arguments(config)
     policy = arguments.get("schedule_policy", "fcfs")
     if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):

@@ -112,7 +112,7 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 def _ranges(config: RunConfig) -> Iterator[str]:
     low, high = config.warm_start.warm_start_accuracy
     if not 0 <= low < high <= 1:
-        yield f"warm_start_accuracy [{low:g}, {high:g}] is no range within [0, 1]; set it to [0.15, 0.35], for example"
+        yield f"warm_start_accuracy [{low:g}, {high:g}] is not a range within [0, 1]: set it to [0.15, 0.35]"
     warn, abort = config.observability.no_progress_warn_seconds, config.observability.no_progress_abort_seconds
     if abort <= warn:
         yield (

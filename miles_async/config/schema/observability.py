@@ -80,7 +80,7 @@ class Observability(Section):
     @classmethod
     def _is_no_other_file(cls, name: str | None) -> str | None:
         if name in (LATEST_LINK, TARGETS_FOLDER):
-            raise ValueError("run_dir has another file with this name: choose another name")
+            raise ValueError("run_dir uses this name for another file: choose another name")
         return name
 
 

@@ -197,7 +197,7 @@ class Rollout(Section):
     """Time limit in seconds for one sample of custom_generate_function_path. A sample that fails for reasons of
     infrastructure is generated again within the limit. The time in which a sample waits for a place at the engines or
     at a reward does not count. If a sample exceeds the limit, its group is trained without it (min_samples_per_group)
-    or retried. The session of an external generator is closed this time after its last request."""
+    or retried. The session of an external generator is closed when this time has passed since its last request."""
     tool_max_turns: int = Field(4, ge=1)
     """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
     tool_search_corpus: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from types import NoneType
@@ -10,9 +12,10 @@ from typing import Any, ClassVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 LARGEST = 2**63
-"""Integers from here on fit into no integer of a library."""
+"""Libraries cannot represent integers of this size or more."""
 LONGEST_SECONDS = 1e9
 """32 years. Timers of libraries overflow beyond it."""
+_HOME_OF_USER = re.compile(r"~[\w.-]+(?=/|$)")
 _UNSET = ("", "null", "none", "None")
 """Texts that unset a setting which may be unset."""
 
@@ -31,7 +34,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Unset a setting that is set to a text such as `None`, and refuse true, false and huge integers for numbers.
+        """Unset a setting that is set to a text such as `None`. Refuse true, false and huge integers for numbers, and
+        homes of unknown users.
 
         Python counts true as 1, and pydantic reads the text `0-3` as -3.
         """
@@ -39,6 +43,8 @@ class Section(BaseModel):
         types = _types(annotation)
         if isinstance(value, str) and value in _UNSET and NoneType in types and value not in types:
             return None
+        if isinstance(value, str) and (home := _HOME_OF_USER.match(value)) and os.path.expanduser(home[0]) == home[0]:
+            raise ValueError(f"this machine has no user {home[0][1:]}: write the whole path")
         entries = value if isinstance(value, list | tuple) else [value]
         if types.isdisjoint((bool, Any)) and any(isinstance(entry, bool) for entry in entries):
             kind = "number" if not types.isdisjoint((int, float)) else "text"

@@ -23,9 +23,9 @@ def project_of(content: Mapping[str, Any]) -> Project | None:
     return "verl" if verl.recognises(content) else None
 
 
-def translate(content: Mapping[str, Any], project: Project) -> Translation:
-    """Our settings for the content of a file of `project`.
+def translate(content: Mapping[str, Any], project: Project) -> tuple[Translation, list[str]]:
+    """Our settings for the content of a file of `project`, and one sentence per key that is refused.
 
-    Raises UserError with one sentence per key that is unknown, has no counterpart, or contradicts another key.
+    A key is refused if it is unknown, has no counterpart, or contradicts another key.
     """
     return roll.translate(content) if project == "ROLL" else verl.translate(content)

@@ -210,23 +210,25 @@ def recognises(content: Mapping[str, Any]) -> bool:
     return any(role in content for role in ROLES)
 
 
-def translate(content: Mapping[str, Any]) -> Translation:
-    """Our settings for the content of a file. Raises UserError with one sentence per key that is refused.
+def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+    """Our settings for the content of a file, and one sentence per key that is refused.
 
     `${key}` stands for the value of another key, as in OmegaConf.
     """
     translator = Translator("ROLL", TABLE)
-    values = dict(entries(content, TABLE))
-    values = {
-        key: value if isinstance(TABLE.get(key), Refused) else _interpolated(translator, key, value, values)
-        for key, value in values.items()
-    }
+    written = dict(entries(content, TABLE))
+    values = {}
+    for key, value in written.items():
+        known = len(translator.problems)
+        resolved = value if isinstance(TABLE.get(key), Refused) else _interpolated(translator, key, value, written)
+        if len(translator.problems) == known:
+            values[key] = resolved
     for key, value in values.items():
         # A template of ROLL has a name; the tokenizer of a checkpoint has at most one.
         translator.apply(key, value is not None if key in _TEMPLATES else value)
     for combine in (_environment, _devices, _batch_sizes, _reference_layout, _recomputation, _data, _sampling, _engine):
         combine(translator, values)
-    return translator.finished()
+    return translator.translation, translator.problems
 
 
 def _interpolated(translator: Translator, key: str, value: Any, values: Mapping[str, Any]) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_async.config.fields import SECTIONS, nearest
-from miles_async.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +131,6 @@ class Translator:
             )
             return
         self.translation.setdefault(setting, Translated(value, key))
-
-    def finished(self) -> Translation:
-        """The translation. Raises UserError if there were problems."""
-        if self.problems:
-            raise UserError("\n".join(self.problems))
-        return self.translation
 
     def _unknown(self, key: str) -> str:
         if any(known.startswith(f"{key}.") for known in self.table):

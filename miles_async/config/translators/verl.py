@@ -71,13 +71,13 @@ def recognises(content: Mapping[str, Any]) -> bool:
     return not _SECTIONS.isdisjoint(content) or any(key in own for key, _ in entries(content, TABLE))
 
 
-def translate(content: Mapping[str, Any]) -> Translation:
-    """Our settings for the content of a file. Raises UserError with one sentence per key that is refused."""
+def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+    """Our settings for the content of a file, and one sentence per key that is refused."""
     table = {**TABLE, **_skip_roles(content.get("skip"))}
     translator = Translator("verl", table)
     for key, value in entries(content, table):
         translator.apply(key, value)
-    return translator.finished()
+    return translator.translation, translator.problems
 
 
 def _skip_roles(section: Any) -> Table:
