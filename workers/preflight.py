@@ -39,14 +39,7 @@ from miles_async.config.derived import (
 from miles_async.config.model_shape import context_length, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
-from miles_async.errors import (
-    USER_CODE_ERRORS,
-    TemplateError,
-    TrajectoryError,
-    UserError,
-    collected,
-    raise_collected,
-)
+from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
 from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
@@ -55,6 +48,7 @@ from miles_async.sample_schema import SampleLimits, accept_group, too_long
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Prompt, Sample, Verdict
+from miles_async.user_code import USER_CODE_ERRORS
 
 from .batches import saved_batch
 from .continuation import unfinished_run
@@ -237,7 +231,7 @@ def _examples(path: str | None, function: Callable[[Sample], Any], sample: Sampl
     except UserError:
         raise
     except USER_CODE_ERRORS as error:
-        raise UserError(f"warm_start_examples_path {path} raised {error!r}: change the function") from error
+        raise UserError(f"warm_start_examples_path {path} raised {shown(error)}: change the function") from error
     match returned:
         case [*examples] if all(_is_example(example) for example in examples):
             return [Example(*example) for example in examples]

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.errors import USER_CODE_ERRORS, InfrastructureError, TrajectoryError, UserError, is_infrastructure
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError, is_infrastructure
 from miles_async.json_values import MAX_NUMBER, UnrepresentableError, finite_number, json_value, shown, shown_error
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
@@ -19,6 +19,7 @@ from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
 from miles_async.types import REWARD_ERROR, Group, Sample
+from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
 
 RewardFunction = Callable[..., Any]
 """`fn(args, sample)`, plain or async, as in slime; it returns a number or a dictionary.
@@ -235,6 +236,8 @@ class Rewarder:
             async with TimeLimit(self._timeout_seconds) as limit:
                 rewards = list(await self._call_together(shown))
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             late = limit.expired() or isinstance(error, UnfinishedError)
             cause = self._too_slow() if limit.expired() else _failure(error)
             sentence = f"group {group.feed_index}: reward {self._name} {cause}"
@@ -266,6 +269,8 @@ class Rewarder:
             async with TimeLimit(self._timeout_seconds) as limit:
                 return await self._function(self._args, sample)  # type: ignore[operator]
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             return UnavailableError(self._too_slow()) if limit.expired() else error
 
     def _call(self, sample: Sample) -> Any:

@@ -29,7 +29,6 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import (
-    USER_CODE_ERRORS,
     EngineLostError,
     InfrastructureError,
     MilesError,
@@ -44,6 +43,7 @@ from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns
 from miles_async.time_limit import TimeLimit
 from miles_async.types import DropReason, Group, Sample, SampleStatus
+from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample | list[Sample]]]
 _UNFINISHED = (SampleStatus.PENDING, SampleStatus.ABORTED)
@@ -303,6 +303,8 @@ class FunctionGenerator:
         except MilesError:
             raise
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             # A user's code may raise anything; only this sample failed.
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: the generate function raised {shown(error)}") from error
