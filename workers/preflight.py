@@ -394,18 +394,14 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
     """Return the dynamic sampling filter; without one, every generated group is kept.
 
     Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises or sets a field of a sample to an invalid value. If the filter returns neither a bool nor a verdict, it
-    raises UserError at the first call, and TrajectoryError after a valid result.
+    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
     """
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: Verdict(True)
     function = load_function(path, setting="dynamic_sampling_filter_path")
 
-    has_worked = False
-
     def keep(group: Group) -> Verdict:
-        nonlocal has_worked
         # A copy, because the filter may change the list.
         shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
         try:
@@ -416,14 +412,11 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
         finally:
             accept_group(group)
         try:
-            verdict = Verdict.of(returned)
+            return Verdict.of(returned)
         except TypeError as error:
-            sentence = (
+            raise TrajectoryError(
                 f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
                 "it, or Verdict(keep, reason) of miles_async.types"
-            )
-            raise (TrajectoryError if has_worked else UserError)(sentence) from None
-        has_worked = True
-        return verdict
+            ) from None
 
     return keep
