@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from miles_async.types import Sample
 
 
-USER_CODE_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
-"""What a user's function may raise. Outside of a handler, the last two would end the process, perhaps with exit code 0.
-
-Python raises KeyboardInterrupt for Ctrl-C only in the main thread, and no process of a run handles Ctrl-C there.
-"""
-
-
 class MilesError(Exception):
     """The base class of every error that this project raises deliberately.
 

@@ -13,13 +13,14 @@ from miles_async.adapters.storage.rollout_file import load_groups, rollout_path,
 from miles_async.config.derived import min_samples_per_group, rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import USER_CODE_ERRORS, TrajectoryError, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.json_values import shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, as_groups
 from miles_async.sample_schema import SampleLimits, accept_group, check_stored
 from miles_async.types import Group, VersionSpan
+from miles_async.user_code import USER_CODE_ERRORS
 
 
 class BatchPreparation:

@@ -39,14 +39,7 @@ from miles_async.config.derived import (
 from miles_async.config.model_shape import context_length, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
-from miles_async.errors import (
-    USER_CODE_ERRORS,
-    TemplateError,
-    TrajectoryError,
-    UserError,
-    collected,
-    raise_collected,
-)
+from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
 from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
@@ -55,6 +48,7 @@ from miles_async.sample_schema import SampleLimits, accept_group, too_long
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Prompt, Sample, Verdict
+from miles_async.user_code import USER_CODE_ERRORS
 
 from .batches import saved_batch
 from .continuation import unfinished_run
@@ -237,7 +231,7 @@ def _examples(path: str | None, function: Callable[[Sample], Any], sample: Sampl
     except UserError:
         raise
     except USER_CODE_ERRORS as error:
-        raise UserError(f"warm_start_examples_path {path} raised {error!r}: change the function") from error
+        raise UserError(f"warm_start_examples_path {path} raised {shown(error)}: change the function") from error
     match returned:
         case [*examples] if all(_is_example(example) for example in examples):
             return [Example(*example) for example in examples]
@@ -400,18 +394,14 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
     """Return the dynamic sampling filter; without one, every generated group is kept.
 
     Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises or sets a field of a sample to an invalid value. If the filter returns neither a bool nor a verdict, it
-    raises UserError at the first call, and TrajectoryError after a valid result.
+    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
     """
     path = config.rollout.dynamic_sampling_filter_path
     if path is None:
         return lambda group: Verdict(True)
     function = load_function(path, setting="dynamic_sampling_filter_path")
 
-    has_worked = False
-
     def keep(group: Group) -> Verdict:
-        nonlocal has_worked
         # A copy, because the filter may change the list.
         shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
         try:
@@ -422,14 +412,11 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
         finally:
             accept_group(group)
         try:
-            verdict = Verdict.of(returned)
+            return Verdict.of(returned)
         except TypeError as error:
-            sentence = (
+            raise TrajectoryError(
                 f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
                 "it, or Verdict(keep, reason) of miles_async.types"
-            )
-            raise (TrajectoryError if has_worked else UserError)(sentence) from None
-        has_worked = True
-        return verdict
+            ) from None
 
     return keep

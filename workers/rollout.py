@@ -42,6 +42,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_slime_imports, load_function
 from miles_async.errors import EngineLostError, UserError
 from miles_async.events import DataSkipped, Event, WarningRaised
+from miles_async.json_values import shown
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.checkpoint import resume
@@ -406,7 +407,7 @@ class RolloutWorker:
             scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
             if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
                 raise UserError(
-                    f"eval_function_path {path} returned {scores!r:.80}: return "
+                    f"eval_function_path {path} returned {shown(scores)}: return "
                     '{name: {"rewards": [...], "truncated": [...]}}'
                 )
             return scores

@@ -17,6 +17,7 @@ from typing import Any
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError, collected, raise_collected
+from miles_async.json_values import shown_error
 
 _ROLLOUT = "args, rollout_id, data_source, evaluation=False"
 PARAMETERS = {
@@ -155,7 +156,7 @@ def _import(module_path: str, problem: str) -> ModuleType:
         return importlib.import_module(module_path)
     except BaseException as error:
         # Importing runs user code, which can raise any exception. A module that ends the process is not a function.
-        raise UserError(f"{problem}: {type(error).__name__}: {error}; {_advice(error)}") from error
+        raise UserError(f"{problem}: {shown_error(error)}; {_advice(error)}") from error
 
 
 def _advice(error: BaseException) -> str:

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_async.errors import USER_CODE_ERRORS, UserError
+from miles_async.errors import UserError
+from miles_async.json_values import shown_error
+from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,6 +233,4 @@ def plugin_errors(plugin: ModelPlugin, action: str) -> Iterator[None]:
         raise
     except USER_CODE_ERRORS as error:
         # A plug-in is user code, which can raise any exception.
-        raise UserError(
-            f"the model plug-in {name_of(plugin)} failed to {action}: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"the model plug-in {name_of(plugin)} failed to {action}: {shown_error(error)}") from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from miles_async.errors import USER_CODE_ERRORS, UserError
+from miles_async.errors import UserError
+from miles_async.json_values import shown_error
 from miles_async.models.plugin import ModelPlugin
+from miles_async.user_code import USER_CODE_ERRORS
 
 GROUP = "miles_async.models"
 """Group of the entry points. The name of an entry point is the `model_type` that its plug-in supports."""
@@ -46,9 +48,7 @@ def find_plugin(model_type: str) -> ModelPlugin:
         plugin = entry.load()()
     except USER_CODE_ERRORS as error:
         # Importing a plug-in runs user code, which can raise any exception.
-        raise UserError(
-            f"the model plug-in {entry.value} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"the model plug-in {entry.value} cannot be imported: {shown_error(error)}") from error
     if not isinstance(plugin, ModelPlugin):
         raise UserError(
             f"the entry point {entry.value} for the model type {model_type!r} is not a model plug-in: derive its class "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from miles_async.errors import USER_CODE_ERRORS, UserError
+from miles_async.errors import UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
 from miles_async.json_values import shown
 from miles_async.pipeline.produce import Producer
@@ -16,6 +16,7 @@ from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, trajectories_of
+from miles_async.user_code import USER_CODE_ERRORS
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""

@@ -23,10 +23,11 @@ import msgspec
 
 from miles_async import cpu_compat
 from miles_async.config.user_functions import install_slime_imports, load_function
-from miles_async.errors import USER_CODE_ERRORS, is_infrastructure
+from miles_async.errors import is_infrastructure
 from miles_async.json_values import shown_error
 from miles_async.rewards.confinement import confine, limit_cpu
 from miles_async.types import Sample
+from miles_async.user_code import USER_CODE_ERRORS
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.errors import USER_CODE_ERRORS, InfrastructureError, TrajectoryError, UserError, is_infrastructure
+from miles_async.errors import InfrastructureError, TrajectoryError, is_infrastructure
 from miles_async.json_values import MAX_NUMBER, UnrepresentableError, finite_number, json_value, shown, shown_error
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
@@ -19,6 +19,7 @@ from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
 from miles_async.types import REWARD_ERROR, Group, Sample
+from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
 
 RewardFunction = Callable[..., Any]
 """`fn(args, sample)`, plain or async, as in slime; it returns a number or a dictionary.
@@ -86,8 +87,6 @@ class Rewarder:
         self._is_async = function.is_async if isinstance(function, Graders) else is_async(function)
         self._scored: Sample | None = None
         """The last sample that was scored. If the function still works, it finishes for this sample."""
-        self._has_worked = False
-        """Whether the function has returned a valid reward. If so, an invalid one costs only its sample."""
 
     async def score(self, group: Group) -> None:
         """Set `reward` and `reward_key` of every sample.
@@ -101,11 +100,10 @@ class Rewarder:
 
         The fields of samples that the function may have changed are converted to plain values.
 
-        Raises TrajectoryError if the function raises, returns an invalid reward or sets a field to an invalid value,
-        and UserError if the first reward that it returns is a dictionary and `reward_key` is not set. Raises
-        InfrastructureError if infrastructure failed, if an async function missed its deadline, or if the function
-        finishes for no response. The error names the samples, and all others have their reward. An error of a function
-        for whole groups may name no samples.
+        Raises TrajectoryError if the function raises, returns an invalid reward or sets a field to an invalid value.
+        Raises InfrastructureError if infrastructure failed, if an async function missed its deadline, or if the
+        function finishes for no response. The error names the samples, and all others have their reward. An error of a
+        function for whole groups may name no samples.
         """
         try:
             errors = await self._scored_with_errors(group)
@@ -235,6 +233,8 @@ class Rewarder:
             async with TimeLimit(self._timeout_seconds) as limit:
                 rewards = list(await self._call_together(shown))
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             late = limit.expired() or isinstance(error, UnfinishedError)
             cause = self._too_slow() if limit.expired() else _failure(error)
             sentence = f"group {group.feed_index}: reward {self._name} {cause}"
@@ -266,6 +266,8 @@ class Rewarder:
             async with TimeLimit(self._timeout_seconds) as limit:
                 return await self._function(self._args, sample)  # type: ignore[operator]
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             return UnavailableError(self._too_slow()) if limit.expired() else error
 
     def _call(self, sample: Sample) -> Any:
@@ -284,10 +286,11 @@ class Rewarder:
             raise TrajectoryError(f"sample {sample.index}: the reward of {self._name} {error}", [sample]) from error
         key = self._reward_key
         if key is None:
-            sentence = f"reward {self._name} returned a dictionary: set reward_key to one of {', '.join(reward)}"
-            if not self._has_worked:
-                raise UserError(sentence)
-            raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
+            raise TrajectoryError(
+                f"sample {sample.index}: reward {self._name} returned a dictionary: set reward_key to one of "
+                f"{', '.join(reward)}",
+                [sample],
+            )
         if key not in reward:
             raise TrajectoryError(
                 f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)", [sample]
@@ -303,7 +306,6 @@ class Rewarder:
                 f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}",
                 [sample],
             )
-        self._has_worked = True
         return number
 
 

@@ -21,12 +21,13 @@ from miles_async.config.derived import min_samples_per_group
 from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.json_values import readable_entries
+from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
 from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.user_code import is_cancellation
 
 log = structlog.get_logger(__name__)
 
@@ -256,10 +257,13 @@ async def _call(
             return await function(args, rollout_id, data_source, evaluation=evaluation)
         result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
         return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:
-        # These would end the process without a word.
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        if is_cancellation(error):
+            raise
+        # These would end the process, or the task of this call, without a word.
         kind = "evaluation" if evaluation else "rollout"
-        raise UserError(f"the {kind} function raised {error!r}: return from it, or raise another exception") from error
+        sentence = f"the {kind} function raised {shown(error)}: return from it, or raise another exception"
+        raise UserError(sentence) from error
 
 
 def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[Group]:

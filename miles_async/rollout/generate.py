@@ -29,7 +29,6 @@ from typing import Any
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import (
-    USER_CODE_ERRORS,
     EngineLostError,
     InfrastructureError,
     MilesError,
@@ -39,11 +38,12 @@ from miles_async.errors import (
     UserError,
     is_infrastructure,
 )
-from miles_async.json_values import shown
+from miles_async.json_values import shown, shown_type
 from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns
 from miles_async.time_limit import TimeLimit
 from miles_async.types import DropReason, Group, Sample, SampleStatus
+from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
 
 GenerateFunction = Callable[[Any, Sample, dict[str, Any]], Coroutine[Any, Any, Sample | list[Sample]]]
 _UNFINISHED = (SampleStatus.PENDING, SampleStatus.ABORTED)
@@ -94,8 +94,6 @@ class FunctionGenerator:
         self._running: dict[int, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = {}
         """The samples that are being generated and their tasks, by `id` of the group, which its call of `generate`
         holds."""
-        self._has_worked = False
-        """Whether the function has returned a sample. If so, another result costs only its sample."""
 
     @property
     def in_flight(self) -> int:
@@ -111,8 +109,8 @@ class FunctionGenerator:
         """Generate the unfinished samples of a group, concurrently; `sampling` overrides the default parameters.
 
         Raises TrajectoryError if the function raises or returns an invalid sample, InfrastructureError if samples
-        failed only for reasons of infrastructure, in their last attempt or because their time ended, and UserError if
-        the function returns no sample. Failed samples have status FAILED, and the error names them.
+        failed only for reasons of infrastructure, in their last attempt or because their time ended. Failed samples
+        have status FAILED, and the error names them.
         """
         # A function may show the model other messages than those of the row. If it samples those of the row, the error
         # is raised again.
@@ -274,16 +272,14 @@ class FunctionGenerator:
     def _accept_result(self, result: Any, sample: Sample) -> None:
         """Accept the values of the samples that a function returned for `sample`.
 
-        Raises UserError for another result if the function has returned no sample before, else TrajectoryError.
+        Raises TrajectoryError for another result, and for a value that is refused.
         """
         segments = [result] if isinstance(result, Sample) else result
         if not isinstance(segments, list) or not segments or not all(isinstance(one, Sample) for one in segments):
-            sentence = (
-                f"the generate function returned a {type(result).__name__}: return the sample, or the list of the "
-                "samples that are the segments of its trajectory"
+            raise TrajectoryError(
+                f"sample {sample.index}: the generate function returned {shown_type(result)}: return the sample, or "
+                "the list of the samples that are the segments of its trajectory"
             )
-            raise TrajectoryError(f"sample {sample.index}: {sentence}") if self._has_worked else UserError(sentence)
-        self._has_worked = True
         for segment in segments:
             accept_values(segment)
 
@@ -303,6 +299,8 @@ class FunctionGenerator:
         except MilesError:
             raise
         except USER_CODE_ERRORS as error:
+            if is_cancellation(error):
+                raise
             # A user's code may raise anything; only this sample failed.
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: the generate function raised {shown(error)}") from error

@@ -19,9 +19,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from miles_async.config.schema import RunConfig, Skip, SkipRole
-from miles_async.errors import USER_CODE_ERRORS, UserError
+from miles_async.errors import UserError
+from miles_async.json_values import shown
 from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipContext
 from miles_async.skip.identity import identity_of
+from miles_async.user_code import USER_CODE_ERRORS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -217,6 +219,6 @@ def _skip_instance(role: str, settings: SkipRole, config: RunConfig, context: Sk
     except UserError:
         raise
     except USER_CODE_ERRORS as error:
-        raise UserError(f"skip.{role}: {kind.__qualname__} raised {error!r}: change its constructor") from error
+        raise UserError(f"skip.{role}: {kind.__qualname__} raised {shown(error)}: change its constructor") from error
     instance.context = context
     return instance

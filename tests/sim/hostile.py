@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -55,7 +56,8 @@ class Attack:
 
     entrance: str
     action: str
-    """`return` the value, `raise` an error that contains it, or `set` a field to it."""
+    """`return` the value, `raise` an error that contains it, `cancel` as a task that was cancelled does, or `set` a
+    field to the value."""
     value: Any
     field: str = "metadata"
     period: int = 3
@@ -154,6 +156,8 @@ class HostileWorld(AgentWorld):
             return result
         if attack.action == "raise":
             raise AwkwardError(attack.value)
+        if attack.action == "cancel":
+            raise asyncio.CancelledError
         if attack.action == "return":
             return attack.value
         for sample in samples[-1:]:
@@ -243,7 +247,7 @@ class HostileWorld(AgentWorld):
                         group[0].metadata = attack.value
                     source.add_samples([group])
                 continue
-            with suppress(AwkwardError):
+            with suppress(AwkwardError, asyncio.CancelledError):
                 self.strike("rollout", group, None)
             groups.append(group)
         await self._post()
@@ -312,7 +316,7 @@ def _line(attack: Attack) -> bytes:
         raw = b"\xff"
     if attack.action == "return":
         return raw
-    name = {"set": "metadata", "raise": "label"}[attack.action]
+    name = "label" if attack.action == "raise" else "metadata"
     return b'{"prompt": "1+1=", "label": "2", "' + name.encode() + b'": ' + raw + b"}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from miles_async.scheduling.bounds import Schedule
@@ -106,7 +107,7 @@ VALUES = st.recursive(
 ATTACKS = st.builds(
     Attack,
     entrance=st.sampled_from(ENTRANCES),
-    action=st.sampled_from(["return", "set", "set", "set", "raise"]),
+    action=st.sampled_from(["return", "set", "set", "set", "raise", "cancel"]),
     value=VALUES,
     field=st.sampled_from(FIELDS),
     period=st.integers(2, 5),
@@ -125,6 +126,11 @@ def check_run(attacks: list[Attack], seed: int, schedule: Schedule) -> int:
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.exists() else None) as folder:
         return play(attacks, Path(folder), seed, schedule).struck
+
+
+@pytest.mark.parametrize("entrance", ["generate", "reward", "filter"])
+def test_a_function_that_raises_cancelled_error_fails_only_its_groups(entrance: str, tmp_path: Path) -> None:
+    assert play([Attack(entrance, "cancel", None)], tmp_path, 1, Schedule.FULLY_ASYNC).struck
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

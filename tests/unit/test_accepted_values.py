@@ -13,7 +13,7 @@ import pytest
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.datasets.rows import JsonlRows
-from miles_async.errors import DataRowError, TrajectoryError, UserError
+from miles_async.errors import DataRowError, TrajectoryError
 from miles_async.events import GroupFiltered, decode, encode
 from miles_async.json_values import UnrepresentableError, finite_number, json_value, shown, shown_error
 from miles_async.pipeline.checkpoint import progress_of
@@ -179,19 +179,14 @@ def test_a_reward_that_cannot_be_trained_on_costs_only_its_sample(reward: Any) -
     assert group[0].scalar_reward == 0.5
 
 
-def test_a_dictionary_without_reward_key_ends_the_run_only_if_it_is_the_first_reward() -> None:
+def test_a_dictionary_without_reward_key_costs_only_its_sample() -> None:
     async def function(args: Any, sample: Sample) -> Any:
-        return {"score": 1.0} if sample.index else 1.0
+        return 1.0 if sample.index else {"score": 1.0}
 
-    async def score(*indices: int) -> None:
-        rewarder = Rewarder(function, None, name="my.reward", timeout_seconds=5.0)
-        for index in indices:
-            await rewarder.score(Group([Sample(index=index)]))
-
-    with pytest.raises(UserError, match="set reward_key to one of score"):
-        asyncio.run(score(1))
-    with pytest.raises(TrajectoryError, match=r"sample 1: .*set reward_key to one of score"):
-        asyncio.run(score(0, 1))
+    group = Group([Sample(index=0), Sample(index=1)])
+    with pytest.raises(TrajectoryError, match=r"sample 0: .*set reward_key to one of score") as error:
+        asyncio.run(Rewarder(function, None, name="my.reward", timeout_seconds=5.0).score(group))
+    assert error.value.samples == [group[0]]
 
 
 def sometimes(args: Any, group: Group) -> Any:
@@ -199,7 +194,7 @@ def sometimes(args: Any, group: Group) -> Any:
     return args.verdicts.pop(0)
 
 
-def test_a_filter_that_has_worked_loses_only_the_group_for_which_it_returns_nonsense() -> None:
+def test_a_filter_loses_only_the_group_for_which_it_returns_nonsense() -> None:
     config = run_config(dynamic_sampling_filter_path=f"{__name__}.sometimes")
     verdicts = [Verdict(False, 0.25), Mute(), Verdict(True, Mute())]  # type: ignore[arg-type]
     keep, group = dynamic_filter(config, flat_args(config, verdicts=verdicts)), Group([Sample(index=0)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import TrajectoryError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.builtin import f1, gpqa
@@ -260,7 +260,7 @@ async def test_a_group_reward_of_the_wrong_length_fails_the_group() -> None:
 async def test_a_dictionary_reward_is_kept_completely_and_one_entry_is_trained_on() -> None:
     path = f"{__name__}.both"
     assert await scored("a", custom_rm_path=path, reward_key="style") == [{"acc": 1.0, "style": 0.5}]
-    with pytest.raises(UserError, match="returned a dictionary: set reward_key to one of acc, style"):
+    with pytest.raises(TrajectoryError, match="returned a dictionary: set reward_key to one of acc, style"):
         await scored("a", custom_rm_path=path)
     with pytest.raises(TrajectoryError, match="returned no 'wit'"):
         await scored("a", custom_rm_path=path, reward_key="wit")

@@ -266,12 +266,12 @@ async def test_a_function_may_return_the_segments_of_its_trajectory() -> None:
 
 
 @pytest.mark.parametrize("result", [[], [1], "text", [[Sample()]]])
-async def test_other_results_of_a_function_are_a_user_error(result: Any) -> None:
+async def test_other_results_of_a_function_fail_the_sample(result: Any) -> None:
     async def wrong(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
         return result
 
     async with generating_with(wrong) as (generator, _):
-        with pytest.raises(UserError, match="return the sample, or the list of the samples"):
+        with pytest.raises(TrajectoryError, match="return the sample, or the list of the samples"):
             await generator.generate(Group([Sample(index=0, prompt="Q")]))
 
 

@@ -1,4 +1,4 @@
-"""A user's function that calls `sys.exit`, or raises KeyboardInterrupt, fails like one that raises any exception."""
+"""A user's function that leaves with `sys.exit`, KeyboardInterrupt or CancelledError fails as with any exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.buffer import Buffer
-from miles_async.errors import USER_CODE_ERRORS, TrajectoryError, UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.ports import DataSource
 from miles_async.rewards.grader import grade
@@ -27,10 +27,10 @@ from tests.unit.gym import CHAIN_SUM
 from tests.unit.test_generate_functions import generating_with, one
 from workers.preflight import dynamic_filter, preflight
 
-ESCAPES = [SystemExit(0), KeyboardInterrupt()]
+ESCAPES = [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()]
 
 
-@pytest.fixture(params=ESCAPES, ids=["exit", "interrupt"])
+@pytest.fixture(params=ESCAPES, ids=["exit", "interrupt", "cancellation"])
 def escape(request: pytest.FixtureRequest) -> BaseException:
     error: BaseException = request.param
     return error
@@ -144,5 +144,36 @@ def test_a_function_for_the_warm_start_is_named(module: str) -> None:
         preflight(config, "train_async.py")
 
 
-def test_a_cancellation_is_not_an_error_of_users_code() -> None:
-    assert not issubclass(asyncio.CancelledError, USER_CODE_ERRORS)
+async def wait_forever(*args: Any, **kwargs: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("whole_groups", [False, True])
+async def test_a_reward_that_the_run_cancels_does_not_fail(whole_groups: bool) -> None:
+    rewarder = Rewarder(wait_forever, None, name="mine.wait", timeout_seconds=None, whole_groups=whole_groups)
+    scoring = asyncio.create_task(rewarder.score(Group([Sample(index=0)], feed_index="sample_0_0")))
+    await asyncio.sleep(0)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
+async def test_a_generate_function_that_the_run_cancels_does_not_fail() -> None:
+    async with generating_with(wait_forever) as (generator, _):
+        group = one()
+        generating = asyncio.create_task(generator.generate(group))
+        await asyncio.sleep(0)
+        generating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await generating
+        assert group[0].status is Sample.Status.PENDING
+
+
+async def test_a_rollout_function_that_the_run_cancels_does_not_fail() -> None:
+    source: DataSource = None  # type: ignore[assignment]  # The function ends before it takes a sample.
+    call = call_rollout_function(wait_forever, flat_args(run_config()), 0, source, evaluation=False)
+    rollout = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    rollout.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollout

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from miles_async.errors import USER_CODE_ERRORS
 from miles_async.json_values import shown
 from miles_async.types import Group, Sample
+from miles_async.user_code import USER_CODE_ERRORS
 
 BufferFilter = Callable[[Any, Any, list[Group], int], Sequence[list[Sample]]]
 """`fn(args, rollout_id, buffer, num_samples)` returns groups of `buffer`; `rollout_id` is None, as in slime."""
