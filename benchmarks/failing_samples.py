@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import machine_load, record
+from miles_async.events import GroupGenerated, GroupMoved
+from miles_async.observability.trace.event_log import read_events
 
 COMMAND = [
     *(sys.executable, "train_async.py", "--config", "configs/arithmetic-cpu.yaml", "--no-progress-bar"),
@@ -64,12 +66,11 @@ def play(checkout: Path, share: float, rollouts: int) -> dict[str, Any]:
         summary = json.loads((run / "summary.json").read_text())
         lost = {"filtered", "stale", "nonfinite"}
         generated = discarded = 0
-        for line in (run / "events.jsonl").read_text().splitlines():
-            event = json.loads(line)
-            if event["type"] == "GroupGenerated":
-                generated += event["response_tokens"]
-            elif event["type"] == "GroupMoved" and event.get("reason") in lost:
-                discarded += event["discarded_tokens"]
+        for event in read_events(run / "events.jsonl"):
+            if isinstance(event, GroupGenerated):
+                generated += event.response_tokens
+            elif isinstance(event, GroupMoved) and event.reason in lost:
+                discarded += event.discarded_tokens
         tokens = sum(map(int, sampled.read_text().split()))
     return {
         "failing": share,

@@ -16,7 +16,10 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
-    """The base class of all events. A field with its default value is left out on disk."""
+    """The base class of all events.
+
+    A field that has its default value is left out on disk. So a default never changes: older logs would change with it.
+    """
 
     time: float
     """Wall-clock seconds (`time.time`), so that events of several processes can be compared.

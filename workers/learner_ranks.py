@@ -114,11 +114,12 @@ class LearnerRanks:
         return {rank: call.result() for rank, call in calls.items() if call.exception() is None}
 
     async def _ended_calls(self, call: Callable[[ActorHandle[Any]], Any]) -> dict[int, asyncio.Future[Any]]:
-        """Call a method of all ranks; return the calls that have ended in time, by rank."""
+        """Call a method of all ranks; return the calls that have ended in time, by rank, and forget the others."""
         calls: list[asyncio.Future[Any]] = [asyncio.ensure_future(call(actor)) for actor in self.actors]
-        if calls:
-            await asyncio.wait(calls, timeout=ANSWER_SECONDS)
-        return {rank: ended for rank, ended in enumerate(calls) if ended.done()}
+        ended, late = await asyncio.wait(calls, timeout=ANSWER_SECONDS) if calls else (set(), set())
+        for unanswered in late:
+            unanswered.cancel()
+        return {rank: answer for rank, answer in enumerate(calls) if answer in ended}
 
     def _count_read(self, size: int) -> None:
         self._read_bytes += size

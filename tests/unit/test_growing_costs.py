@@ -104,6 +104,21 @@ def test_metadata_that_a_function_reads_is_converted_again() -> None:
     assert data.position()["metadata"] == {"nested": {"best": 2}}
 
 
+def test_metadata_that_another_thread_changes_during_its_conversion_is_converted_again() -> None:
+    data = open_gym()
+
+    class Changing:
+        """A function changes another value while the text of this one is made."""
+
+        def __str__(self) -> str:
+            data.metadata["first"] = 2
+            return "last"
+
+    data.metadata.update(first=1, last=Changing())
+    assert data.position()["metadata"] == {"first": 1, "last": "last"}
+    assert data.position()["metadata"] == {"first": 2, "last": "last"}
+
+
 async def test_the_store_does_not_write_a_value_again_that_has_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,22 +66,35 @@ async def listening(server: Server) -> AsyncIterator[str]:
     await listener.wait_closed()  # from Python 3.12 on also for the connections, which the event loop would leave open
 
 
+IDLE_RANK = {
+    "dp_rank": 0,
+    "token_usage": 0.0,
+    "num_waiting_reqs": 0,
+    "num_running_reqs": 0,
+    "num_used_tokens": 0,
+    "decode_moments": None,
+}
+"""The load of a rank that has done nothing yet."""
+
+
 async def test_each_rank_of_an_engine_reports_its_load_and_the_tokens_since_its_start() -> None:
-    rank = {"dp_rank": 0, "token_usage": 0.5, "num_waiting_reqs": 3, "decode_moments": [2.0, 8.0, 1.0, 32.0, 4.0, 8.0]}
-    idle = {"dp_rank": 1, "token_usage": 0.0, "num_waiting_reqs": 0, "decode_moments": None}
-    older = {"dp_rank": 2, "token_usage": 0.0, "num_waiting_reqs": 0}
-    answer = {"loads": [rank, idle, older]}
+    busy = {"token_usage": 0.5, "num_waiting_reqs": 3, "num_running_reqs": 2, "num_used_tokens": 50}
+    decoded = {"decode_moments": [2.0, 8.0, 1.0, 32.0, 4.0, 8.0]}
+    cached = {"dp_rank": 1, "num_used_tokens": 20}
+    older = {name: value for name, value in IDLE_RANK.items() if name != "decode_moments"} | {"dp_rank": 2}
+    answer = {"loads": [IDLE_RANK | busy | decoded, IDLE_RANK | cached, older]}
     async with serving({"GET /v1/loads?include=core": answer}) as (url, _):
         fleet = SGLangFleet(url)
         fleet.register_engine(EngineInfo("e", url, 0, 1))
         loads = await fleet._load_of(fleet.address("e"))
         await fleet.close()
     assert [(load.kv_usage, load.queued, load.generated) for load in loads] == [(0.5, 3, 8), (0.0, 0, 0), (0.0, 0, 0)]
+    assert [load.held for load in loads] == [50, 0, 0], "tokens that are only cached do not count"
     assert len({load.source for load in loads}) == 3
 
 
 async def test_an_engine_that_generates_no_token_is_lost_unless_it_is_paused() -> None:
-    idle = {"loads": [{"dp_rank": 0, "token_usage": 0.0, "num_waiting_reqs": 0, "decode_moments": None}]}
+    idle = {"loads": [IDLE_RANK]}
     answers: dict[str, object] = {"GET /v1/loads?include=core": idle, "GET /health_generate": TimeoutError("no token")}
     async with serving(answers) as (url, _):
         fleet = SGLangFleet("http://127.0.0.1:1")

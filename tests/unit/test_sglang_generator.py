@@ -74,8 +74,12 @@ class SlowToEnd:
         return web.json_response({})
 
 
-async def aborts_of_a_group(needed: int) -> tuple[str, list[Any]]:
-    """The id of a request for eight samples, and the aborts that one engine of two receives until the request ends."""
+async def aborts_of_a_group(needed: int, *others: EngineInfo) -> tuple[str, list[Any], bool]:
+    """Abort a request for eight samples.
+
+    Returns the id of the request, the aborts that its engine receives until the request ends, and whether it ends in
+    time.
+    """
     engine = SlowToEnd(needed)
     app = web.Application()
     app.add_routes([web.post("/generate", engine.generate), web.post("/abort_request", engine.abort)])
@@ -86,29 +90,45 @@ async def aborts_of_a_group(needed: int) -> tuple[str, list[Any]]:
             Bytes(),
             SamplingParams(max_new_tokens=9),
             limit=lambda: 8,
-            engines=lambda: [EngineInfo("engine", url, 0, 1)],
+            engines=lambda: [EngineInfo("engine", url, 0, 1), *others],
         )
-        group = Group([Sample(tokens=[1]) for _ in range(8)])
+        group, in_time = Group([Sample(tokens=[1]) for _ in range(8)]), False
         generating = asyncio.create_task(generator.generate(group))
         await engine.begun.wait()
         with suppress(EngineLostError):
             await generator.abort(group)
+            in_time = True
         generating.cancel()
         with suppress(asyncio.CancelledError):
             await generating
         aborts = list(engine.aborts)
         await generator.close()
-    return engine.rid, aborts
+    return engine.rid, aborts, in_time
 
 
 async def test_one_abort_per_engine_ends_all_samples_of_a_group() -> None:
-    rid, aborts = await aborts_of_a_group(needed=1)
+    rid, aborts, _ = await aborts_of_a_group(needed=1)
     assert aborts == [{"rid": f"{rid}_"}]
+
+
+async def test_an_engine_that_hangs_does_not_delay_the_abort_of_a_group_at_another_engine() -> None:
+    continued = asyncio.Event()
+
+    async def hang(http: web.Request) -> web.Response:
+        await continued.wait()
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.post("/abort_request", hang)])
+    async with TestServer(app) as hung:
+        _, _, in_time = await aborts_of_a_group(1, EngineInfo("hung", str(hung.make_url("")).rstrip("/"), 0, 1))
+        continued.set()
+    assert in_time
 
 
 async def test_an_abort_is_repeated_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_generator, "ABORT_TIMEOUT_SECONDS", 1.0)
-    _, aborts = await aborts_of_a_group(needed=1000)
+    _, aborts, _ = await aborts_of_a_group(needed=1000)
     assert 2 <= len(aborts) <= 7
 
 

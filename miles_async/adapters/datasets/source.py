@@ -64,8 +64,10 @@ class BufferedSource:
         self.sample_index = 0
         """Index of the next sample; the numbering continues across epochs."""
         self._metadata: dict[str, Any] = {}
-        self._stored_metadata: dict[str, Any] | None = None
-        """`metadata` as JSON; None if it may have changed since it was converted."""
+        self._stored_metadata: dict[str, Any] = {}
+        """`metadata` as JSON, as it was converted last."""
+        self._metadata_is_stored = True
+        """Whether `metadata` cannot have changed since its conversion began."""
         self._order = self._epoch_order()
 
     @property
@@ -76,7 +78,7 @@ class BufferedSource:
 
     def metadata_changed(self) -> None:
         """See `SeekableSource.metadata_changed`."""
-        self._stored_metadata = None
+        self._metadata_is_stored = False
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Return `num_samples` groups: groups from the buffer first, then new ones.
@@ -181,7 +183,7 @@ class BufferedSource:
             self.epoch_id, self.sample_offset = state["epoch_id"], state["sample_offset"]
             self.sample_index = state["sample_index"]
             # Checkpoints of earlier versions have no metadata.
-            self._metadata, self._stored_metadata = dict(state.get("metadata", {})), None
+            self._metadata, self._metadata_is_stored = dict(state.get("metadata", {})), False
             self._order = self._epoch_order()
             self._buffer.restore(state["buffer"])
 
@@ -196,7 +198,9 @@ class BufferedSource:
 
     def _json_metadata(self) -> dict[str, Any]:
         """Convert `metadata` if that is due. Positions are stored several times a second, and it may be large."""
-        if self._stored_metadata is None:
+        if not self._metadata_is_stored:
+            # Before the conversion, because another thread may change the metadata during it.
+            self._metadata_is_stored = True
             self._stored_metadata = readable_entries(self._metadata)
         return self._stored_metadata
 

@@ -232,7 +232,10 @@ class SGLangGenerator:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_SECONDS):
                 while not stopped():
-                    await asyncio.gather(*map(self._abort_at_engines, requests))
+                    # An engine that hangs does not delay the end of a request at another one.
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(MAX_ABORT_REPEAT_SECONDS):
+                            await asyncio.gather(*map(self._abort_at_engines, requests))
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, MAX_ABORT_REPEAT_SECONDS)
         except TimeoutError as late:

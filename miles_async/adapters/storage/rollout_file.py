@@ -51,8 +51,7 @@ def rollout_path(template: str, rollout_id: int) -> Path:
 def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
     """Write a batch to `path`; missing folders are created.
 
-    Raises OSError if the file cannot be written; an existing file
-    is then unchanged.
+    Raises OSError if the file cannot be written; an existing file is then unchanged.
     """
     samples = [sample for group in groups for sample in group]
     mask = SamplingMask.concatenate(sample.sampling_mask for sample in samples if sample.sampling_mask is not None)
