@@ -22,7 +22,7 @@ class Recycler:
         *,
         first_attempts: int,
     ) -> None:
-        """The run ends if its `first_attempts` attempts fail: the fault is then not in the prompts."""
+        """The run ends if `first_attempts` attempts fail before one succeeds: the fault is then not in the prompts."""
         self._run_state = run_state
         self._data = data
         self._dead_letters = dead_letters
@@ -30,6 +30,8 @@ class Recycler:
         self._first_attempts = first_attempts
         self._failures = 0
         """Failed attempts before the first success."""
+        self._faults = 0
+        """Those of them whose cause was not infrastructure."""
         self._succeeded = False
         self.recycled = 0
         """Number of groups recycled as stale since the run began."""
@@ -37,8 +39,8 @@ class Recycler:
     def fail(self, group: Group, error: str, *, keeps_finished: bool = False, may_pass: bool = False) -> None:
         """End an attempt whose generation, reward or filter failed, as `retry` does.
 
-        `may_pass` means that the cause is infrastructure, which may recover. Raises UserError if as many attempts as a
-        run may begin with have failed for other causes, and no sample has got through.
+        `may_pass` means that the cause is infrastructure, which may recover. Raises UserError if `first_attempts`
+        attempts have failed for other causes, and no sample has succeeded.
         """
         self._succeeded |= self._run_state.ledger.has_finished or (keeps_finished and group.finished_tokens > 0)
         self.retry(group, DropReason.FAILED, error, keeps_finished=keeps_finished)
@@ -49,7 +51,8 @@ class Recycler:
             text = f"every sample of the first group failed: {error}{then}"
             self._run_state.journal.emit(WarningRaised(time=self._run_state.clock.time(), text=text))
         self._failures += 1
-        if not may_pass and self._failures >= self._first_attempts:
+        self._faults += not may_pass
+        if self._faults >= self._first_attempts:
             raise UserError(
                 f"all of the first {self._failures} attempts to generate a group failed; correct the function or the "
                 f"setting that the last error names: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -106,6 +107,16 @@ def test_a_run_goes_on_if_a_group_succeeds_before_the_limit() -> None:
 def test_a_reward_server_that_is_down_is_reported_and_may_come_back() -> None:
     world = BrokenWorld(config=config(), error=InfrastructureError, until=50).run()
     assert warnings_of(world) == [f"every sample of the first group failed: {ERROR}"]
+
+
+def test_failures_of_infrastructure_do_not_count_towards_the_end_of_the_run() -> None:
+    calls = count()
+
+    def error(text: str, samples: list[Sample]) -> TrajectoryError:
+        return (InfrastructureError if next(calls) % 5 else TrajectoryError)(text, samples)
+
+    world = BrokenWorld(config=config(), error=error, until=50).run()
+    assert failed_groups(world) == 50
 
 
 def test_prompts_that_are_too_long_do_not_end_the_run() -> None:

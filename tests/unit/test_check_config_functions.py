@@ -79,16 +79,16 @@ def test_slime_imports_leaves_the_other_modules_of_a_checkout_importable(
     (tmp_path / "slime" / "__init__.py").touch()
     (rewards / "__init__.py").write_text("raise ImportError('slime needs a package that is not installed')\n")
     (rewards / "even.py").write_text(
-        "from .parts import half\n\ndef reward(text):\n    return len(text) == 2 * half(text)\n"
+        "from .parts import half\n\ndef reward(args, text):\n    return len(text) == 2 * half(text)\n"
     )
     (rewards / "parts.py").write_text("def half(text):\n    return len(text) // 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     install_slime_imports()
-    assert load_function("slime.rollout.rm_hub.even.reward", setting="custom_rm_path")("ab")
+    assert load_function("slime.rollout.rm_hub.even.reward", setting="custom_rm_path")(None, "ab")
     assert load_function("slime.rollout.rm_hub.async_rm", setting="custom_rm_path") is rm_hub.async_rm
     slime: Any = importlib.import_module("slime")
     assert slime.utils.types is types
-    assert slime.rollout.rm_hub.even.reward("abcd")
+    assert slime.rollout.rm_hub.even.reward(None, "abcd")
 
 
 @pytest.mark.parametrize("flags, code", [((), 2), (("--slime-imports",), 0)])
