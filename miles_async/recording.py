@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from miles_async.json_values import json_value
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan, trajectories_of
 
 _RANGE = re.compile(r"(\d+)(?:-(\d*))?")
@@ -106,7 +107,7 @@ class GroupRecord:
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:
         """Record a copy of `group`, so that later stages do not change the record."""
         newest = max((span.version for sample in group for span in sample.spans), default=live_version)
-        samples = [replace(sample, metadata=dict(sample.metadata)) for sample in group]
+        samples = [replace(sample, metadata=json_value(sample.metadata)) for sample in group]
         version = max(live_version, newest)
         return GroupRecord(
             feed_index=group.feed_index, prompt=prompt, version=version, seconds=seconds, samples=samples

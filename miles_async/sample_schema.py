@@ -197,8 +197,10 @@ def decode_json(content: bytes | str, schema: type[T]) -> T:
         raise ValueError("the JSON is nested too deep: store it flat, or as text") from None
 
 
-def accept_values(sample: Sample) -> None:
+def accept_values(sample: Sample, *, keeps_objects: bool = False) -> None:
     """Convert all fields of a sample to plain values, after code of a user had the sample.
+
+    With `keeps_objects`, valid metadata keep their objects, which the user's reward function may read.
 
     Raises TrajectoryError that names the first field that cannot be converted. All fields are plain in this case, too:
     a field that was refused is empty, and an entry of the metadata holds the reason.
@@ -218,7 +220,10 @@ def accept_values(sample: Sample) -> None:
     convert("index", _optional_integer, None)
     convert("trajectory", _optional_integer, None)
     entries: list[str] = []
+    given = sample.metadata
     convert("metadata", partial(_metadata, refused=entries), {})
+    if keeps_objects and not entries and not refused:
+        sample.metadata = dict(given)
     refused += [f"its metadata{entry}" for entry in entries]
     convert("prompt", _prompt, "")
     convert("label", json_value, None)

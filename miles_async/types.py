@@ -201,6 +201,7 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, as values that JSON can express if the values of the sample are accepted."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["metadata"] = json_value(self.metadata)
         for name in ("tokens", "rollout_log_probs"):
             values[name] = list(values[name])
         values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)

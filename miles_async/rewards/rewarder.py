@@ -12,7 +12,15 @@ from typing import Any
 import structlog
 
 from miles_async.errors import InfrastructureError, TrajectoryError, is_infrastructure
-from miles_async.json_values import MAX_NUMBER, UnrepresentableError, finite_number, json_value, shown, shown_error
+from miles_async.json_values import (
+    MAX_NUMBER,
+    UnrepresentableError,
+    finite_number,
+    json_value,
+    readable_entries,
+    shown,
+    shown_error,
+)
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
@@ -105,6 +113,8 @@ class Rewarder:
         function finishes for no response. The error names the samples, and all others have their reward. An error of a
         function for whole groups may name no samples.
         """
+        if not self._changes_samples:
+            _convert_metadata(group)
         try:
             errors = await self._scored_with_errors(group)
         except TrajectoryError:
@@ -112,6 +122,8 @@ class Rewarder:
                 with suppress(TrajectoryError):
                     accept_group(group)
             raise
+        if self._changes_samples:
+            _convert_metadata(group)
         raise_first(errors)
 
     async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:
@@ -307,6 +319,12 @@ class Rewarder:
                 [sample],
             )
         return number
+
+
+def _convert_metadata(group: Group) -> None:
+    """Convert the metadata to plain values; the function may have been the last one to read a user's objects."""
+    for sample in group:
+        sample.metadata = readable_entries(sample.metadata)
 
 
 def raise_first(errors: Sequence[TrajectoryError]) -> None:

@@ -281,7 +281,7 @@ class FunctionGenerator:
                 "the list of the samples that are the segments of its trajectory"
             )
         for segment in segments:
-            accept_values(segment)
+            accept_values(segment, keeps_objects=True)
 
     def _segments(self, result: Sample | list[Sample], sample: Sample, number: int) -> list[Sample]:
         """The samples that a function returned for `sample`, without segments in which nothing was sampled."""

@@ -243,3 +243,21 @@ def test_a_posted_value_that_cannot_be_stored_is_refused_before_it_is_recorded(
 
 def test_an_error_message_has_no_half_of_a_surrogate_pair() -> None:
     assert str(TrajectoryError("KeyError: \ud83d")) == "KeyError: ?"
+
+
+async def test_objects_in_metadata_reach_the_reward_of_the_user_and_are_plain_afterwards() -> None:
+    """A generate function may hand a game, or a dictionary with integers as keys, to the reward function."""
+    sample = Sample(index=0, prompt="?", metadata={"moves": {1: "e4"}, "board": Path("board")})
+    accept_values(sample, keeps_objects=True)
+    assert sample.to_dict()["metadata"] == {"moves": {"1": "e4"}, "board": "board"}
+    seen: list[Any] = []
+
+    def reward(args: Any, scored: Sample) -> float:
+        seen.append((scored.metadata["moves"][1], scored.metadata["board"].name))
+        return 1.0
+
+    rewarder = Rewarder(reward, None, name="mine.reward", timeout_seconds=5.0)
+    await rewarder.score(Group([sample], feed_index="sample_0_0"))
+    await rewarder.close()
+    assert seen == [("e4", "board")]
+    assert sample.metadata == {"moves": {"1": "e4"}, "board": "board"}

@@ -13,7 +13,6 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.errors import UserError
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_state import RunState
@@ -110,14 +109,13 @@ def test_a_group_that_a_function_kept_while_its_rollout_worker_was_replaced_wait
     assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
 
 
-def test_a_part_of_a_group_cannot_be_given_back_and_the_function_still_holds_the_group(data: BufferedSource) -> None:
+def test_a_part_of_a_group_that_is_given_back_waits_as_a_complete_group(data: BufferedSource) -> None:
     mine = source(data)
     [group] = mine.get_samples(1)
-    with pytest.raises(UserError, match="group sample_0_0 was returned with 1 samples: return complete groups"):
-        mine.add_samples([group[:1]])
-    assert mine.buffer == []
-    mine.add_samples([group])
-    assert [waiting.feed_index for waiting in mine.buffer] == ["sample_0_0"]
+    indices = [sample.index for sample in group]
+    mine.add_samples([group[:1]])
+    [waiting] = mine.buffer
+    assert (waiting.feed_index, [sample.index for sample in waiting]) == ("sample_0_0", indices)
 
 
 def test_groups_that_a_function_made_are_added_each_time(data: BufferedSource) -> None:
