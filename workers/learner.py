@@ -44,7 +44,7 @@ class LearnerRank:
 
     All calls that touch the model run in one thread, one after the other. Sending weights and writing checkpoints run
     in other threads, beside the next optimizer steps. Each rank sends its own part of the weights. Methods marked "all
-    ranks" contain collective operations: they must be called on all ranks, in the same order. `on_all` does that.
+    ranks" contain collective operations: they must be called on all ranks (`on_all`), and one after the other.
     """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, folder: Path) -> None:

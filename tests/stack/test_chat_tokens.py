@@ -205,6 +205,7 @@ async def test_template_arguments_reach_every_chat(qwen: Path) -> None:
     wanted = expected(qwen, QUESTION, enable_thinking=False)
     assert wanted != expected(qwen, QUESTION)
     thoughtless = {"apply_chat_template_kwargs": {"enable_thinking": False}, "tool_key": "none"}
+    (qwen / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     for renders in (True, False):
         config = run_of(qwen, [QUESTION], apply_chat_template=renders, warm_start_max_steps=1, **thoughtless)
         tokenizer = CheckpointTokenizer.of_run(config.data, str(qwen))
@@ -245,7 +246,7 @@ def test_chats_without_a_template_are_refused_before_the_run_unless_a_function_r
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": None}))
     config = run_of(qwen, [QUESTION])
     tokenizer = CheckpointTokenizer.of_run(config.data, str(qwen))
-    with pytest.raises(UserError, match=r"lists of messages, but the tokenizer in .* has no chat template"):
+    with pytest.raises(UserError, match=r"lists of messages, but the tokenizer of .* has no chat template"):
         open_data(config, tokenizer=tokenizer)
     for setting in ("custom_generate_function_path", "rollout_function_path"):
         mine = run_of(qwen, [QUESTION], **{setting: "mine.function"})

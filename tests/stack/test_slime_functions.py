@@ -117,5 +117,5 @@ def test_a_missing_chat_template_is_reported_before_anything_starts(tmp_path: Pa
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    with pytest.raises(UserError, match=r"apply_chat_template is set, but the tokenizer in .* has no chat template"):
+    with pytest.raises(UserError, match=r"apply_chat_template is set, but the tokenizer of .* has no chat template"):
         source(tmp_path, apply_chat_template=True, hf_checkpoint=str(tmp_path / "plain"))
