@@ -187,6 +187,9 @@ def parse(value: Any, schema: type[T], name: str) -> T:
         where = path.removeprefix("$").removeprefix(".")
         sentence = complaint[:1].lower() + complaint[1:]
         raise TrajectoryError(f"{name}: {where + ': ' if where else ''}{sentence}") from None
+    except UnicodeEncodeError:
+        # A text in place of a number, or a text that is a key.
+        raise TrajectoryError(f"{name}: a text has half of a surrogate pair; send valid UTF-8") from None
 
 
 def decode_json(content: bytes | str, schema: type[T]) -> T:

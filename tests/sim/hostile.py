@@ -139,6 +139,8 @@ class HostileWorld(AgentWorld):
         """Values that were handed in, without those in the data."""
         self.logged: list[bytes] = []
         self.posted: set[str] = set()
+        self.removed: set[str] = set()
+        """Groups that the buffer filter removed without returning them, as the data source reports."""
 
     def attack(self, entrance: str) -> Attack | None:
         """The attack of this call of a function, if it is its turn."""
@@ -217,6 +219,8 @@ class HostileWorld(AgentWorld):
         )
 
     def _report(self, reason: str, sentence: str) -> None:
+        if reason == "buffer_filter_removed":
+            self.removed.add(sentence.split()[3])
         self.journal.emit(DataSkipped(time=0.0, reason=reason, sentence=sentence))
 
     def _on_rollout(self, rollout_id: int) -> None:
@@ -351,7 +355,8 @@ def _judge(world: HostileWorld) -> None:
     trained = [name for batch in world.trainer.batches for name in batch]
     assert len(set(trained)) == len(trained), "no prompt is trained twice"
     live = {group.feed_index for group in world.service.run_state.live_groups}
-    assert world.audit.owed <= live | world.returned | world.dead_letters.prompts, "no prompt is lost"
+    kept = live | world.returned | world.dead_letters.prompts
+    assert world.audit.owed <= kept | world.removed, "no prompt is lost"
     decode = msgspec.json.Decoder(AnyEvent).decode
     assert all(map(decode, world.logged)), "an event cannot be read"
     letters = world.folder / "dead_letters.jsonl"

@@ -21,7 +21,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import metadata_means
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import flat_args
-from miles_async.sample_schema import accept_values, decode_json
+from miles_async.sample_schema import PostedSample, accept_values, decode_json, parse
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
@@ -261,3 +261,9 @@ async def test_objects_in_metadata_reach_the_reward_of_the_user_and_are_plain_af
     await rewarder.close()
     assert seen == [("e4", "board")]
     assert sample.metadata == {"moves": {"1": "e4"}, "board": "board"}
+
+
+@pytest.mark.parametrize("posted", [{"loss_mask": ["\ud8b0"]}, {"\ud8b0": 1}])
+def test_half_a_surrogate_pair_in_place_of_a_number_or_as_a_key_is_an_error_of_the_sample(posted: Any) -> None:
+    with pytest.raises(TrajectoryError, match="sample 3: a text has half of a surrogate pair; send valid UTF-8"):
+        parse(posted, PostedSample, "sample 3")
