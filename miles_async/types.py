@@ -425,12 +425,14 @@ class Group(list[Sample]):
     def versions(self) -> set[int]:
         """The weight versions that sampled tokens of the group.
 
-        Raises TrajectoryError if a sample has no span, because a group of unknown age must not pass as a fresh one.
+        Raises TrajectoryError that names the samples without a span, because a group of unknown age must not pass as a
+        fresh one.
         """
         if not self or not all(sample.spans for sample in self):
             raise TrajectoryError(
                 f"group {self.feed_index}: a sample has no weight-version span; "
-                "the generator must record the version that sampled each token"
+                "the generator must record the version that sampled each token",
+                [sample for sample in self if not sample.spans],
             )
         return {span.version for sample in self for span in sample.spans}
 

@@ -11,13 +11,14 @@ from typing import Any
 import structlog
 
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.json_values import plain_text, shown
 from miles_async.pipeline.collect import BatchCollector, Choose, GroupsBySample
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import SeekableSource
 from miles_async.sample_schema import accept_group
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group, Sample, Verdict
+from miles_async.types import Group, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +124,8 @@ class RolloutSource:
 
     def discard(self, group: Iterable[Sample], reason: str) -> None:
         """Drop a finished group that was generated outside the pipeline. Call it in the rollout function's own call."""
-        self._collector.discard(_accepted(group), Verdict.of(Verdict(False, reason)).reason)
+        text = plain_text(reason) if type(reason) is str else shown(reason)
+        self._collector.discard(_accepted(group), text)
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group of a rollout function that cannot be trained."""
