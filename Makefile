@@ -63,7 +63,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 test: $(READY) browser ## Run all tests (about 13 minutes on two idle cores)
 	@$(VENV_PYTHON) -m pytest tests/stack tests/sim tests/contracts tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
 
-test-unit: $(READY) ## Run the unit tests and the tests of guides (about 20 seconds on two cores)
+test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of guides
 	@$(VENV_PYTHON) -m pytest tests/unit tests/contracts tests/guides $(BOTH_CORES) $(ARGS)
 
 test-stack: $(READY) browser ## Run the tests on the real engines
