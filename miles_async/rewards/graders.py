@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from miles_async.errors import InfrastructureError
+from miles_async.json_values import readable_entries
 from miles_async.rewards.confinement import scrubbed_environment
 from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
@@ -111,7 +112,7 @@ class Graders:
         A process that gave no answer has been killed by then.
         """
         confined = self.memory_bytes is not None
-        request = pickle.dumps([_without_tokens(sample) for sample in samples] if confined else samples)
+        request = _request_of([_without_tokens(sample) for sample in samples] if confined else samples)
         seconds = self.timeout_seconds + (GRACE_SECONDS if self.is_async else 0.0)
         results: list[Any] = []
         try:
@@ -233,6 +234,14 @@ def _end_of(exit_code: int) -> GraderError:
     if exit_code < 0:
         return _KilledError(f"ended its process by signal {-exit_code}")
     return GraderError(f"ended its process with exit code {exit_code}")
+
+
+def _request_of(samples: Sequence[Sample]) -> bytes:
+    try:
+        return pickle.dumps(samples)
+    except Exception:
+        # A generate function may leave any object in the metadata, and most can be pickled.
+        return pickle.dumps([replace(sample, metadata=readable_entries(sample.metadata)) for sample in samples])
 
 
 def _without_tokens(sample: Sample) -> Sample:

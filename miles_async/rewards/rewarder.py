@@ -113,17 +113,15 @@ class Rewarder:
         function finishes for no response. The error names the samples, and all others have their reward. An error of a
         function for whole groups may name no samples.
         """
-        if not self._changes_samples:
-            _convert_metadata(group)
         try:
             errors = await self._scored_with_errors(group)
         except TrajectoryError:
             if self._changes_samples:
                 with suppress(TrajectoryError):
                     accept_group(group)
-            raise
-        if self._changes_samples:
             _convert_metadata(group)
+            raise
+        _convert_metadata(group)
         raise_first(errors)
 
     async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:

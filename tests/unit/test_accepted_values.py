@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from miles_async.json_values import UnrepresentableError, finite_number, json_va
 from miles_async.pipeline.checkpoint import progress_of
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import metadata_means
+from miles_async.rewards import graders
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import PostedSample, accept_values, decode_json, parse
@@ -267,3 +270,13 @@ async def test_objects_in_metadata_reach_the_reward_of_the_user_and_are_plain_af
 def test_half_a_surrogate_pair_in_place_of_a_number_or_as_a_key_is_an_error_of_the_sample(posted: Any) -> None:
     with pytest.raises(TrajectoryError, match="sample 3: a text has half of a surrogate pair; send valid UTF-8"):
         parse(posted, PostedSample, "sample 3")
+
+
+def test_a_sample_with_an_object_that_cannot_be_pickled_reaches_a_grader_as_text() -> None:
+    lock = threading.Lock()
+    kept, sent = pickle.loads(
+        graders._request_of([Sample(metadata={"moves": (1, 2)}), Sample(metadata={"lock": lock})])
+    )
+    assert (kept.metadata["moves"], sent.metadata["lock"]) == ([1, 2], str(lock))
+    [alone] = pickle.loads(graders._request_of(samples[:1]))
+    assert alone.metadata == {"moves": (1, 2)}
