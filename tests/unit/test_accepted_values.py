@@ -274,9 +274,8 @@ def test_half_a_surrogate_pair_in_place_of_a_number_or_as_a_key_is_an_error_of_t
 
 def test_a_sample_with_an_object_that_cannot_be_pickled_reaches_a_grader_as_text() -> None:
     lock = threading.Lock()
-    kept, sent = pickle.loads(
-        graders._request_of([Sample(metadata={"moves": (1, 2)}), Sample(metadata={"lock": lock})])
-    )
+    samples = [Sample(metadata={"moves": (1, 2)}), Sample(metadata={"lock": lock})]
+    kept, sent = pickle.loads(graders._request_of(samples))
     assert (kept.metadata["moves"], sent.metadata["lock"]) == ([1, 2], str(lock))
     [alone] = pickle.loads(graders._request_of(samples[:1]))
     assert alone.metadata == {"moves": (1, 2)}
