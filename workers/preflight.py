@@ -36,7 +36,7 @@ from miles_async.config.derived import (
     trains_on_sampling_masks,
     trains_only,
 )
-from miles_async.config.model_shape import context_length, model_type_of
+from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
@@ -44,7 +44,7 @@ from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
-from miles_async.sample_schema import SampleLimits, accept_group, too_long
+from miles_async.sample_schema import SampleLimits, accept_group, decode_json, too_long
 from miles_async.scheduling.bounds import Schedule
 from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Prompt, Sample, Verdict
@@ -184,15 +184,14 @@ def _prompt_complaint(
         length = len(tokenizer.encode(prompt, tools))
     except (TemplateError, UserError) as error:
         return str(error)
-    response, server = config.rollout.rollout_max_response_len, config.engine.sglang_server_args
-    context = server.get("context_length", context_length(str(tokenizer.folder)))
+    response, context = config.rollout.rollout_max_response_len, context_limit(config)
     if not length:
         return "the prompt has no tokens: write a text"
     if (limit := config.rollout.rollout_max_prompt_len) is not None and length > limit:
         return f"the prompt has {length} tokens, more than rollout_max_prompt_len {limit}: raise it"
     if length >= (longest := longest_sequence(config.learner)):
         return f"the prompt alone has {too_long(length, longest)}"
-    if isinstance(context, int) and length + response > context and not server.get("allow_auto_truncate"):
+    if context is not None and length + response > context:
         return (
             f"the prompt has {length} tokens, and rollout_max_response_len is {response}, more than the {context} "
             "tokens of the model's context together: lower rollout_max_response_len, or shorten the prompts"
@@ -282,8 +281,8 @@ def _files_of_index(folder: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return set(decode_json(index.read_bytes(), _Index).weight_map.values())
+    except ValueError as error:
         raise UserError(f"hf_checkpoint {folder}: {WEIGHT_INDEX} is broken ({error}); copy it again") from error
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from miles_async.config.schema import Model
+from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
 from miles_async.models.plugin import ModelPlugin, ModelShape, plugin_errors
 from miles_async.models.registry import find_plugin, has_plugin
@@ -60,8 +60,17 @@ def balances_experts_by_bias(model: Model) -> bool:
     return "n_routed_experts" in config or "n_routed_experts" in (config.get("text_config") or {})
 
 
-def context_length(hf_checkpoint: str) -> int | None:
-    """The most tokens of a prompt and its response that engines accept; None if `config.json` does not define it."""
+def context_limit(config: RunConfig) -> int | None:
+    """The most tokens of a prompt and its response that the engines of a run accept; None if no limit is known."""
+    server, checkpoint = config.engine.sglang_server_args, config.model.hf_checkpoint
+    if checkpoint is None or server.get("allow_auto_truncate"):
+        return None
+    limit = server.get("context_length", _context_length(checkpoint))
+    return limit if isinstance(limit, int) else None
+
+
+def _context_length(hf_checkpoint: str) -> int | None:
+    """The context of the model in tokens; None if `config.json` does not define it."""
     config = _read_config(hf_checkpoint)
     config = config if "max_position_embeddings" in config else config.get("text_config") or {}
     if (positions := config.get("max_position_embeddings")) is None:

@@ -37,8 +37,8 @@ from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCo
 from miles_async.types import DropReason, Group, SampleStatus, Verdict, trajectories_of
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
-"""Delay before a group is fed again whose engine or router was lost, or whose requests an engine aborted on its own:
-the next health check has to notice the loss."""
+"""Delay before a group is requeued after its engine or router was lost, or after an engine aborted its requests on its
+own. The next health check has to notice the loss."""
 
 
 class Outcome(Enum):
@@ -316,7 +316,7 @@ class Producer:
             if self._stopping or self._aborts != aborts_before or sequence in self._overdue:
                 self._feed_aborted_again(group)
             else:
-                # Without a pause and a limit, the group would be fed again for ever, thousands of times a second.
+                # Without a pause and a limit, the group would be requeued forever, thousands of times a second.
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
                 sentence = "its requests ended with an abort that the run did not ask for"
                 self._recycler.retry(group, DropReason.ABORTED, sentence, keeps_finished=True)

@@ -69,7 +69,8 @@ class RolloutSource:
 
         A group may be new, taken with `get_samples`, or collected with `drain_stream` or `collect_batch`; new lists and
         copies of its samples stand for it. A group that the function no longer holds, because it returned the group or
-        gave it back before, is not added a second time. Raises UserError if a group is incomplete.
+        gave it back before, is not added a second time. A taken or collected group gets the samples back that it lacks.
+        Raises UserError if any other group is incomplete.
         """
         groups = [_accepted(group) for group in samples]
         with self._run_state.journal.data_lock:

@@ -139,9 +139,10 @@ class Rewarder:
                 segment.reward = result
         unscored = {id(sample) for error in errors for sample in error.samples}
         for sample in group:
+            if id(sample) in unscored:
+                continue
             try:
-                if id(sample) not in unscored:
-                    sample.reward, sample.reward_key = self._checked(sample, sample.reward)
+                sample.reward, sample.reward_key = self._checked(sample, sample.reward)
             except TrajectoryError as error:
                 sample.reward = None
                 errors.append(error)

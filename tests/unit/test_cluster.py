@@ -50,6 +50,22 @@ class Actor:
     async def _answer(self, *arguments: Any) -> None: ...
 
 
+def surroundings_with(*engines: EngineInfo) -> Surroundings:
+    return Surroundings(
+        checkpoint="",
+        router_url="",
+        router_key="",
+        engines=engines,
+        engine_urls=(),
+        engine_actors={},
+        router_actor=None,
+        learner_ranks=[],
+        weight_transports=[],
+        began_with=None,
+        learner_checkpoint=None,
+    )
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """A running cluster with one engine, whose actors do nothing."""
@@ -168,19 +184,7 @@ def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
     monkeypatch.setattr(module, "ADDRESS_SECONDS", 0.01)
     stopped: Any = SimpleNamespace(info=SimpleNamespace(remote=asyncio.Event().wait))
     cluster._engine_actors["engine-0"] = [stopped]
-    cluster.surroundings = Surroundings(
-        checkpoint="",
-        router_url="",
-        router_key="",
-        engines=[last],
-        engine_urls=(),
-        engine_actors={},
-        router_actor=None,
-        learner_ranks=[],
-        weight_transports=[],
-        began_with=None,
-        learner_checkpoint=None,
-    )
+    cluster.surroundings = surroundings_with(last)
     assert asyncio.run(cluster._current_surroundings()).engines == [last]
 
 
@@ -217,19 +221,7 @@ def with_engines(cluster: Cluster) -> dict[str, EngineActor]:
     handles._engine_actors = {name: [actor] for name, actor in actors.items()}
     handles._engine_devices = dict.fromkeys(actors, *handles._engine_devices.values())
     handles.probes |= {name: Actor() for name in actors}
-    handles.surroundings = Surroundings(
-        checkpoint="",
-        router_url="",
-        router_key="",
-        engines=[],
-        engine_urls=(),
-        engine_actors={},
-        router_actor=None,
-        learner_ranks=[],
-        weight_transports=[],
-        began_with=None,
-        learner_checkpoint=None,
-    )
+    handles.surroundings = surroundings_with()
     return actors
 
 

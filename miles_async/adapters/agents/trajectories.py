@@ -141,7 +141,7 @@ class TrajectoryBuffer:
             self._log.forget_key(oldest)
 
     def _group_of(self, posted: Any, lookup: Callable[[str], list[Sample]], claim: Callable[[str], None]) -> Group:
-        """Check a posted group, and close its sessions. Raises as `add`."""
+        """Check a posted group, and close its sessions. Raises the errors of `add`."""
         if not isinstance(posted, list) or len(posted) != self._group_size:
             count = len(posted) if isinstance(posted, list) else 0
             raise InvalidRequestError(f"a group has n_samples_per_prompt={self._group_size} samples, not {count}")

@@ -16,7 +16,7 @@ from miles_async.config.derived import (
     reference_batching,
     restarts_learner,
 )
-from miles_async.config.model_shape import config_complaint, context_length, model_type_of
+from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
 from miles_async.config.objectives import clip_range, clips_ratios, compares_with_sampling_policy, policy_objective
 from miles_async.config.schema import RunConfig
 from miles_async.models.registry import has_plugin, missing_plugin
@@ -33,7 +33,7 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
     elif (complaint := _unusable("hf_checkpoint", checkpoint)) is not None:
         yield complaint
     else:
-        yield from _context(config, checkpoint)
+        yield from _context(config)
         model_type = model_type_of(checkpoint)
         if not config.debug.debug_rollout_only and model_type is not None and not has_plugin(model_type):
             yield f"hf_checkpoint {checkpoint}: {missing_plugin(model_type)}"
@@ -49,11 +49,10 @@ def _unusable(setting: str, folder: str) -> str | None:
     return None if complaint is None else f"{setting} {folder}: {complaint}"
 
 
-def _context(config: RunConfig, checkpoint: str) -> Iterator[str]:
+def _context(config: RunConfig) -> Iterator[str]:
     """Engines refuse a request if the prompt and the longest allowed response exceed the context of the model."""
-    server = config.engine.sglang_server_args
-    context, rollout = server.get("context_length", context_length(checkpoint)), config.rollout
-    if not generates(config) or not isinstance(context, int) or server.get("allow_auto_truncate"):
+    context, rollout = context_limit(config), config.rollout
+    if not generates(config) or context is None:
         return
     lengths = {"rollout_max_response_len": rollout.rollout_max_response_len}
     for name, dataset in rollout.eval_datasets.items():
