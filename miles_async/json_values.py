@@ -37,7 +37,7 @@ def json_value(value: Any, depth: int = MAX_DEPTH) -> Any:
     """
     # The exact types come first, because most values have one of them.
     kind = type(value)
-    if value is None or kind in (bool, float):
+    if value is None or kind in (bool, float) or (kind is int and value in _INT64):
         return value
     if kind is str:
         return plain_text(value)
@@ -108,7 +108,9 @@ def finite_number(value: Any) -> float | None:
 
     Returns None for anything else, and for numbers beyond `MAX_NUMBER`.
     """
-    # Almost all values are floats, and `isinstance` is slow with an abstract class such as `Real`.
+    # Almost all values are floats or None, and `isinstance` is slow with an abstract class such as `Real`.
+    if value is None:
+        return None
     if type(value) is float:
         return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     try:

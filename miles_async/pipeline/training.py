@@ -121,10 +121,13 @@ def metadata_means(samples: Sequence[Sample]) -> dict[str, float]:
     """
     means = {}
     for name in ("raw_reward", "round_number"):
-        numbers = [finite_number(sample.metadata.get(name)) for sample in samples]
-        known = [number for number in numbers if number is not None]
-        if samples and len(known) == len(samples):
-            means[name] = fmean(known)
+        numbers: list[float] = []
+        for sample in samples:
+            if (number := finite_number(sample.metadata.get(name))) is None:
+                break
+            numbers.append(number)
+        if samples and len(numbers) == len(samples):
+            means[name] = fmean(numbers)
     return means
 
 

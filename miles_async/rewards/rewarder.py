@@ -289,7 +289,7 @@ class Rewarder:
 
     def _checked(self, sample: Sample, reward: Any) -> tuple[Any, str | None]:
         """Return the validated reward, and the key of the entry that counts if the reward is a dictionary."""
-        if not isinstance(reward, Mapping):
+        if type(reward) is float or not isinstance(reward, Mapping):
             return self._number(sample, reward), None
         try:
             reward = json_value(reward)
