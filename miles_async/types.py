@@ -25,6 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miles_async.errors import TrajectoryError
+from miles_async.identity import identity_set
 from miles_async.json_values import json_value, plain_text, shown
 
 if TYPE_CHECKING:
@@ -297,11 +298,17 @@ def _without_slime_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def trajectories_of(samples: Iterable[Sample]) -> list[list[Sample]]:
     """The samples by trajectory, in the order of their first segments."""
-    trajectories: dict[tuple[str, int], list[Sample]] = {}
+    trajectories: list[list[Sample]] = []
+    by_number: dict[int, list[Sample]] = {}
     for sample in samples:
-        key = ("sample", id(sample)) if sample.trajectory is None else ("trajectory", sample.trajectory)
-        trajectories.setdefault(key, []).append(sample)
-    return list(trajectories.values())
+        if sample.trajectory is None:
+            trajectories.append([sample])
+        elif (segments := by_number.get(sample.trajectory)) is not None:
+            segments.append(sample)
+        else:
+            by_number[sample.trajectory] = segments = [sample]
+            trajectories.append(segments)
+    return trajectories
 
 
 class Group(list[Sample]):
@@ -461,9 +468,9 @@ class Group(list[Sample]):
 
     def leave_out(self, samples: Sequence[Sample]) -> None:
         """Remove all segments of failed trajectories, so that the group can be trained. `put_back` undoes it."""
-        failed = set(map(id, samples))
-        self.missing += [sample for sample in self if id(sample) in failed]
-        self[:] = [sample for sample in self if id(sample) not in failed]
+        failed = identity_set(samples)
+        self.missing += [sample for sample in self if sample in failed]
+        self[:] = [sample for sample in self if sample not in failed]
 
     def complete(self, prompts: Sequence[Sample]) -> None:
         """Add pending copies of those `prompts` that the group lacks to `missing`.

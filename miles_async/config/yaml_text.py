@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 from yaml import YAMLError
 
+from miles_async.identity import IdentityMap
+
 __all__ = ["YAMLError", "dump_yaml", "parse_yaml"]
 
 _CORE_SCHEMA = (
@@ -66,7 +68,7 @@ def parse_yaml(text: str) -> Any:
         loader = _Loader(text)
         if (node := loader.get_single_node()) is None:
             return None
-        if _count(node, {}) > _MAX_VALUES:
+        if _count(node, IdentityMap()) > _MAX_VALUES:
             raise YAMLError(
                 f"the text has more than {_MAX_VALUES:,} values, counting those that aliases repeat: shorten it"
             )
@@ -81,20 +83,20 @@ def parse_yaml(text: str) -> Any:
             loader.dispose()
 
 
-def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+def _count(node: yaml.Node, counts: IdentityMap[yaml.Node, int]) -> int:
     """The number of values in a node. Counts each shared node once, because aliases can repeat it without end.
 
-    `counts` has the nodes that were counted before, by identity, with 0 for those that contain `node`.
+    `counts` has the nodes that were counted before, with 0 for those that contain `node`.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1
-    if counts.get(id(node)) == 0:
+    if counts.get(node) == 0:
         raise yaml.composer.ComposerError(None, None, "an alias refers to what contains it: remove it", node.start_mark)
-    if id(node) not in counts:
-        counts[id(node)] = 0
+    if node not in counts:
+        counts[node] = 0
         parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
-        counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
-    return counts[id(node)]
+        counts[node] = 1 + sum(_count(part, counts) for part in parts)
+    return counts[node]
 
 
 def dump_yaml(value: Any) -> str:

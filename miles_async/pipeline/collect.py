@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, GroupGenerated, QueueChanged
+from miles_async.identity import IdentityMap
 from miles_async.json_values import shown
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.recycle import Recycler
@@ -261,9 +262,9 @@ class BatchCollector:
     def _choose(self, choose: Choose, groups: list[Group], size: int) -> list[Group]:
         """Keep the first `size` groups in the order of the over-sampling filter, and drop the others."""
         # By identity: a filter may return the groups in another order, several times, or leave some out.
-        positions = {id(group): position for position, group in enumerate(groups)}
+        positions = IdentityMap((group, position) for position, group in enumerate(groups))
         try:
-            order = [positions[id(group)] for group in choose(list(groups)) if id(group) in positions]
+            order = [positions[group] for group in choose(list(groups)) if group in positions]
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything, and may return something that is not a list of groups.
             raise UserError(
@@ -303,10 +304,10 @@ class GroupsBySample:
     """Finds the group to which given samples belong: the same objects, or copies with the same indices."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
-        self._by_object: dict[int, Group] = {}
+        self._by_object: IdentityMap[Sample, Group] = IdentityMap()
         self._by_index: dict[int, Group] = {}
         for group in groups:
-            self._by_object |= {id(sample): group for sample in group}
+            self._by_object.update((sample, group) for sample in group)
             self._by_index |= {sample.index: group for sample in group if sample.index is not None}
 
     def find(self, samples: Group) -> Group | None:
@@ -315,5 +316,5 @@ class GroupsBySample:
         return first if all(other is first for other in others) else None
 
     def _group_of(self, sample: Sample) -> Group | None:
-        group = self._by_object.get(id(sample))
+        group = self._by_object.get(sample)
         return group if group is not None or sample.index is None else self._by_index.get(sample.index)

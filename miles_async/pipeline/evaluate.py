@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
+from miles_async.identity import identity_set
 from miles_async.json_values import finite_number, plain_text, shown
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.score import score
@@ -174,8 +175,8 @@ class Evaluator:
             failed = []
         else:
             failures.wrong = error
-        zero = set(map(id, failed))
-        answered = Group((one for one in group if id(one) not in zero), feed_index=group.feed_index)
+        zero = identity_set(failed)
+        answered = Group((one for one in group if one not in zero), feed_index=group.feed_index)
         with self.run_state.working():
             unscored = await self._score(answered, eval_set.rewarder or self.rewarder)
         failures.missing = failures.missing or unscored

@@ -10,6 +10,7 @@ from weakref import ref
 
 from miles_async.errors import LedgerError
 from miles_async.events import GroupFiltered, GroupMoved, SampleDiscarded
+from miles_async.identity import WeakIdentityMap
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
@@ -26,8 +27,6 @@ class TakenGroup(NamedTuple):
     """The group as it was when it was taken."""
     samples: list[ref[Sample]]
     """The samples that the function received."""
-    identities: list[int]
-    """The `id` of each of these samples."""
     version: int
     """The live weight version when it was taken."""
     time: float
@@ -37,10 +36,6 @@ class TakenGroup(NamedTuple):
     def in_use(self) -> bool:
         """Whether anything still refers to one of the samples."""
         return any(sample() is not None for sample in self.samples)
-
-    def contains(self, sample: Sample) -> bool:
-        """Whether the function received `sample` itself, and not a copy of it."""
-        return any(taken() is sample for taken in self.samples)
 
 
 class _StoredSamples(NamedTuple):
@@ -94,9 +89,8 @@ class RunState:
         """Live groups by sequence number."""
         self._taken: dict[str, TakenGroup] = {}
         """Groups that a rollout function took, by feed index."""
-        self._taken_samples: dict[int, str] = {}
-        """The feed index of the taken group of each sample, by identity of the sample. Another object may have the
-        identity after the sample is gone."""
+        self._taken_samples: WeakIdentityMap[Sample, str] = WeakIdentityMap()
+        """The feed index of the taken group of each sample. The function alone decides how long the sample lives."""
         self._collected: dict[int, Group] = {}
         """Groups that a rollout function collected and has neither returned nor given back, by sequence number."""
         self._given_back: list[tuple[Group, Group]] = []
@@ -137,10 +131,9 @@ class RunState:
             samples_taken = [ref(sample) for sample in group]
             now = self.clock.monotonic()
             self._forget_taken(group.feed_index)
-            self._taken[group.feed_index] = TakenGroup(
-                copy, samples_taken, list(map(id, group)), self.live_version, now
-            )
-            self._taken_samples.update(dict.fromkeys(map(id, group), group.feed_index))
+            self._taken[group.feed_index] = TakenGroup(copy, samples_taken, self.live_version, now)
+            for sample in group:
+                self._taken_samples[sample] = group.feed_index
             self._handed_on.discard(group.feed_index)
             self.journal.owe(copy)
 
@@ -157,16 +150,15 @@ class RunState:
     def _forget_taken(self, feed_index: str) -> TakenGroup | None:
         """Remove and return the taken group of this name, if there is one."""
         taken = self._taken.pop(feed_index, None)
-        for identity in () if taken is None else taken.identities:
-            # Another taken group may have got the identity of a sample that is gone.
-            if self._taken_samples.get(identity) == feed_index:
-                del self._taken_samples[identity]
+        for sample in () if taken is None else filter(None, (taken_sample() for taken_sample in taken.samples)):
+            # The function may have put the sample into another group that it took.
+            if self._taken_samples.get(sample) == feed_index:
+                self._taken_samples.pop(sample)
         return taken
 
     def _taken_with(self, sample: Sample) -> TakenGroup | None:
-        """The taken group that contains `sample` itself."""
-        taken = self._taken.get(self._taken_samples.get(id(sample), ""))
-        return taken if taken is not None and taken.contains(sample) else None
+        """The taken group that contains `sample` itself, and not a copy of it."""
+        return self._taken.get(self._taken_samples.get(sample) or "")
 
     @property
     def collected_groups(self) -> list[Group]:

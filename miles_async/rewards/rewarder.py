@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from miles_async.errors import InfrastructureError, TrajectoryError, is_infrastructure
+from miles_async.identity import identity_set
 from miles_async.json_values import (
     MAX_NUMBER,
     UnrepresentableError,
@@ -137,9 +138,9 @@ class Rewarder:
                 continue
             for segment in segments:
                 segment.reward = result
-        unscored = {id(sample) for error in errors for sample in error.samples}
+        unscored = identity_set(sample for error in errors for sample in error.samples)
         for sample in group:
-            if id(sample) in unscored:
+            if sample in unscored:
                 continue
             try:
                 sample.reward, sample.reward_key = self._checked(sample, sample.reward)

@@ -21,6 +21,7 @@ from miles_async.config.derived import min_samples_per_group
 from miles_async.config.objectives import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
@@ -168,19 +169,19 @@ class RolloutFunctionAdapter:
         return valid, sentence
 
     async def _complete(
-        self, group: Group, refused: Mapping[int, TrajectoryError], version: int | None, source: RolloutSource
+        self, group: Group, refused: Mapping[Sample, TrajectoryError], version: int | None, source: RolloutSource
     ) -> TrajectoryError | None:
         """Check a group and add what is missing. Return the error if the group cannot be trained.
 
-        `refused` has the errors of samples whose values were refused, by `id`. Samples without weight versions get the
+        `refused` has the errors of samples whose values were refused. Samples without weight versions get the
         version that was live when their prompt was taken, or else `version`.
         """
         try:
             self._leave_out_failed(group)
             group.share_rewards()
             for sample in group:
-                if id(sample) in refused:
-                    return refused[id(sample)]
+                if sample in refused:
+                    return refused[sample]
                 check_columns(sample, self._limits, source.trainer_version)
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
                     sample.reward_key = self._rollout.reward_key
@@ -271,7 +272,8 @@ def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[
 
     A flat list is grouped by sample index if every sample has one, else in order. In a list for one group, a list
     within it holds the segments of one trajectory. Raises UserError that names the sample if a group has more than
-    `n_samples_per_prompt` or fewer than `min_samples` trajectories. The contents of the samples are not checked.
+    `n_samples_per_prompt` or fewer than `min_samples` trajectories, or a sample twice. The contents of the samples are
+    not checked.
     """
     if not isinstance(result, Sequence):
         raise UserError(f"the rollout function returned a {type(result).__name__}: return a list of groups")
@@ -280,6 +282,11 @@ def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[
     else:
         groups = [_group(item, position) for position, item in enumerate(result)]
     for group in groups:
+        if len(identity_set(group)) < len(group):
+            raise UserError(
+                f"the rollout function returned a sample twice in the group of sample {group[0].index} "
+                f"({group.feed_index}): return a separate sample for each response"
+            )
         if not min_samples <= (count := len(group.trajectories)) <= n_samples_per_prompt:
             raise UserError(
                 f"the rollout function returned {count} samples in the group of sample {group[0].index} "
@@ -289,16 +296,16 @@ def as_groups(result: Any, n_samples_per_prompt: int, min_samples: int) -> list[
     return groups
 
 
-def _refused(result: Any) -> dict[int, TrajectoryError]:
+def _refused(result: Any) -> IdentityMap[Sample, TrajectoryError]:
     """Accept the values of all samples of a result; see `RolloutFunctionAdapter._complete`."""
     if isinstance(result, Sample):
         try:
             accept_values(result)
         except TrajectoryError as error:
-            return {id(result): error}
-    errors: dict[int, TrajectoryError] = {}
+            return IdentityMap([(result, error)])
+    errors: IdentityMap[Sample, TrajectoryError] = IdentityMap()
     for entry in result if isinstance(result, list | tuple) else ():
-        errors |= _refused(entry)
+        errors.update(_refused(entry))
     return errors
 
 

@@ -38,6 +38,7 @@ from miles_async.errors import (
     UserError,
     is_infrastructure,
 )
+from miles_async.identity import IdentityMap
 from miles_async.json_values import shown, shown_type
 from miles_async.rollout.contract import Arguments, complete
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns
@@ -91,9 +92,8 @@ class FunctionGenerator:
         self._on_discarded = on_discarded
         self._engines_abort = engines_abort
         self._limits = limits
-        self._running: dict[int, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = {}
-        """The samples that are being generated and their tasks, by `id` of the group, which its call of `generate`
-        holds."""
+        self._running: IdentityMap[Group, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = IdentityMap()
+        """The samples of each group that are being generated, and their tasks."""
 
     @property
     def in_flight(self) -> int:
@@ -126,14 +126,14 @@ class FunctionGenerator:
                 asyncio.create_task(self._generate_sample(group, root, i, chosen))
                 for i, root in zip(unfinished, roots, strict=True)
             ]
-            self._running[id(group)] = roots, tasks
+            self._running[group] = roots, tasks
             try:
                 # Every task is awaited before a failure is raised, so that none changes the group afterwards.
                 outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             finally:
                 for task in tasks:
                     task.cancel()
-                del self._running[id(group)]
+                del self._running[group]
         for i, outcome in zip(unfinished, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 trajectories[i] = outcome
@@ -153,7 +153,7 @@ class FunctionGenerator:
         if group is None:
             stopped = list(self._running.values())
         else:
-            stopped = [running] if (running := self._running.get(id(group))) else []
+            stopped = [running] if (running := self._running.get(group)) else []
         tasks = [task for _, tasks in stopped for task in tasks]
         samples = [sample for members, _ in stopped for sample in members]
         # Requests end first: most functions return as soon as their request does. The functions whose requests an

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from miles_async.config.user_functions import load_function
+from miles_async.identity import identity_set
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, failed_trajectories
 from miles_async.rollout.rm_hub import async_rm, batched_async_rm
@@ -180,8 +182,8 @@ async def _generate_and_score(
         return
     # A generate function may have set rewards. A reward for whole groups needs all samples that did not fail.
     group.share_rewards()
-    failed = {id(sample) for segments in failed_trajectories(group) for sample in segments}
-    unscored = Group((sample for sample in group if id(sample) not in failed), feed_index=group.feed_index)
+    failed = identity_set(chain.from_iterable(failed_trajectories(group)))
+    unscored = Group((sample for sample in group if sample not in failed), feed_index=group.feed_index)
     if not args.group_rm:
         unscored[:] = [sample for sample in unscored if sample.reward is None]
     if any(sample.reward is None for sample in unscored):

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from miles_async.events import EventSink, GroupReplayed
+from miles_async.identity import IdentityMap
 from miles_async.ports import Clock, Generator
 from miles_async.recording import GroupRecord, Recording, SkipAction, is_first_attempt, is_generated
 from miles_async.skip.base import CannotSkipError
@@ -64,8 +65,8 @@ class SkippingGenerator:
         """Remaining groups of the batch that is being replayed, by feed index; None if no batch is being replayed."""
         self._grace_ends = 0.0
         """Time at which groups that are not in the recorded batch are generated."""
-        self._abort_signals: dict[int, asyncio.Future[None]] = {}
-        """One future per group that the live generator does not hold, by `id(group)`; an abort resolves the future."""
+        self._abort_signals: IdentityMap[Group, asyncio.Future[None]] = IdentityMap()
+        """One future per group that the live generator does not hold; an abort resolves the future."""
         self._recording: set[asyncio.Future[None]] = set()
         """One future per group that is being generated and will be recorded; resolved when its generation ends."""
         self._interrupted: set[str] = set()
@@ -88,13 +89,13 @@ class SkippingGenerator:
             await self._live.generate(group)
             return
         began = self._clock.monotonic()
-        self._abort_signals[id(group)] = asyncio.get_running_loop().create_future()
+        self._abort_signals[group] = asyncio.get_running_loop().create_future()
         try:
             record = await self._recorded_or_generated(group)
             if record is not None:
                 await self._replay(group, record, began)
         finally:
-            self._abort_signals.pop(id(group), None)
+            self._abort_signals.pop(group, None)
 
     async def abort(self, group: Group | None = None) -> None:
         if group is None:
@@ -103,7 +104,7 @@ class SkippingGenerator:
             if self._recording:
                 await asyncio.wait(self._recording, timeout=self._drain_seconds)
             await self._live.abort()
-        elif (signal := self._abort_signals.get(id(group))) is not None:
+        elif (signal := self._abort_signals.get(group)) is not None:
             self._interrupted.add(group.feed_index)
             _resolve(signal)
         else:
@@ -162,7 +163,7 @@ class SkippingGenerator:
 
     async def _generate(self, group: Group) -> list[GroupRecord]:
         """Generate the group. Returns its record, or an empty list if the group did not finish."""
-        if self._abort_signals.pop(id(group)).done():
+        if self._abort_signals.pop(group).done():
             _mark_aborted(group)
             return []
         began, prompt = self._clock.monotonic(), prompt_hash(group)
@@ -195,7 +196,7 @@ class SkippingGenerator:
 
     async def _aborted_within(self, group: Group, seconds: float) -> bool:
         """Wait `seconds`, or until the group is aborted. Returns whether the group was aborted, and marks it if so."""
-        aborted = self._abort_signals[id(group)]
+        aborted = self._abort_signals[group]
         timer = asyncio.ensure_future(self._clock.sleep(max(0.0, seconds)))
         try:
             await asyncio.wait([aborted, timer], return_when=asyncio.FIRST_COMPLETED)

@@ -191,6 +191,12 @@ def test_a_group_of_the_wrong_size_is_reported_with_its_sample() -> None:
         as_groups([[finished(4), finished(5), finished(6)]], 2, 2)
 
 
+def test_a_sample_that_stands_for_two_responses_is_refused() -> None:
+    sample = finished(4)
+    with pytest.raises(UserError, match=r"a sample twice in the group of sample 4"):
+        as_groups([[sample, sample]], 2, 2)
+
+
 def test_wrong_lengths_are_reported_with_their_sample() -> None:
     mask, logprobs, tokens = finished(6), finished(7), finished(8)
     mask.loss_mask = [1]

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import shown
 from miles_async.types import Group, Sample
 from miles_async.user_code import USER_CODE_ERRORS
@@ -53,32 +54,35 @@ class Buffer:
         if self._choose is pop_first:
             return self._take_first(num_samples)
         # A filter may remove groups from the list in place, so the contents are remembered before it runs.
-        before = {_key(group): group for group in self._groups}
+        # A group is known by its first sample: a filter may copy the list, as slime code does, but not the samples.
+        before = IdentityMap((group[0], group) for group in self._groups)
         offered = list(self._groups)
         try:
-            picked = [_key(group) for group in self._choose(self._args, None, offered, num_samples)]
-            left = {_key(group) for group in offered}
+            picked = [group[0] for group in self._choose(self._args, None, offered, num_samples)]
+            left = identity_set(group[0] for group in offered)
         except USER_CODE_ERRORS as error:
             # User code can raise any exception. Its changes to the list have no effect.
             self._report(
                 "buffer_filter_raised", f"buffer_filter_path raised {shown(error)}: the oldest groups are used instead"
             )
             return self._take_first(num_samples)
-        if unknown := [key for key in picked if key not in before]:
+        if unknown := [first for first in picked if first not in before]:
             self._report(
                 "buffer_filter_unknown", f"buffer_filter_path returned {len(unknown)} groups that are not in the buffer"
             )
-        chosen = [key for key in dict.fromkeys(picked) if key in before]
-        for key, group in before.items():
-            if key not in left and key not in chosen:
+        chosen = [first for first in identity_set(picked) if first in before]
+        returned = identity_set(chosen)
+        for first, group in before.items():
+            if first not in left and first not in returned:
                 self._report(
                     "buffer_filter_removed", f"buffer_filter_path removed group {group.feed_index} without returning it"
                 )
         # Groups beyond `num_samples` stay in the buffer, even if the filter removed them from the list.
-        surplus = chosen[num_samples:]
-        kept = left.difference(chosen).union(surplus)
-        self._groups = deque(group for key, group in before.items() if key in kept)
-        return [before[key] for key in chosen[:num_samples]]
+        taken = identity_set(chosen[:num_samples])
+        surplus = identity_set(chosen[num_samples:])
+        kept = (first for first in before if first in surplus or (first in left and first not in taken))
+        self._groups = deque(before[first] for first in kept)
+        return [before[first] for first in taken]
 
     def groups(self) -> list[Group]:
         """The waiting groups, in order."""
@@ -98,8 +102,3 @@ class Buffer:
     def _take_first(self, num_samples: int) -> list[Group]:
         """Remove and return the oldest groups, without a look at the others."""
         return [self._groups.popleft() for _ in range(min(num_samples, len(self._groups)))]
-
-
-def _key(group: list[Sample]) -> int:
-    """Identify a group by its first sample: a filter may copy the list, as slime code does, but not the samples."""
-    return id(group[0])

@@ -25,6 +25,7 @@ from miles_async.adapters.sglang.plugin import EACH_SAMPLE
 from miles_async.adapters.sglang.response import extend
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
+from miles_async.identity import IdentityMap
 from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
 from miles_async.types import Group, Prompt, Sample, SampleStatus
 
@@ -158,8 +159,8 @@ class SGLangGenerator:
         # Request ids have to be unique among all clients of the engines.
         self._id_prefix = uuid.uuid4().hex
         self._request_numbers = itertools.count()
-        self._calls: dict[int, _GenerateCall] = {}
-        """By `id` of the group: the names of a group are not unique, because a recycled group keeps some of them."""
+        self._calls: IdentityMap[Group, _GenerateCall] = IdentityMap()
+        """By the group itself: the names of a group are not unique, because a recycled group keeps some of them."""
         self._abandoned: set[asyncio.Task[None]] = set()
         """Aborts of requests whose caller was cancelled."""
 
@@ -187,7 +188,7 @@ class SGLangGenerator:
             if not sample.tokens:
                 # SGLang's scheduler would crash, and all other requests of the engine would be lost.
                 raise TrajectoryError(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
-        call = self._calls[id(group)] = _GenerateCall(group.sequence)
+        call = self._calls[group] = _GenerateCall(group.sequence)
         posts = [
             self._post(call, samples, chosen.body(budget)) for budget, samples in self._requests(unfinished, chosen)
         ]
@@ -202,7 +203,7 @@ class SGLangGenerator:
                 abort.add_done_callback(self._abandoned.discard)
             raise
         finally:
-            del self._calls[id(group)]
+            del self._calls[group]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -218,10 +219,10 @@ class SGLangGenerator:
                 await self._abort_until(lambda: not self._permits.taken, [{"abort_all": True}])
             finally:
                 self._permits.open()
-        elif call := self._calls.get(id(group)):
+        elif call := self._calls.get(group):
             call.aborted = True
             requests: list[dict[str, Any]] = [{"rid": request_id} for request_id in call.request_ids]
-            await self._abort_until(lambda: self._calls.get(id(group)) is not call, requests)
+            await self._abort_until(lambda: self._calls.get(group) is not call, requests)
 
     async def _abort_until(self, stopped: Callable[[], bool], requests: Sequence[dict[str, Any]]) -> None:
         """Send abort requests to all engines until `stopped` holds.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.response import continued_text
+from miles_async.identity import IdentityMap
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -37,12 +38,12 @@ class TurnTokenizer(PromptTokenizer, Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Trajectory:
-    """What is known of a trajectory. It holds its segments, so that no other sample gets the `id` of one of them."""
+    """What is known of a trajectory."""
 
     segments: list[Sample]
     """In the order in which their latest turns ended."""
-    aborted: set[int] = field(default_factory=set)
-    """`id`s of the segments whose latest turn was aborted."""
+    aborted: IdentityMap[Sample, None] = field(default_factory=IdentityMap)
+    """The segments whose latest turn was aborted."""
     generating: bool = False
     """Whether it is inside `generating`."""
     stopped: bool = False
@@ -55,10 +56,10 @@ class MultiTurnSampler:
     def __init__(self, engine: SGLangGenerator, tokenizer: TurnTokenizer) -> None:
         self.tokenizer = tokenizer
         self._engine = engine
-        self._turns: dict[int, Group] = {}
-        """The turn that is being sampled, as a group of one, by `id` of its sample."""
-        self._trajectories: dict[int, _Trajectory] = {}
-        """Trajectories by `id` of each segment: those inside `generating`, and those with several segments."""
+        self._turns: IdentityMap[Sample, Group] = IdentityMap()
+        """The turn of each sample that is being sampled, as a group of one."""
+        self._trajectories: IdentityMap[Sample, _Trajectory] = IdentityMap()
+        """Trajectories by each segment: those inside `generating`, and those with several segments."""
 
     async def sample(self, sample: Sample, sampling_params: Mapping[str, Any]) -> Sample:
         """Continue `sample` by one turn and set its status; `max_new_tokens` bounds the whole response.
@@ -68,21 +69,21 @@ class MultiTurnSampler:
         `SGLangGenerator.generate`.
         """
         trajectory = self._trajectory(sample)
-        trajectory.aborted.discard(id(sample))
+        trajectory.aborted.pop(sample, None)
         if trajectory.stopped:
             sample.status = SampleStatus.ABORTED
             return sample
         # A turn is generated as a separate group, so that it can be aborted alone.
         sample.status = SampleStatus.PENDING
-        turn = self._turns[id(sample)] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
+        turn = self._turns[sample] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
         try:
             await self._engine.generate(turn, SamplingParams.of(sampling_params))
         finally:
-            del self._turns[id(sample)]
+            del self._turns[sample]
         # The sample may have been forgotten meanwhile.
         trajectory = self._trajectory(sample)
         if sample.status is SampleStatus.ABORTED:
-            trajectory.aborted.add(id(sample))
+            trajectory.aborted[sample] = None
         segments = trajectory.segments
         segments[:] = [*(segment for segment in segments if segment is not sample), sample]
         return sample
@@ -91,16 +92,16 @@ class MultiTurnSampler:
     def generating(self, samples: Iterable[Sample]) -> Iterator[None]:
         """Inside the block, `stop` stops these samples. Afterwards, the sampler knows nothing of their trajectories."""
         roots = list(samples)
-        self._trajectories |= {id(root): _Trajectory([root], generating=True) for root in roots}
+        self._trajectories.update((root, _Trajectory([root], generating=True)) for root in roots)
         try:
             yield
         finally:
             for root in roots:
                 self.forget(root)
-                del self._trajectories[id(root)]
+                del self._trajectories[root]
 
     def _trajectory(self, sample: Sample) -> _Trajectory:
-        return self._trajectories.get(id(sample)) or _Trajectory([sample])
+        return self._trajectories.get(sample) or _Trajectory([sample])
 
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which their last turns ended."""
@@ -112,13 +113,13 @@ class MultiTurnSampler:
         segment.reset()
         trajectory = self._trajectory(sample)
         trajectory.segments.append(segment)
-        self._trajectories |= {id(sample): trajectory, id(segment): trajectory}
+        self._trajectories[sample] = self._trajectories[segment] = trajectory
         return segment
 
     def drop_segment(self, segment: Sample) -> None:
         """Remove a segment from its trajectory."""
-        trajectory = self._trajectories.pop(id(segment))
-        trajectory.aborted.discard(id(segment))
+        trajectory = self._trajectories.pop(segment)
+        trajectory.aborted.pop(segment, None)
         trajectory.segments[:] = [other for other in trajectory.segments if other is not segment]
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
@@ -151,15 +152,15 @@ class MultiTurnSampler:
         `everything` means that these are all samples at the engines, so that one abort request per engine suffices.
         Raises EngineLostError if the turns do not end in time; no further turn begins in that case either.
         """
-        roots = [sample for sample in samples if id(sample) in self._trajectories]
+        roots = [sample for sample in samples if sample in self._trajectories]
         for root in roots:
-            self._trajectories[id(root)].stopped = True
+            self._trajectories[root].stopped = True
         if everything:
             await self._engine.abort()
             return
         # A sample between two turns, such as one that waits for a tool, has nothing at the engines.
         stopped = [segment for root in roots for segment in self.segments(root)]
-        turns = [turn for sample in stopped if (turn := self._turns.get(id(sample)))]
+        turns = [turn for sample in stopped if (turn := self._turns.get(sample))]
         await asyncio.gather(*map(self._engine.abort, turns))
 
     def stopped(self, sample: Sample) -> bool:
@@ -174,9 +175,9 @@ class MultiTurnSampler:
         """Forget the further segments of the sample's trajectory, and how the latest turns ended; it stays stopped."""
         trajectory = self._trajectory(sample)
         for segment in trajectory.segments:
-            self._trajectories.pop(id(segment), None)
+            self._trajectories.pop(segment, None)
         if trajectory.generating:
-            self._trajectories[id(sample)] = replace(trajectory, segments=[sample], aborted=set())
+            self._trajectories[sample] = replace(trajectory, segments=[sample], aborted=IdentityMap())
 
 
 def count_observations(sample: Sample) -> int:
