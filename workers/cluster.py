@@ -31,6 +31,7 @@ from ray.exceptions import RayActorError
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayRanks, RayWeightSources
+from miles_async.adapters.ray.private_files import keep_logs, make_private_folder, protect_token
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
@@ -106,6 +107,8 @@ class Cluster:
         self._router_key = self._key if external_router(config) is None else external_router_key(config)
         self._reaper: SessionReaper
         """Kills the processes of a Ray that this run started, also if this process is killed."""
+        self._ray_folder: Path | None = None
+        """The private folder with the sockets and logs of a Ray that this run started."""
         self._ray_is_lost = False
         self.probes: dict[str, Probe] = {}
         """The heartbeat call of each process, by the name of the process (`workers/heartbeats.py`)."""
@@ -133,20 +136,23 @@ class Cluster:
     async def __aenter__(self) -> Self:
         os.environ |= ENVIRONMENT
         started = time.monotonic()
+        if self._config.cluster.ray_address is None:
+            protect_token()
+            self._ray_folder = make_private_folder()
         self._reaper = SessionReaper()
         try:
             with self._starting("Ray"), isolated_ray(self._reaper):
-                ray.init(**ray_arguments(self._config))
+                ray.init(**ray_arguments(self._config, self._ray_folder))
         except Exception as error:  # Ray raises different exceptions for different causes
             self._reaper.close(grace=0)
             reason, address = " ".join(str(error).split()), self._config.cluster.ray_address
             if address is None:
                 raise FatalError(
-                    f"Ray does not start on this machine: {reason} See its logs in /tmp/ray/session_latest/logs"
+                    f"Ray does not start on this machine: {reason} See its logs in {self._ray_folder}"
                 ) from error
             raise UserError(f"cannot connect to Ray at ray_address {address}: {reason}{_token_hint()}") from error
-        # Ray keeps logs and sockets in one folder, and paths of sockets are limited to about 100 characters. Its folder
-        # can therefore not be inside the run folder, which holds a link to the logs instead.
+        # Ray keeps logs and sockets in one folder, and paths of sockets are limited to 107 bytes. Its folder can
+        # therefore not be inside the run folder, which holds a link to the logs instead, and the logs at the end.
         session = ray.get_runtime_context()
         self.heartbeats = Heartbeats(self.probes, session.get_node_id())
         (self.logs / "ray").symlink_to(Path(session.get_temp_dir()) / session.get_session_name() / "logs")
@@ -187,6 +193,8 @@ class Cluster:
                 await asyncio.to_thread(kill_remaining, self.heartbeats.local_processes(), EXIT_SECONDS)
                 # `ray.shutdown` does not wait for worker processes, and a busy worker would continue for a while.
                 self._reaper.close(SHUTDOWN_SECONDS)
+                if self._ray_folder is not None:
+                    await asyncio.to_thread(keep_logs, self._ray_folder, self.logs / "ray")
 
     async def _end_processes(self) -> None:
         """Let the processes of all actors exit after `SHUTDOWN_SECONDS` if Ray does not end them before.

@@ -63,8 +63,11 @@ def answer_parsers(config: RunConfig, checkpoint: str) -> Choice:
     return Choice(checkpoint, config.rollout.tool_call_parser, config.rollout.reasoning_parser)
 
 
-def ray_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of `ray.init`: join the cluster at `ray_address`, or start one that ends with the run."""
+def ray_arguments(config: RunConfig, folder: Path | None = None) -> dict[str, Any]:
+    """Return the arguments of `ray.init`: join the cluster at `ray_address`, or start one that ends with the run.
+
+    The Ray that is started has its sockets and logs in the private `folder`.
+    """
     quiet = {"include_dashboard": False, "configure_logging": False, "log_to_driver": False}
     if config.cluster.ray_address is not None:
         # The processes of an existing cluster have neither the environment nor the working directory of this process.
@@ -73,7 +76,8 @@ def ray_arguments(config: RunConfig) -> dict[str, Any]:
     # Without an address Ray would join any cluster that RAY_ADDRESS or a file of Ray's own points to.
     local = {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST}
     # Ray starts its workers at nice 15 by default: they would starve beside any other program on the machine.
-    return {**local, "_system_config": {"worker_niceness": 0}, **quiet}
+    place = {} if folder is None else {"_temp_dir": str(folder / "ray")}
+    return {**local, **place, "_system_config": {"worker_niceness": 0}, **quiet}
 
 
 def _change_folder(folder: Path) -> Callable[[], None]:

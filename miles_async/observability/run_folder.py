@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -55,7 +56,7 @@ class RunFolder:
         Raises UserError if the folder cannot be written.
         """
         try:
-            (self.logs / "ray").unlink(missing_ok=True)
+            _set_aside(self.logs / "ray")
             write_config(config, self.path / "config.yaml")
             _point_latest(self.path.parent, self.path)
         except OSError as error:
@@ -127,6 +128,15 @@ def _create_unused(root: Path, stem: str) -> Path:
             folder = root / f"{stem}-{attempt}"
         else:
             return folder
+
+
+def _set_aside(logs: Path) -> None:
+    """Rename the logs of an earlier Ray of the run. A driver that was killed left a link instead, which is removed."""
+    if logs.is_symlink():
+        logs.unlink()
+    elif logs.is_dir():
+        number = next(number for number in count(1) if not logs.with_name(f"{logs.name}-{number}").exists())
+        logs.rename(logs.with_name(f"{logs.name}-{number}"))
 
 
 def _point_latest(root: Path, folder: Path) -> None:
