@@ -104,8 +104,10 @@ folder.mkdir(parents=True)
     "a refused setting": COMMAND.format(
         arguments="['train', '--hf-checkpoint', HOSTILE, '--advantage-estimator', HOSTILE]"
     ),
-    "the derived values": COMMAND.format(
-        arguments="['train', '--tiny-model', '--reasoning-gym-task', HOSTILE, '--check-config']"
+    "a missing data file": COMMAND.format(
+        arguments=f"['train', '--config', {str(ROOT / 'configs' / 'arithmetic-cpu.yaml')!r}, '--rollout-function-path', "
+        "'miles_async.rollout.fully_async_rollout.generate_rollout_fully_async', '--reasoning-gym-task', 'null', "
+        "'--rm-type', 'exact', '--prompt-data', HOSTILE, '--check-config']"
     ),
     "a traceback": """
 from miles_async.config.cli import parse_or_exit
@@ -256,6 +258,8 @@ PROTECTED_BY = {
     "miles_async/observability/console/lines.py": "visible_text",
     "miles_async/recipe.py": "visible_text",
     "miles_async/observability/subscribers.py": "the driver, which creates them",
+    "miles_async/adapters/storage/gguf.py": "its parent reads its output, and raises it as an error",
+    "miles_async/adapters/system/sessions.py": "it prints nothing",
     "miles_async/adapters/environments/server.py": "its output is a pipe of JSON",
     "train.py": "parse_or_exit",
     "train_async.py": "parse_or_exit",
