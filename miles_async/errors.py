@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from miles_async.json_values import plain_text
+from miles_async.visible_text import visible_text
 
 if TYPE_CHECKING:
     from miles_async.types import Sample
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class MilesError(Exception):
     """The base class of every error that this project raises deliberately.
 
-    Messages quote data, exceptions of users' code and texts of the model, so half surrogate pairs in them are replaced.
+    Messages quote data, exceptions of users' code and texts of the model, so they become visible text.
     """
 
     def __init__(self, *sentences: str) -> None:
-        super().__init__(*(plain_text(str(sentence)) for sentence in sentences))
+        super().__init__(*(visible_text(str(sentence)) for sentence in sentences))
 
 
 class UserError(MilesError):

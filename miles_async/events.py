@@ -10,9 +10,12 @@ Durations are in seconds.
 from __future__ import annotations
 
 from math import sqrt
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+
+from miles_async.json_values import json_value
+from miles_async.visible_text import visible_json
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True, omit_defaults=True):
@@ -647,6 +650,20 @@ class EventSink(Protocol):
         ...
 
 
-encode = msgspec.json.Encoder().encode
-"""An event as one line of JSON, without the newline."""
+_encode = msgspec.json.Encoder().encode
+
+
+def encode(event: Event) -> bytes:
+    """Return an event as one line of JSON without the newline. A terminal can show it (see `visible_json`)."""
+    return visible_json(encode_json(event))
+
+
+def encode_json(value: Any) -> bytes:
+    """Return an event, or a value made of events, as JSON. Half surrogate pairs become question marks."""
+    try:
+        return _encode(value)
+    except UnicodeEncodeError:
+        return _encode(json_value(msgspec.to_builtins(value)))
+
+
 decode = msgspec.json.Decoder(AnyEvent).decode

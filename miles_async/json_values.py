@@ -12,6 +12,8 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
+from miles_async.visible_text import visible_text
+
 MAX_DEPTH = 64
 """Levels of nesting that a value may have. The JSON and MessagePack libraries accept more."""
 MAX_NUMBER = 1e15
@@ -124,19 +126,19 @@ def finite_number(value: Any) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of any object for an error message: plain text of at most `SHOWN_CHARACTERS` characters."""
+    """Return the `repr` of any object for an error message: visible text of at most `SHOWN_CHARACTERS` characters."""
     try:
         text = repr(value)
     except Exception:
         # A method of a user's object may raise anything.
         return shown_type(value)
-    return plain_text(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
+    return visible_text(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
 
 
 def shown_error(error: BaseException) -> str:
-    """Return the class and the message of an exception of a user's code, as plain text."""
+    """Return the class and the message of an exception of a user's code, as visible text."""
     try:
-        text = plain_text(str(error))
+        text = visible_text(str(error))
     except Exception:
         # A method of a user's exception may raise anything.
         text = "(its message cannot be read)"

@@ -40,6 +40,7 @@ from miles_async.config.fields import SETTINGS, nearest
 from miles_async.config.load import load_config
 from miles_async.doctor.facts import Unknown
 from miles_async.errors import FatalError, UserError
+from miles_async.visible_text import visible_text
 
 COMMAND = (sys.executable, "-m", "miles_async.workers.main", "train")
 """The command `miles-async train`, which need not be on the PATH of a notebook."""
@@ -445,4 +446,4 @@ def _copy(stream: IO[str], last_lines: deque[str]) -> None:
     with stream:
         for line in stream:
             last_lines.append(line)
-            print(line, end="", flush=True)
+            print(visible_text(line), end="", flush=True)

@@ -14,6 +14,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.doctor.diagnosis import diagnose
 from miles_async.doctor.text import INDENT, render
 from miles_async.observability.console.logging import fit_to_terminal
+from miles_async.observability.output import protect_output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
         prog="doctor", description="Show what this machine has, what works on it, and what to set."
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for bug reports and scripts")
+    protect_output()
     arguments = parser.parse_args(argv)
     config = RunConfig()
     runs, cache = config.observability.run_dir, config.warm_start.cache_dir

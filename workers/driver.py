@@ -29,9 +29,9 @@ from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
-from miles_async.observability.console.logging import configure_logging, details_logger, log_file
+from miles_async.observability.console.logging import configure_logging, details_logger, log_file, report_lost_output
 from miles_async.observability.console.terminal import is_interactive
-from miles_async.observability.lossy_output import survive_lost_output
+from miles_async.observability.output import protect_output
 from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
@@ -68,7 +68,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
 
     `config` is what `argv` resolved to; SIGHUP resolves `argv` again, to read changed YAML files.
     """
-    survive_lost_output()
+    protect_output(report_lost_output)
     configure_logging(config.observability.log_format)
     try:
         model = model_name(config.model)

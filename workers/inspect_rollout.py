@@ -12,7 +12,9 @@ from pathlib import Path
 
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.errors import UserError
+from miles_async.observability.output import protect_output
 from miles_async.types import Group, Sample
+from miles_async.visible_text import visible_text
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make inspect ARGS=", description=__doc__)
     parser.add_argument("file", type=Path, help="file that --save-debug-rollout-data or --dump-details wrote")
     parser.add_argument("--sample", type=int, help="index of a sample to print in full")
+    protect_output()
     options = parser.parse_args(argv)
     try:
         rollout_id, groups = load_groups(options.file)
@@ -63,7 +66,7 @@ def sample_details(groups: list[Group], index: int) -> str:
             if known
             else "the file has no samples"
         )
-    return "\n\n".join(map(_details, segments))
+    return visible_text("\n\n".join(map(_details, segments)))
 
 
 def _details(sample: Sample) -> str:

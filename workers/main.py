@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import miles_async
+from miles_async.observability.output import protect_output
 
 
 def train(argv: Sequence[str]) -> NoReturn:
@@ -71,6 +72,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
 
 def main() -> int:
     """Run the subcommand that the command line names; returns its exit code, or 2 if it names none."""
+    protect_output()
     match sys.argv[1:]:
         case ["--version"]:
             print(f"miles-async {miles_async.__version__}")

@@ -76,8 +76,8 @@ def ray_arguments(config: RunConfig, folder: Path | None = None) -> dict[str, An
     # Without an address Ray would join any cluster that RAY_ADDRESS or a file of Ray's own points to.
     local = {"address": "local", "_node_ip_address": "127.0.0.1", "num_cpus": ACTORS_AT_MOST}
     # Ray starts its workers at nice 15 by default: they would starve beside any other program on the machine.
-    place = {} if folder is None else {"_temp_dir": str(folder / "ray")}
-    return {**local, **place, "_system_config": {"worker_niceness": 0}, **quiet}
+    temporary = {} if folder is None else {"_temp_dir": str(folder / "ray")}
+    return {**local, **temporary, "_system_config": {"worker_niceness": 0}, **quiet}
 
 
 def _change_folder(folder: Path) -> Callable[[], None]:

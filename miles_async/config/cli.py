@@ -22,6 +22,7 @@ from miles_async.config.load import checked_config, translation_table
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions
 from miles_async.errors import collected
+from miles_async.observability.output import protect_output
 
 EXIT_INVALID = 2
 """Exit code for an invalid configuration."""
@@ -35,6 +36,7 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     printing the help or, for `--check-config`, the derived values; exits with status 2 after printing one sentence per
     problem to stderr.
     """
+    protect_output()
     program = command or entry
     flags = parse_flags(argv)
     if flags.help:

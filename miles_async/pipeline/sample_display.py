@@ -8,6 +8,7 @@ from math import isfinite
 from miles_async.events import EventSink, SampleDisplayed, Segment
 from miles_async.ports import Clock
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.visible_text import visible_text
 
 CHARACTERS_SHOWN = 2000
 """Most characters of a text that are shown, half of them from its beginning and half from its end."""
@@ -15,23 +16,13 @@ TOKENS_SHOWN = 600
 """Most tokens of a response that are shown, half of them from its beginning and half from its end. The limit bounds the
 time that the event loop of the rollout worker spends on decoding."""
 
-_CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
-_CONTROLS |= {0x7F: "\u2421"} | dict.fromkeys(range(0x80, 0xA0), "\ufffd")
-_CONTROLS |= {
-    code: f"<U+{code:04X}>" for code in (*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070))
-}
-
 
 def readable(text: str) -> str:
-    """Return `text` without control characters and without its middle part if it is long.
-
-    Control characters and invisible format characters could change how a terminal or a page displays other text. They
-    are replaced by visible symbols. Characters that UTF-8 cannot encode are replaced by a question mark.
-    """
+    """Return `text` as visible text, without its middle part if it is long."""
     if (more := len(text) - CHARACTERS_SHOWN) > 0:
         half = CHARACTERS_SHOWN // 2
         text = f"{text[:half]}\n[… {more} characters …]\n{text[-half:]}"
-    return text.encode("utf-8", "replace").decode().translate(_CONTROLS)
+    return visible_text(text)
 
 
 class SampleDisplay:

@@ -18,6 +18,7 @@ import structlog
 
 from miles_async.errors import InfrastructureError
 from miles_async.json_values import readable_entries
+from miles_async.observability.redacted_log import child_stderr
 from miles_async.rewards.confinement import scrubbed_environment
 from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
@@ -160,17 +161,19 @@ class Graders:
 
     async def _launch(self) -> Process:
         confined = self.memory_bytes is not None
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "miles_async.rewards.grader",
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=MAX_ANSWER_BYTES,
-            env=scrubbed_environment() if confined else None,
-            # `_kill` ends the whole session, which includes the processes that the function has started.
-            start_new_session=True,
-        )
+        with child_stderr() as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "miles_async.rewards.grader",
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=output,
+                limit=MAX_ANSWER_BYTES,
+                env=scrubbed_environment() if confined else None,
+                # `_kill` ends the whole session, which includes the processes that the function has started.
+                start_new_session=True,
+            )
         self._all = {other for other in self._all if other.returncode is None} | {process}
         task = {
             "path": self.path,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from miles_async.adapters.storage.recording_store import size_of, steps_in
 from miles_async.config.schema import SkipRole
+from miles_async.observability.output import protect_output
 from miles_async.recording import Steps
 
 
@@ -19,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("command", choices=["ls", "rm"])
     parser.add_argument("--dir", default=SkipRole().dump_dir, help="folder of the recordings (the setting dump_dir)")
     parser.add_argument("--steps", nargs="+", default=["0-"], help="steps such as 3 or 1-128; default: all")
+    protect_output()
     options = parser.parse_args(argv)
     try:
         steps = Steps.parse(options.steps)

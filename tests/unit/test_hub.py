@@ -29,7 +29,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     def serve(repositories: dict[str, dict[str, str]]) -> list[str]:
         downloads: list[str] = []
 
-        def snapshot_download(name: str, *, repo_type: str, allow_patterns: list[str]) -> str:
+        def snapshot_download(name: str, *, repo_type: str, allow_patterns: list[str], tqdm_class: type) -> str:
             downloads.append(f"{repo_type} {name}")
             if name not in repositories:
                 raise LocalEntryNotFoundError("Cannot find a cached snapshot.\nPlease check your connection.")

@@ -27,9 +27,9 @@ from miles_async.events import (
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.program_lines import StepLog
-from miles_async.observability.lossy_output import lossy_stream
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
+from miles_async.observability.output import VisibleOutput, controls_of, protected
 from miles_async.observability.run_folder import RunFolder
 from tests.configuration import run_config
 
@@ -248,7 +248,9 @@ def test_output_to_a_closed_terminal_is_discarded() -> None:
     controller, terminal = os.openpty()
     losses: list[str | None] = []
     with open(terminal, "w") as original:
-        stream = lossy_stream(original, lambda error: losses.append(error.strerror))
+        stream = protected(original)
+        assert isinstance(stream, VisibleOutput)
+        stream.file.on_loss = lambda error: losses.append(error.strerror)
         assert stream.isatty()
         os.close(controller)
         for _ in range(2):
@@ -265,8 +267,7 @@ def test_a_carriage_return_of_a_progress_bar_is_not_buffered(unbuffered: bool) -
         open(reader, "rb") as pipe,
         io.TextIOWrapper(file, write_through=unbuffered, line_buffering=not unbuffered) as original,
     ):
-        stream = lossy_stream(original, lambda error: None)
-        stream.write("\r")
+        controls_of(protected(original)).write("\r")
         assert pipe.read() == b"\r"
 
 

@@ -138,7 +138,7 @@ def test_no_interval_shows_no_samples() -> None:
 
 def test_control_characters_become_visible_and_lone_surrogates_are_replaced() -> None:
     assert readable("a\x00b\x1b[2J\x7f\tc\nd") == "a␀b␛[2J␡\tc\nd"
-    assert readable("\x9b\ud800\u202egnp.exe") == "\ufffd?<U+202E>gnp.exe"
+    assert readable("\x9b\ud800\u202egnp.exe") == "<U+009B>?<U+202E>gnp.exe"
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:

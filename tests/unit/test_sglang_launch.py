@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, Rendezvous
 from miles_async.adapters.sglang.process import cause
-from miles_async.adapters.sglang.redacted_log import RedactedLog
 from miles_async.adapters.system import rdma
+from miles_async.observability.redacted_log import RedactedLog
 from tests.waiting import PATIENCE_SECONDS
 
 ALONE = Rendezvous("127.0.0.1", 30002, 30001)
@@ -121,7 +122,7 @@ def test_an_engine_that_shares_its_gpus_can_release_its_memory_and_keep_its_weig
 
 
 def test_a_server_continues_without_its_log_if_the_disk_is_full(tmp_path: Path) -> None:
-    log = RedactedLog(Path("/dev/full"), [])
+    log = RedactedLog(FileIO("/dev/full", "ab"))
     with open(log.descriptor, "wb", closefd=False) as output:
         output.write(b"a line\n" * 20_000)
     log.close_writer()

@@ -21,6 +21,7 @@ import structlog
 from miles_async.adapters.environments.server import KEY_VARIABLE, MAX_LINE_BYTES
 from miles_async.config.schema import Data
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
+from miles_async.observability.redacted_log import child_stderr, redacted_stderr
 
 SERVER = Path(__file__).with_name("server.py")
 STOP_SECONDS = 10.0
@@ -49,7 +50,19 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
     request = json.dumps({"id": 1, "method": "tasks", "limit": data.environment_size})
-    finished = subprocess.run(environment_command(data), input=f"{request}\n".encode(), stdout=PIPE, check=False)
+    output = redacted_stderr()
+    try:
+        finished = subprocess.run(
+            environment_command(data),
+            input=f"{request}\n".encode(),
+            stdout=PIPE,
+            stderr=output.descriptor,
+            check=False,
+        )
+    finally:
+        output.close_writer()
+        # What the environment printed comes before the error that this function raises.
+        output.finish(within=STOP_SECONDS)
     answers = {answer["id"]: answer for answer in map(json.loads, finished.stdout.splitlines())}
     for answer in answers.values():
         if "error" in answer:
@@ -116,13 +129,15 @@ class EnvironmentProcess:
         await reader
 
     async def _start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *environment_command(self._data),
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=MAX_LINE_BYTES,
-            env={**os.environ, KEY_VARIABLE: self._key},
-        )
+        with child_stderr({self._key}) as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *environment_command(self._data),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=output,
+                limit=MAX_LINE_BYTES,
+                env={**os.environ, KEY_VARIABLE: self._key},
+            )
         started = self._expect(0)
         self._reader = asyncio.create_task(self._read(self._process))
         if (error := (await started).get("error")) is not None:

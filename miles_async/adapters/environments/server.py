@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hmac
 import importlib
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -162,6 +164,32 @@ class Verifiers:
         return {"reward": sum(trace.reward for trace in trained), "metrics": metrics}
 
 
+class BelowKey:
+    """An ASGI application that is served below the path `/key`. It answers all other requests with 404.
+
+    The client of openenv sends no other headers, but it keeps the path of its base URL. Without the key, every
+    user and program of the machine, and every page in a browser, could act in the environment.
+    """
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app = app
+        self._prefix = f"/{key}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        path, length = scope["path"].encode(), len(self._prefix)
+        if hmac.compare_digest(path[:length], self._prefix):
+            below = {"path": path[length:].decode() or "/", "raw_path": scope["raw_path"][length:] or b"/"}
+            await self._app({**scope, **below}, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 404, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+
 class OpenEnv:
     """An environment of `openenv`: the URL of a server, or a Python file or module whose `app` is served here.
 
@@ -212,11 +240,14 @@ class OpenEnv:
         import httpx
         import uvicorn
 
-        server, serving = uvicorn.Server(uvicorn.Config(self._app, log_level="warning")), None
+        key = secrets.token_urlsafe(32)
+        # The access log would contain the key.
+        config = uvicorn.Config(BelowKey(self._app, key), log_level="warning", access_log=False)
+        server, serving = uvicorn.Server(config), None
         if self._app is not None:
             # Requests wait in the queue of the socket until the server has started.
             listener = socket.create_server(("127.0.0.1", 0))
-            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/{key}"
             serving = asyncio.create_task(server.serve([listener]))
         try:
             # The endpoint of the run uses plain HTTP on this machine, and loading certificates takes time.

@@ -20,6 +20,7 @@ import structlog
 
 from miles_async.adapters.sglang.answer_parser_process import Call, Choice, Chosen, Parsed, Question
 from miles_async.errors import UserError
+from miles_async.observability.redacted_log import child_stderr
 
 START_SECONDS = 120.0
 MAX_LINE_BYTES = 1 << 26
@@ -111,14 +112,16 @@ class AnswerParserProcess:
             return self._process
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "miles_async.adapters.sglang.answer_parser_process",
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=MAX_LINE_BYTES,
-        )
+        with child_stderr() as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "miles_async.adapters.sglang.answer_parser_process",
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=output,
+                limit=MAX_LINE_BYTES,
+            )
         assert process.stdin is not None, "started with a pipe"
         assert process.stdout is not None, "started with a pipe"
         process.stdin.write(msgspec.json.encode(self._choice) + b"\n")

@@ -12,11 +12,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
-from miles_async.adapters.sglang.redacted_log import RedactedLog
 from miles_async.config.redaction import secret_values
 from miles_async.errors import FatalError
+from miles_async.observability.redacted_log import RedactedLog
 
 LOG_SECONDS = 2.0
 """Time limit for the last lines of a server that has ended to reach its log."""
@@ -54,7 +55,7 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
         variables = {**os.environ, "PYTHONPATH": _search_path(), **environment}
-        log = self._log = RedactedLog(self.log_path, {key, *secret_values(variables, self._command)})
+        log = self._log = RedactedLog(FileIO(self.log_path, "ab"), {key, *secret_values(variables, self._command)})
         try:
             self._process = subprocess.Popen(
                 self._command,

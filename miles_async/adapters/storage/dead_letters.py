@@ -13,6 +13,7 @@ import orjson
 
 from miles_async.events import DeadLettersUnwritten, EventSink
 from miles_async.types import DropReason, Group
+from miles_async.visible_text import visible_json
 
 MAX_COMPLETE_BYTES = 64 << 20
 """Most bytes of complete letters that are kept in memory. Beyond it, letters are kept without their samples, in some
@@ -53,13 +54,13 @@ class DeadLetterFile:
             "error": error,
             "samples": values["samples"],
         }
-        self._keep(group.feed_index, orjson.dumps(letter) + b"\n")
+        self._keep(group.feed_index, visible_json(orjson.dumps(letter)) + b"\n")
         self.retry()
         if self._unwritten_bytes > MAX_COMPLETE_BYTES:
             feed_index, line = self._unwritten.pop()
             self._unwritten_bytes -= len(line)
             short = letter | {"error": error[:MAX_ERROR_CHARACTERS], "samples": None}
-            self._keep(feed_index, orjson.dumps(short) + b"\n")
+            self._keep(feed_index, visible_json(orjson.dumps(short)) + b"\n")
 
     def retry(self) -> None:
         """Write all letters that are in memory. Those that cannot be written stay in memory."""

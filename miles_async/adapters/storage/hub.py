@@ -17,6 +17,7 @@ from miles_async.atomic_files import atomic_file
 from miles_async.config.derived import hub_name
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from miles_async.observability.console.lines import Bar
 
 CHECKPOINT_FILES = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 """The files of a checkpoint that a run reads. Other formats of the same weights are not downloaded."""
@@ -77,7 +78,10 @@ def _data(setting: str, value: str | None, cache: Path) -> str | None:
 
 def _write_split(folder: Path, split: str, file: Path, setting: str, name: str) -> None:
     # Importing datasets takes seconds.
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
+
+    # They would move the cursor with control characters, which are shown as text (`observability/output.py`).
+    disable_progress_bars()
 
     try:
         rows = load_dataset(str(folder), split=split)
@@ -102,7 +106,7 @@ def _snapshot(setting: str, name: str, kind: str, patterns: Sequence[str]) -> Pa
     if not HF_HUB_OFFLINE:
         log.info(f"looking for the {what} {name} on the Hugging Face Hub")
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), tqdm_class=Bar))
     except (OSError, HFValidationError) as error:
         reason = "HF_HUB_OFFLINE is set, and the cache does not have it" if HF_HUB_OFFLINE else _first_line(error)
         raise UserError(

@@ -5,7 +5,7 @@ keys `run`, `rollout`, `group` and `version` are bound with `structlog.contextva
 later line of the same task carries them.
 
 A line goes to two places: to stderr, as a sentence for people (`console`) or as JSON for programs (`json`), and to
-`logs/driver.jsonl` of the run, always as JSON. Lines of a `details_logger` are for programs only.
+`logs/driver.jsonl` of the run, always as JSON in ASCII. Lines of a `details_logger` are for programs only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
-from tqdm import tqdm
 
 from miles_async.config.redaction import redact_text
-from miles_async.observability.lossy_output import survive_lost_output
+from miles_async.observability.console.lines import write_line
+from miles_async.observability.output import protect_output
 
 OWN = ("miles_async", "workers", "__main__")
 """The packages whose log lines are our own."""
@@ -39,19 +39,20 @@ MIN_COLUMNS = 40
 _TEXTS = ("why", "what", "reason", "error", "line", "knob")
 """Facts that people understand without their name."""
 
+log = structlog.get_logger(__name__)
+
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     # The local variables of every frame would hide the cause among noise, and they may hold secrets.
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
 
 
-class _ProgressBarHandler(logging.Handler):
-    """Writes to stderr without breaking a progress bar on the same terminal."""
+class _LineHandler(logging.Handler):
+    """Writes to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
-            sys.stderr.flush()
+            write_line(self.format(record), sys.stderr)
         except Exception:
             self.handleError(record)
 
@@ -61,6 +62,11 @@ class _DroppingFileHandler(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print nothing: standard error goes to a file on the same disk."""
+
+
+def report_lost_output(error: OSError) -> None:
+    """Log that standard output was lost. Without standard error there is no place for a log line."""
+    log.warning("standard output was lost and is discarded from now on", error=error.strerror)
 
 
 def fit_to_terminal(text: str, stream: TextIO, *, indent: int) -> str:
@@ -88,7 +94,7 @@ def configure_logging(log_format: Literal["console", "json"], *, level: int = lo
     With the format `console`, lines without a use for people are left out (see `_is_for_people`). Log lines go to
     stderr because users grep stdout for the three lines of `PlainLines`.
     """
-    handler = _ProgressBarHandler()
+    handler = _LineHandler()
     if log_format == "console":
         handler.addFilter(_is_for_people)
     _configure(handler, log_format, level)
@@ -115,7 +121,8 @@ def configure_worker_logging(logs: Path, process: str, run: str, *, level: int =
     """Configure logging for a process without a terminal.
 
     Our own lines go to `<logs>/<process>.jsonl` as JSON, each with the keys `run` and `process`. All other output,
-    including that of native code, goes to `<logs>/<process>.log`. The driver shows the important lines of both files
+    including that of native code, goes to `<logs>/<process>.log`; Python code and child processes of this project write
+    visible text there. The driver shows the important lines of both files
     (see `LogTail`). Lines that cannot be written, for example because the disk is full, are dropped.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,8 +132,8 @@ def configure_worker_logging(logs: Path, process: str, run: str, *, level: int =
         # Replacing the file descriptors, not sys.stdout, also captures what native code prints.
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    # A user's function may print, and must not fail because its output cannot be written.
-    survive_lost_output()
+    # A user's function may print what a model wrote, and must not fail because its output cannot be written.
+    protect_output(report_lost_output)
     # These keys are not context variables, because a context variable set here is only visible to the current task.
     binding = _bind(run=run, process=process)
     _configure(_DroppingFileHandler(logs / f"{process}.jsonl"), "json", level, binding)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TextIO
 
 import structlog
-from tqdm import tqdm
 
 from miles_async.events import (
     BatchDrained,
@@ -17,6 +16,7 @@ from miles_async.events import (
     StepStarted,
     WarningRaised,
 )
+from miles_async.observability.console.lines import write_line
 from miles_async.observability.console.logging import details_logger
 
 details = details_logger(__name__)
@@ -76,9 +76,7 @@ class PlainLines:
                 pass
 
     def _print(self, line: str) -> None:
-        # tqdm.write clears a progress bar on the same terminal, prints the line and redraws the bar.
-        tqdm.write(line, file=self._stream)
-        self._stream.flush()
+        write_line(line, self._stream)
 
 
 def _sample_text(sample: SampleDisplayed) -> str:

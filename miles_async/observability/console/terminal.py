@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TextIO
 
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
@@ -30,6 +28,7 @@ from miles_async.events import (
     VerdictChanged,
 )
 from miles_async.observability.console.batch_table import BatchTable
+from miles_async.observability.console.lines import Bar, write_line
 from miles_async.observability.console.logging import fit_to_terminal
 from miles_async.observability.console.quantities import duration
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Finding
@@ -166,9 +165,7 @@ class Terminal:
         self._print(fit_to_terminal(line, self._stream, indent=NAME_WIDTH))
 
     def _print(self, text: str) -> None:
-        # tqdm.write clears status line and progress bar on the same terminal, prints the text and draws them again.
-        tqdm.write(text, file=self._stream)
-        self._stream.flush()
+        write_line(text, self._stream)
 
 
 class StatusLine:
@@ -181,7 +178,7 @@ class StatusLine:
         self._text = ""
         self._seconds = 0
         self._shown = ""
-        self._line: tqdm[Any] | None = None
+        self._line: Bar | None = None
 
     def show(self, text: str) -> None:
         """Show another text."""
@@ -206,7 +203,7 @@ class StatusLine:
             return
         self._shown = text
         if self._line is None:
-            self._line = tqdm(bar_format="{desc}", file=self._stream, dynamic_ncols=True, leave=False)
+            self._line = Bar(bar_format="{desc}", file=self._stream, dynamic_ncols=True, leave=False)
         self._line.set_description_str(text)
 
 
@@ -223,7 +220,7 @@ class ProgressBar:
         self._enabled = enabled and stream.isatty()
         self._batches = 0
         self._queue = ""
-        self._bar: tqdm[Any] | None = None
+        self._bar: Bar | None = None
 
     def observe(self, event: Event) -> None:
         if not self._enabled:
@@ -233,7 +230,7 @@ class ProgressBar:
                 self._batches = event.rollouts
             case StepStarted() if self._bar is None:
                 # A resumed run starts in the middle; its remaining time follows from its own speed.
-                self._bar = tqdm(
+                self._bar = Bar(
                     total=self._batches,
                     initial=event.rollout,
                     bar_format=self.FORMAT,

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
 from miles_async.observability.diagnosis.waste import CAUSES
 from miles_async.observability.metrics.histogram import Histogram
+from miles_async.visible_text import visible_text
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -39,7 +40,7 @@ class BoundedLabels(Generic[M]):
         series = self._series.get(value)
         if series is None:
             known = len(self._series) < MAX_LABEL_VALUES
-            series = self._metric.labels(value[:MAX_LABEL_CHARACTERS] if known else "other")
+            series = self._metric.labels(visible_text(value[:MAX_LABEL_CHARACTERS]) if known else "other")
             if known:
                 self._series[value] = series
         return series

@@ -13,8 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from miles_async.events import encode_json
 from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.page.view import Span, View
 
@@ -29,7 +28,7 @@ def document(template: str, data: Any) -> bytes:
 
 def json_in_html(data: Any) -> bytes:
     """Encode `data` as JSON without `<`, so that it cannot end a script element or begin a comment."""
-    return msgspec.json.encode(data).replace(b"<", b"\\u003c")
+    return encode_json(data).replace(b"<", b"\\u003c")
 
 
 @cache
@@ -68,8 +67,8 @@ class LivePage:
 
     def state(self, span: Span, now: float) -> bytes:
         """Return the current state as JSON, with the series of `span`."""
-        return msgspec.json.encode(self._view.state(span, now))
+        return encode_json(self._view.state(span, now))
 
     def samples(self) -> bytes:
         """Return the newest samples as JSON, newest first."""
-        return msgspec.json.encode(self._view.samples())
+        return encode_json(self._view.samples())

@@ -20,6 +20,7 @@ from miles_async.config.yaml_text import parse_yaml
 from miles_async.errors import UserError
 from miles_async.events import Event
 from miles_async.observability.diagnosis.verdict import KNOBS
+from miles_async.observability.output import protect_output
 from miles_async.observability.page.document import document
 from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.page.view import View
@@ -106,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/latest")
     parser.add_argument("--with", dest="other", type=Path, help="folder of a second run to compare with the first")
     parser.add_argument("--output", type=Path, help="file to write (default: report.html in the folder of the run)")
+    protect_output()
     arguments = parser.parse_args(argv)
     try:
         other = RunFolder(arguments.other) if arguments.other is not None else None

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.events import Event, GroupMoved, SampleDisplayed, StepStarted
+from miles_async.events import Event, GroupMoved, SampleDisplayed, StepStarted, encode_json
 from miles_async.scheduling.ledger import GroupState
 
 MAX_SAMPLES = 64
@@ -52,7 +52,7 @@ class SampleLog:
 
     def _add(self, sample: SampleDisplayed) -> None:
         self._remove(sample.sequence)
-        size = len(msgspec.json.encode(sample))
+        size = len(encode_json(sample))
         self._entries[sample.sequence] = _Entry(sample, size)
         self._size += size
         self.revision += 1

@@ -35,6 +35,7 @@ from miles_async.events import (
     WriteFailed,
 )
 from miles_async.scheduling.ledger import GroupState
+from miles_async.visible_text import visible_text
 
 MAX_NOTICES = 8
 MAX_OUTCOMES = 40
@@ -214,7 +215,7 @@ class RunStatus:
             "scores": {name: [_score(event) for event in events] for name, events in self._scores.items()},
             "slots": self._window(now),
             "notices": [
-                *({"at": notice.time - began, "text": notice.text} for notice in reversed(self._notices)),
+                *({"at": notice.time - began, "text": visible_text(notice.text)} for notice in reversed(self._notices)),
                 *self._untested(),
             ],
         }

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, GroupGenerated, GroupMoved, StepStarted
-from miles_async.observability.lossy_output import lossy_stream
+from miles_async.observability.output import protect_output
 from miles_async.observability.trace.event_log import read_events
 from miles_async.scheduling.ledger import LIVE
 
@@ -32,12 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--group", help="feed index (sample_0_17) or sequence number (42) of a group")
+    protect_output()
     options = parser.parse_args(argv)
     try:
         log = partial(read_events, options.run / "events.jsonl")
         lines = by_state(log()) if options.group is None else life(log, options.group)
         # A reader such as `head` closes the pipe early.
-        print("\n".join(lines), file=lossy_stream(sys.stdout, lambda error: None), flush=True)
+        print("\n".join(lines), flush=True)
     except (UserError, OSError) as error:
         print(f"groups: {error}", file=sys.stderr)
         return 2

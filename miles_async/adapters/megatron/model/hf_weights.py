@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.process_groups import gather_json
 from miles_async.errors import UserError
 from miles_async.models.plugin import (
     Conversion,
@@ -37,6 +39,7 @@ from miles_async.models.plugin import (
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc(\d)\.weight(\d*)$")
 """Matches an expert's weight: one module per expert, or numbered weights of a module for all experts of a rank."""
+_DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -184,8 +187,7 @@ def load_weights(converter: WeightConverter, chunks: Sequence[torch.nn.Module], 
                     )
                 tensors[local].copy_(part)
                 loaded.add(name)
-        everywhere: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(everywhere, loaded)
+        everywhere = gather_json(sorted(loaded))
         if unmapped := converter.unmapped(set().union(*everywhere), files):
             raise UserError(
                 f"the model plug-in {plugin} does not map {unmapped[0]} of {path} to any parameter of the model; add "
@@ -215,7 +217,8 @@ class _Shard:
     name: str
     """Name in the whole model, except that experts are numbered from 0 on each rank."""
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
+    """One of `_DTYPES`."""
     split: bool
     """Whether tensor-parallel ranks hold different parts; otherwise they all hold the same."""
     axis: int
@@ -233,8 +236,7 @@ def export_weights(converter: WeightConverter, chunks: Sequence[torch.nn.Module]
     held = {(i, name): tensor for i, chunk in enumerate(chunks) for name, tensor in _named_tensors(chunk)}
     # Collectives must be entered by all ranks in one order. So every rank first learns the tensors of all stages, and
     # then all ranks go through the stages in order.
-    stages: list[list[tuple[int, _Shard]]] = [[] for _ in range(pipeline.size())]
-    dist.all_gather_object(stages, _describe_shards(chunks), group=pipeline)
+    stages = msgspec.convert(gather_json(_describe_shards(chunks), pipeline), list[list[tuple[int, _Shard]]])
     exported: set[str] = set()
     for stage, shards in enumerate(stages):
         for i, shard in shards:
@@ -258,7 +260,7 @@ def _describe_shards(chunks: Sequence[torch.nn.Module]) -> list[tuple[int, _Shar
             is_parallel = expert is not None or attributes.get("tensor_model_parallel", False)
             split = _tensor_parallel_group(names[local]).size() > 1 and is_parallel
             axis = int(expert[2]) - 1 if expert else attributes.get("partition_dim", 0)
-            result.append((i, _Shard(local, names[local], tuple(tensor.shape), tensor.dtype, split, axis)))
+            result.append((i, _Shard(local, names[local], tuple(tensor.shape), str(tensor.dtype), split, axis)))
     return result
 
 
@@ -267,7 +269,7 @@ def _broadcast_from_stage(tensor: Tensor | None, shard: _Shard, stage: int) -> T
     group = parallel_state.get_pipeline_model_parallel_group()
     if tensor is None:
         device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
-        tensor = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+        tensor = torch.empty(shard.shape, dtype=_DTYPES[shard.dtype], device=device)
     tensor = tensor.detach().contiguous()  # collectives need contiguous memory
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -67,9 +69,25 @@ def broadcast_from_last_stage(tensor: Tensor) -> Tensor:
 
 def gather_over_data_parallel(values: Tensor) -> Tensor:
     """Concatenate the [n] values of all data-parallel ranks, whose lengths may differ."""
-    group = parallel_state.get_data_parallel_group()
+    return torch.cat(_gather(values, parallel_state.get_data_parallel_group()))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, or of all ranks, in the order of the ranks.
+
+    `value` is made of what JSON has and of dataclasses, which become dictionaries. The functions of torch.distributed
+    for objects send pickles, and unpickling would run code of everyone who can connect.
+    """
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
+    encoded = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8).to(device)
+    return [msgspec.json.decode(part.cpu().numpy().tobytes()) for part in _gather(encoded, group)]
+
+
+def _gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the [n] values of each rank; n may differ."""
     if group.size() == 1:
-        return values
+        return [values]
     lengths = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([len(values)], device=values.device), group=group)
     # Collectives need tensors of one length on all ranks.
@@ -78,7 +96,7 @@ def gather_over_data_parallel(values: Tensor) -> Tensor:
     padded[: len(values)] = values
     rows = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(rows, padded, group=group)
-    return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def destroy_process_groups() -> None:

@@ -10,9 +10,9 @@ from miles_async.events import GroupMoved, encode
 
 PRINTS_TO_A_CLOSED_PIPE = """
 import sys
-from miles_async.observability.lossy_output import survive_lost_output
-from miles_async.observability.console.logging import configure_logging
-survive_lost_output()
+from miles_async.observability.console.logging import configure_logging, report_lost_output
+from miles_async.observability.output import protect_output
+protect_output(report_lost_output)
 configure_logging("console")
 sys.stdin.readline()
 for number in range(3):
