@@ -24,7 +24,7 @@ FIRST_SECONDS = 60.0
 
 
 class Children:
-    """Scores each sample in a child process of its own."""
+    """Scores each sample in a separate child process."""
 
     def __init__(
         self,

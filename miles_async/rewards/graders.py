@@ -71,7 +71,7 @@ class Graders:
     memory_bytes: int | None = None
     """Confine the processes and limit the memory of each; see `rewards/confinement.py`. None trusts the function."""
     evaluates: bool = False
-    """The function evaluates text of the model as code: each sample is scored in a process of its own."""
+    """The function evaluates text of the model as code: each sample is scored in a separate process."""
     allow_unconfined: bool = False
     """Evaluate text of the model even where the kernel cannot confine the process."""
     _idle: list[Process] = field(default_factory=list)

@@ -15,7 +15,7 @@ memory = open("/proc/{pid}/mem", "rb", 0)
 memory.seek({address})
 won = memory.read(14) == b"key of " + b"the run"
 """,
-    "the memory of its own parent": """
+    "the memory of its parent": """
 parent = os.getppid()
 for line in open(f"/proc/{parent}/maps"):
     start = int(line.split("-")[0], 16)
@@ -66,7 +66,7 @@ fcntl.fcntl(reader, 10, 9)
 fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
 won = os.write(writer, b"x")
 """,
-    "the owner of its own answers": """
+    "the owner of the pipe for answers": """
 import fcntl
 for number in range(64):
     try:
@@ -138,7 +138,7 @@ def text(code: str) -> str:
     return f"[n := {{'os': os, 'won': False}}, exec({code!r}, n), n['won']][2]"
 
 
-def call(number: int, *arguments: object) -> str:
+def call(number: object, *arguments: object) -> str:
     """Return code that makes a system call, and has won if the call was not refused."""
     shown = ", ".join("buffer" if one == "buffer" else repr(one) for one in arguments)
     return f"""

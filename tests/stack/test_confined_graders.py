@@ -19,7 +19,6 @@ from reasoning_gym import create_dataset
 from structlog.testing import capture_logs
 
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.rewards import graders as graders_module
 from miles_async.rewards import registry
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.graders import GraderError, Graders
@@ -166,8 +165,8 @@ asyncio.run(main())
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.05)  # Other processes set no events.
+    while not condition():  # noqa: ASYNC110  # other processes set no events
+        await asyncio.sleep(0.05)
 
 
 def processes_below(parent: str) -> list[str]:
@@ -201,7 +200,7 @@ def old_kernel(refused: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> N
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.stack.old_kernel {refused} {sys.executable} "$@"\n')
     program.chmod(0o755)
-    monkeypatch.setattr(graders_module.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 async def outcomes(attacks: dict[str, str], folder: Path) -> dict[str, Any]:
@@ -209,12 +208,12 @@ async def outcomes(attacks: dict[str, str], folder: Path) -> dict[str, Any]:
     secret = ctypes.create_string_buffer(grader_attacks.SECRET)
     (folder / "secret").write_text("secret")
     victim = await asyncio.create_subprocess_exec("sleep", "600")
-    place = {"pid": os.getpid(), "address": ctypes.addressof(secret), "victim": victim.pid, "folder": str(folder)}
+    values = {"pid": os.getpid(), "address": ctypes.addressof(secret), "victim": victim.pid, "folder": str(folder)}
     won: dict[str, Any] = {}
     try:
         async with confined_graders() as graders:
             for name, code in attacks.items():
-                for word, value in place.items():
+                for word, value in values.items():
                     code = code.replace(f"{{{word}}}", str(value))
                 [result] = await graders.grade([Sample(response=grader_attacks.text(code))])
                 if not isinstance(result, GraderError) and result:
