@@ -135,9 +135,9 @@ class _ByRow:
 def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key: str | None) -> Rewarder:
     rollout, boxed = config.rollout, name.startswith(BOXED)
     match kind.runs_in:
-        case RunsIn.GRADER:
+        case RunsIn.GRADER | RunsIn.CHILD:
             return Rewarder(
-                _confined(config, kind.path),
+                _confined(config, kind),
                 args,
                 name=name,
                 timeout_seconds=None,
@@ -175,14 +175,14 @@ def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key:
             )
 
 
-def _confined(config: RunConfig, path: str) -> Graders:
-    """Return the processes of a built-in reward that evaluates text of the model.
+def _confined(config: RunConfig, kind: RewardType) -> Graders:
+    """Return the processes of a built-in reward that parses or evaluates text of the model.
 
     They receive only the settings that they need, because settings can hold keys.
     """
     data, rollout = config.data, config.rollout
     return Graders(
-        path=path,
+        path=kind.path,
         setting="rm_type",
         args={
             "reasoning_gym_task": data.reasoning_gym_task,
@@ -191,6 +191,8 @@ def _confined(config: RunConfig, path: str) -> Graders:
         processes=rollout.reward_processes,
         timeout_seconds=rollout.reward_timeout_seconds,
         memory_bytes=int(rollout.reward_memory_gb * 1e9),
+        evaluates=kind.runs_in is RunsIn.CHILD,
+        allow_unconfined=rollout.allow_unconfined_rewards,
     )
 
 

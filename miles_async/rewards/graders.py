@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import secrets
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -12,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
-from miles_async.errors import InfrastructureError
+from miles_async.errors import InfrastructureError, UserError
 from miles_async.json_values import readable_entries
 from miles_async.observability.redacted_log import child_stderr
 from miles_async.rewards.confinement import scrubbed_environment
+from miles_async.rewards.protocol import Answer, Started, ended
 from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
 from miles_async.types import Sample
@@ -32,6 +34,7 @@ GRACE_SECONDS = 5.0
 """An async function enforces its deadlines in its process. The process is killed if it exceeds them by so much."""
 
 log = structlog.get_logger(__name__)
+T = TypeVar("T")
 
 
 class GraderError(Exception):
@@ -68,6 +71,10 @@ class Graders:
     """The function is async: a process scores all samples of a group at once, each with its own deadline."""
     memory_bytes: int | None = None
     """Confine the processes and limit the memory of each; see `rewards/confinement.py`. None trusts the function."""
+    evaluates: bool = False
+    """The function evaluates text of the model as code: each sample is scored in a separate process."""
+    allow_unconfined: bool = False
+    """Evaluate text of the model even where the kernel cannot confine the process."""
     _idle: list[Process] = field(default_factory=list)
     _all: set[Process] = field(default_factory=set)
     _warned: bool = False
@@ -112,29 +119,41 @@ class Graders:
 
         A process that gave no answer has been killed by then.
         """
-        confined = self.memory_bytes is not None
-        request = _request_of([_without_tokens(sample) for sample in samples] if confined else samples)
-        seconds = self.timeout_seconds + (GRACE_SECONDS if self.is_async else 0.0)
+        nonce = _nonce()
+        request = pickle.dumps(nonce) + _request_of(list(map(self._sent, samples)))
+        seconds = self.timeout_seconds + (GRACE_SECONDS if self.is_async or self.evaluates else 0.0)
         results: list[Any] = []
         try:
             async with permit(self._permits):
                 process = self._idle_process() or await self._start()
                 while len(results) < answers:
-                    answer = await self._request(process, request, seconds, "reward_timeout_seconds")
-                    results.append(self._error(answer) if "error" in answer else answer["reward"])
+                    answer = await self._request(process, nonce, request, Answer, seconds, "reward_timeout_seconds")
+                    results.append(answer.reward if answer.error is None else self._error(answer))
                     request = b""
                 self._idle.append(process)
         except GraderError as error:
             return results, error
         return results, None
 
-    def _error(self, answer: dict[str, Any]) -> GraderError:
-        if answer["cause"] == "limit":
-            return UnfinishedError(answer["error"])
+    def _sent(self, sample: Sample) -> Sample:
+        """Return what a process gets of a sample."""
+        if self.memory_bytes is None:
+            return sample
+        # Rewards that evaluate nothing read no metadata. A confined process could not import the classes of a user's
+        # objects. Serialising tens of thousands of tokens for a text reward would be wasted time.
+        metadata = sample.metadata if self.evaluates else {}
+        return replace(
+            sample, metadata=metadata, tokens=[], rollout_log_probs=[], sampling_mask=None, spans=[], loss_mask=None
+        )
+
+    def _error(self, answer: Answer) -> GraderError:
+        sentence = str(answer.error)
+        if answer.cause == "limit":
+            return UnfinishedError(sentence)
         # A confined process reaches no infrastructure, whatever it answers.
-        if answer["cause"] == "infrastructure" and self.memory_bytes is None:
-            return UnavailableError(answer["error"])
-        return GraderError(answer["error"])
+        if answer.cause == "infrastructure" and self.memory_bytes is None:
+            return UnavailableError(sentence)
+        return GraderError(sentence)
 
     async def close(self) -> None:
         """Kill all processes and wait until they have ended."""
@@ -183,19 +202,45 @@ class Graders:
             "whole_groups": self.whole_groups,
             "is_async": self.is_async,
             "memory_bytes": self.memory_bytes,
+            "evaluates": self.evaluates,
+            "allow_unconfined": self.allow_unconfined,
         }
-        answer = await self._request(process, pickle.dumps(task), START_SECONDS, "limit for starting")
-        if confined and not answer["network_closed"] and not self._warned:
-            self._warned = True
-            log.warning(
-                "grader processes can reach the network: the kernel permits neither a seccomp filter nor a network "
-                "namespace",
-                reward=self.path,
-            )
+        nonce = _nonce()
+        request = pickle.dumps(nonce) + pickle.dumps(task)
+        started = await self._request(process, nonce, request, Started, START_SECONDS, "limit for starting")
+        if confined:
+            self._check(process, started)
         return process
 
-    async def _request(self, process: Process, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
-        """Send a request, or nothing if it is empty, and return the next answer."""
+    def _check(self, process: Process, started: Started) -> None:
+        """Say once what the kernel does not confine. Raises UserError if text must not be evaluated for this reason."""
+        if not started.calls_restricted and self.evaluates and not self.allow_unconfined:
+            self._kill(process)
+            raise UserError(
+                f"{self.setting} {self.path} evaluates text of the model as code, and this system cannot confine it: "
+                "the kernel permits no seccomp filter, or its architecture is neither x86-64 nor AArch64. Run on a "
+                "system that permits one, or set allow_unconfined_rewards if you trust the model"
+            )
+        if self._warned:
+            return
+        self._warned = True
+        if not started.calls_restricted:
+            log.warning(
+                "grader processes are not confined: the system permits no seccomp filter",
+                reward=self.path,
+            )
+        elif not started.files_restricted:
+            log.warning(
+                "the kernel has no Landlock: text of the model is evaluated without access to any file"
+                if self.evaluates
+                else "the kernel has no Landlock: grader processes can read the files of the user",
+                reward=self.path,
+            )
+
+    async def _request(
+        self, process: Process, nonce: bytes, request: bytes, schema: type[T], seconds: float, limit: str
+    ) -> T:
+        """Send a request, or nothing if it is empty, and return the next answer, which begins with `nonce`."""
         assert process.stdout is not None, "started with a pipe"
         try:
             async with asyncio.timeout(seconds):
@@ -203,7 +248,10 @@ class Graders:
                 line = await process.stdout.readline()
             if not line:
                 raise _end_of(await process.wait())
-            return decode_json(line, dict[str, Any])
+            if not line.startswith(nonce):
+                # Something other than the grader's loop has written to its pipe. No sample of this request is at fault.
+                raise _KilledError("gave an answer that nobody asked for; its process was killed")
+            return decode_json(line[len(nonce) :], schema)
         except BaseException as error:
             # This includes cancellation. The process must not be used again: its next answer belongs to this request.
             self._kill(process)
@@ -228,15 +276,16 @@ class Graders:
 
 
 class _KilledError(UnfinishedError):
-    """A signal ended the process, for example because the system had no memory left."""
+    """The process ended for a reason that may be outside of the sample, such as a system without memory."""
 
 
 def _end_of(exit_code: int) -> GraderError:
-    if exit_code == -signal.SIGXCPU:
-        return UnfinishedError("used more CPU time than reward_timeout_seconds; its process was killed")
-    if exit_code < 0:
-        return _KilledError(f"ended its process by signal {-exit_code}")
-    return GraderError(f"ended its process with exit code {exit_code}")
+    return (_KilledError if exit_code < 0 else GraderError)(ended(exit_code))
+
+
+def _nonce() -> bytes:
+    """Return what the answers to one request begin with. Nothing that was written before the request contains it."""
+    return secrets.token_hex(8).encode()
 
 
 def _request_of(samples: Sequence[Sample]) -> bytes:
@@ -245,8 +294,3 @@ def _request_of(samples: Sequence[Sample]) -> bytes:
     except Exception:
         # A generate function may leave any object in the metadata, and most can be pickled.
         return pickle.dumps([replace(sample, metadata=readable_entries(sample.metadata)) for sample in samples])
-
-
-def _without_tokens(sample: Sample) -> Sample:
-    """Return a copy with text only: serialising tens of thousands of tokens for a text reward is wasted time."""
-    return replace(sample, tokens=[], rollout_log_probs=[], sampling_mask=None, spans=[], loss_mask=None)

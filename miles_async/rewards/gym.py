@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import reasoning_gym
@@ -22,6 +23,10 @@ class ReasoningGymReward:
     def __init__(self, args: Any) -> None:
         """Create the task from `reasoning_gym_task` and `reasoning_gym_settings` of `args`; some tasks take seconds."""
         self._dataset = reasoning_gym.create_dataset(args.reasoning_gym_task, **args.reasoning_gym_settings)
+        # Some scorers import modules when they are called first, which every child process would repeat.
+        with suppress(Exception):
+            entry = self._dataset[0]
+            self._dataset.score_answer(str(entry["answer"]), entry)
 
     def __call__(self, args: Any, sample: Sample) -> float:
         return float(self._dataset.score_answer(sample.response.strip(), sample.metadata["entry"]))

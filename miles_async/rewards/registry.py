@@ -23,7 +23,9 @@ class RunsIn(Enum):
     THREAD = auto()
     """In a thread of the rollout worker: the reward takes linear time and evaluates nothing."""
     GRADER = auto()
-    """In a confined grader process: the reward parses or evaluates text of the model, which may never end."""
+    """In a confined grader process: the reward parses text of the model, which may never end."""
+    CHILD = auto()
+    """In a confined process for each sample: the reward evaluates text of the model as code."""
     SERVER = auto()
     """At `rm_url`."""
 
@@ -60,7 +62,7 @@ _MATHEMATICS = "miles_async.rewards.mathematics"
 REWARD_TYPES = {
     "reasoning_gym": RewardType(
         "miles_async.rewards.gym.ReasoningGymReward",
-        RunsIn.GRADER,
+        RunsIn.CHILD,
         needs="reasoning_gym_task",
         otherwise="scores only reasoning_gym_task problems; set rm_type to exact, for example",
     ),

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
+import ctypes
+import os
+import platform
 import re
-import signal
 import subprocess
 import sys
-from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from reasoning_gym import create_dataset
 from structlog.testing import capture_logs
 
-from miles_async.errors import TrajectoryError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards import registry
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.graders import GraderError, Graders
 from miles_async.rewards.registry import RewardType, RunsIn
 from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
+from tests.stack import grader_attacks
 
 pytestmark = pytest.mark.stack
 EVALUATES = "tests.stack.isolated_rewards.evaluates"
@@ -55,8 +57,8 @@ async def gym_rewards(task: str, entry: dict[str, Any], *groups: list[str], **se
 
 
 @asynccontextmanager
-async def confined_graders(processes: int = 1) -> AsyncIterator[Graders]:
-    graders = Graders(EVALUATES, "rm_type", {}, processes, timeout_seconds=60.0, memory_bytes=4 * GIGABYTE)
+async def confined_graders(timeout_seconds: float = 60.0) -> AsyncIterator[Graders]:
+    graders = Graders(EVALUATES, "rm_type", {}, 1, timeout_seconds, memory_bytes=4 * GIGABYTE, evaluates=True)
     try:
         yield graders
     finally:
@@ -124,17 +126,8 @@ async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await evaluated("'WANDB_API_KEY' in os.environ or 'secret' in str(os.environ) or vars(args)") == [0.0]
 
 
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0,
-    reason="the kernel permits no user namespaces",
-)
-async def test_a_response_does_not_see_the_environment_of_the_rollout_worker() -> None:
-    [failure] = await evaluated("open(f'/proc/{os.getppid()}/environ').read()")
-    assert "PermissionError" in str(failure)
-
-
 async def test_a_response_that_needs_too_much_memory_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.REWARD_TYPES, "math", RewardType(EVALUATES, RunsIn.GRADER))
+    monkeypatch.setitem(registry.REWARD_TYPES, "math", RewardType(EVALUATES, RunsIn.CHILD))
 
     def samples() -> list[Sample]:
         return [Sample(index=3, response="len(bytes(2 * 10**9))"), Sample(index=4, response="1")]
@@ -145,16 +138,44 @@ async def test_a_response_that_needs_too_much_memory_counts_as_wrong(monkeypatch
     assert group[0].metadata[REWARD_ERROR] == "sample 3: reward math raised MemoryError: "
 
 
-async def test_a_grader_whose_run_has_died_ends_by_its_cpu_limit() -> None:
-    grader = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "miles_async.rewards.grader", stdin=PIPE, stdout=PIPE
-    )
-    assert grader.stdin is not None
-    task = {"path": EVALUATES, "setting": "rm_type", "args": {}, "timeout_seconds": 1.0}
-    grader.stdin.write(pickle.dumps({**task, "memory_bytes": 4 * GIGABYTE, "whole_groups": False, "is_async": False}))
-    grader.stdin.write(pickle.dumps([Sample(response="9**9**9")]))
-    grader.stdin.close()
-    assert await grader.wait() == -signal.SIGXCPU
+@pytest.mark.parametrize("evaluates", [False, True])
+async def test_a_grader_ends_with_its_run(evaluates: bool, tmp_path: Path) -> None:
+    """The run is killed while a response is scored that never finishes."""
+    marks = tmp_path / "processes"
+    script = f"""
+import asyncio, os
+from miles_async.rewards.graders import Graders
+from miles_async.types import Sample
+async def main():
+    graders = Graders("{EVALUATES}", "rm_type", {{}}, 1, 600.0, memory_bytes=4 * 10**9, evaluates={evaluates})
+    await graders.grade([Sample(response="1")])
+    [process] = graders._all
+    open("{marks}", "w").write(str(process.pid))
+    await graders.grade([Sample(response="9**9**9")])
+asyncio.run(main())
+"""
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    await until(lambda: marks.exists() and marks.read_text())
+    grader = marks.read_text()
+    await until(lambda: processes_below(grader) or not evaluates)
+    left = [grader, *processes_below(grader)]
+    run.kill()
+    await run.wait()
+    await until(lambda: not any(map(lives, left)))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():  # noqa: ASYNC110  # other processes set no events
+        await asyncio.sleep(0.05)
+
+
+def processes_below(parent: str) -> list[str]:
+    return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+
+def lives(process: str) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and ") Z " not in status.read_text()
 
 
 async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
@@ -166,14 +187,201 @@ async def test_a_grader_that_dies_between_two_groups_is_replaced() -> None:
         assert await graders.grade([Sample(response="1")]) == [1.0]
 
 
-async def test_a_kernel_that_cannot_block_the_network_causes_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(self: Graders, process: Any, request: bytes, seconds: float, limit: str) -> dict[str, Any]:
-        return {"network_closed": False, "reward": 1.0}
+@pytest.fixture(params=["this kernel", "landlock,namespaces"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The second kernel refuses Landlock and namespaces."""
+    if request.param != "this kernel":
+        old_kernel(request.param, monkeypatch, tmp_path)
+    return str(request.param)
 
-    monkeypatch.setattr(Graders, "_request", answer)
+
+def old_kernel(refused: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let graders run where the kernel refuses some system calls."""
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.stack.old_kernel {refused} {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+async def outcomes(attacks: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Return the attacks that have succeeded, with the reward that shows it."""
+    secret = ctypes.create_string_buffer(grader_attacks.SECRET)
+    (folder / "secret").write_text("secret")
+    victim = await asyncio.create_subprocess_exec("sleep", "600")
+    values = {"pid": os.getpid(), "address": ctypes.addressof(secret), "victim": victim.pid, "folder": str(folder)}
+    won: dict[str, Any] = {}
+    try:
+        async with confined_graders() as graders:
+            for name, code in attacks.items():
+                for word, value in values.items():
+                    code = code.replace(f"{{{word}}}", str(value))
+                [result] = await graders.grade([Sample(response=grader_attacks.text(code))])
+                if not isinstance(result, GraderError) and result:
+                    won[name] = result
+                if victim.returncode is not None:
+                    return won | {name: "it ended another process"}
+    finally:
+        if victim.returncode is None:
+            victim.kill()
+        await victim.wait()
+    assert secret.value == grader_attacks.SECRET
+    assert set(os.listdir(folder)) <= {"secret", "python"}
+    assert (folder / "secret").read_text() == "secret"
+    return won
+
+
+async def test_a_response_cannot_read_what_belongs_to_the_user(kernel: str, tmp_path: Path) -> None:
+    assert await outcomes(grader_attacks.READS, tmp_path) == {}
+
+
+async def test_a_response_cannot_write_anything(kernel: str, tmp_path: Path) -> None:
+    assert await outcomes(grader_attacks.WRITES, tmp_path) == {}
+
+
+async def test_a_response_cannot_change_any_process_not_even_its_own(kernel: str, tmp_path: Path) -> None:
+    assert await outcomes(grader_attacks.PROCESSES, tmp_path) == {}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of the system calls are those of x86-64")
+async def test_a_response_can_use_only_the_system_calls_that_computing_needs(kernel: str, tmp_path: Path) -> None:
+    calls = {name: grader_attacks.call(*arguments) for name, arguments in grader_attacks.CALLS.items()}
+    assert await outcomes(calls, tmp_path) == {}
+
+
+FORGERIES = {
+    "answers in every open file": """
+for number in range(1024):
+    try:
+        os.write(number, b'{"reward": 1.0}\\n' * 100)
+    except OSError:
+        pass
+""",
+    "another answer behind its own": 'os.write(ANSWERS, b\'{"reward": 0.0}\\n{"reward": 1.0}\\n\'); os._exit(0)',
+    "another reward function": """
+import gc, tests.stack.isolated_rewards as rewards
+rewards.evaluates.__code__ = (lambda args, sample: 1.0).__code__
+for one in gc.get_objects():
+    if isinstance(one, dict) and "evaluates" in one:
+        one["evaluates"] = lambda args, sample: 1.0
+""",
+    "another writer of answers": """
+import msgspec, sys
+msgspec.json.encode = lambda *args, **others: b'{"reward": 1.0}'
+for module in list(sys.modules.values()):
+    if hasattr(module, "_answer"):
+        module._answer = lambda reward: b'{"reward": 1.0}'
+""",
+    "another loop of the grader": """
+import sys
+frame = sys._getframe()
+while frame:
+    for name in ("score", "grade", "function"):
+        if name in frame.f_locals:
+            frame.f_locals[name] = lambda *args: iter([b'{"reward": 1.0}'])
+    frame = frame.f_back
+""",
+    "another eval": "import builtins; builtins.eval = lambda *args: 1.0",
+    "a profile function": "import sys; sys.setprofile(lambda *args: None); sys.settrace(lambda *args: None)",
+    "a value of a constant": """
+import ctypes
+ctypes.memmove(id(0.0) + 16, ctypes.byref(ctypes.c_double(1.0)), 8)
+""",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+async def test_a_response_cannot_give_a_reward_to_another_one(name: str) -> None:
+    """A wrong answer is scored in the same group behind the attack, and in four later groups."""
+    code = FORGERIES[name].replace("ANSWERS", "[n for n in range(3, 64) if os.path.exists(f'/dev/fd/{n}')][0]")
+    async with confined_graders() as graders:
+        _, beside = await graders.grade([Sample(response=grader_attacks.text(code)), Sample(response="0")])
+        later = [await graders.grade([Sample(response="0")]) for _ in range(4)]
+        assert (beside, later) == (0.0, [[0.0]] * 4)
+
+
+async def test_poisoned_responses_cost_their_reward_and_not_the_process_of_the_scorer() -> None:
+    async with confined_graders(timeout_seconds=2.0) as graders:
+        await graders.grade([Sample(response="1")])
+        before = [process.pid for process in graders._all]
+        texts = [
+            "os._exit(0)",
+            "os._exit(7)",
+            "__import__('ctypes').string_at(0)",
+            "__import__('time').sleep(60)",
+            "[os.closerange(0, 64), __import__('time').sleep(60)]",
+            "9**9**9",
+            "bytes(8 * 10**9)",
+            "[os.write(number, bytes(1 << 22)) for number in range(3, 64)]",
+            "'x' * (1 << 22) + 1",
+            "[__import__('signal').signal(24, 1), 9**9**9]",
+        ]
+        *poisoned, fine = await graders.grade([Sample(response=text) for text in [*texts, "1"]])
+        assert fine == 1.0
+        assert [type(result) for result in poisoned if not isinstance(result, GraderError)] == []
+        assert [process.pid for process in graders._all] == before
+        assert processes_below(str(before[0])) == []
+
+
+async def test_what_a_response_prints_reaches_no_log(capfd: pytest.CaptureFixture[str]) -> None:
+    await evaluated("[print('forged log line', flush=True), os.write(2, b'forged log line')]")
+    assert "forged" not in "".join(capfd.readouterr())
+
+
+async def test_a_reward_that_is_not_a_number_of_the_scorer_is_an_error_of_its_sample_only() -> None:
+    forged = "[__import__('msgspec').json.__dict__.update(encode=lambda *a, **k: ANSWER)]"
+    answers = [
+        b"",
+        b"{",
+        b"null",
+        b"[1]",
+        b'{"error": 1}',
+        b'{"reward": 1, "nonce": 2}',
+        b"\xff",
+        b"[" * 100_000,
+        b"\n\n",
+    ]
+    async with confined_graders() as graders:
+        samples = [Sample(response=forged.replace("ANSWER", repr(answer))) for answer in answers]
+        *results, fine = await graders.grade([*samples, Sample(response="1")])
+        assert [
+            answer for answer, result in zip(answers, results, strict=True) if not isinstance(result, GraderError)
+        ] == []
+        assert fine == 1.0
+
+
+async def test_without_a_seccomp_filter_no_text_is_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old_kernel("seccomp", monkeypatch, tmp_path)
+    with pytest.raises(UserError, match="set allow_unconfined_rewards if you trust the model"):
+        await gym_rewards("chain_sum", {"answer": "4", "metadata": {}}, ["4"])
+    assert await gym_rewards(
+        "chain_sum", {"answer": "4", "metadata": {}}, ["4", "5"], allow_unconfined_rewards=True
+    ) == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "refused, warning", [("seccomp", "grader processes are not confined"), ("landlock", "the kernel has no Landlock")]
+)
+async def test_mathematics_is_scored_on_old_kernels_with_one_warning(
+    refused: str, warning: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old_kernel(refused, monkeypatch, tmp_path)
+    samples = [[Sample(index=0, response=r"\boxed{\frac{1}{2}}", label="0.5")] for _ in range(2)]
     with capture_logs() as lines:
-        async with confined_graders(processes=2) as graders:
-            await asyncio.gather(graders.grade([Sample()]), graders.grade([Sample()]))
-            assert len(graders._all) == 2
-    [line] = lines
-    assert line["event"].startswith("grader processes can reach the network")
+        assert await rewards_of(*samples, rm_type="math") == [[1.0], [1.0]]
+    assert [line["event"][: len(warning)] for line in lines] == [warning]
+
+
+async def test_a_reasoning_gym_task_is_scored_without_landlock(kernel: str) -> None:
+    assert (await gym_rewards("countdown", COUNTDOWN, ["1+2", "2+2"]))[0][0] == 1.0
+
+
+def test_mathematics_evaluates_arithmetic_and_no_other_text() -> None:
+    script = (
+        "import sys; from miles_async.rewards import mathematics; from miles_async.rewards.confinement import "
+        "refuse_code; sys.addaudithook(refuse_code); import sympy\n"
+        "assert mathematics.same('2^10 + 3', '1027', latex=False) and mathematics.same('x+x', '2x')\n"
+        "for text in ('__import__(\"os\").system(\"true\")', 'print(1)', 'x.y', 'lambda: 1'):\n"
+        "    try:\n        sympy.sympify(text)\n    except (PermissionError, sympy.SympifyError):\n        continue\n"
+        "    raise SystemExit(text)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

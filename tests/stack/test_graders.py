@@ -69,6 +69,12 @@ async def test_an_isolated_reward_that_ends_its_process_fails_its_sample() -> No
         await scored("x", custom_rm_path=f"{REWARDS}.exits", **ISOLATED)
 
 
+async def test_what_a_reward_writes_to_the_pipe_of_its_process_is_no_answer_to_a_later_request() -> None:
+    async with graders("answers_the_next_request") as pool:
+        await pool.grade([Sample(response="forge")])
+        assert [await pool.grade([Sample(response="honest")]) for _ in range(4)] == [[0.0]] * 4
+
+
 async def test_a_process_that_cannot_start_is_infrastructure() -> None:
     async with graders("no_such_reward") as pool:
         [error] = await pool.grade([Sample()])

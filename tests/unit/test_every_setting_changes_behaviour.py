@@ -386,6 +386,7 @@ NAMED: dict[str, str] = {
     "remote_rm_concurrency": f"{BUILTIN}::test_the_number_of_concurrent_remote_reward_requests_is_limited",
     "remote_rm_retries": f"{BUILTIN}::test_a_remote_reward_fails_after_the_configured_retries",
     "reward_processes": f"{GRADERS}::test_each_grader_process_scores_one_group_at_a_time",
+    "allow_unconfined_rewards": "stack/test_confined_graders.py::test_without_a_seccomp_filter_no_text_is_evaluated",
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_counts_as_wrong",
     "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",

@@ -148,6 +148,9 @@ class Rollout(Section):
     reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
     """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
     needs more memory counts as wrong. The limit applies to address space."""
+    allow_unconfined_rewards: bool = False
+    """Let rm_type reasoning_gym evaluate responses as Python code even where the kernel permits no seccomp filter. If
+    off, the run ends there with an error. A response could then use the network and the files of the user."""
     reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
     a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,
