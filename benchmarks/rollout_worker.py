@@ -1,6 +1,6 @@
 """Measures how many requests one rollout worker can handle, with the real pipeline and a fake engine.
 
-    python -m benchmarks.rollout_worker [--seconds 10]
+    python -m benchmarks.rollout_worker [--seconds 10] [--rm-type math]
 
 The pipeline of `pipeline/service.py` runs with the real generator and reward. The engine only waits before it answers,
 and the learner takes no time. Each sample has 256 tokens with log-probabilities, and each group has 8 samples. There
@@ -9,6 +9,9 @@ are two measurements:
 - the capacity, with 512 samples in flight and responses after 50 ms;
 - the event-loop lag at 70 % of this capacity, with 5,000 samples in flight and response times between 0.5 and 1.5 times
   their mean.
+
+With `--rm-type math`, the engine answers with a short derivation, and real grader processes score it. They, and not the
+rollout worker, then limit the capacity.
 
 Prints a table and writes benchmarks/results/rollout_worker.json.
 """
@@ -29,7 +32,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.fake_engine import TOKENS
+from benchmarks.fake_engine import EOS_ID, TOKENS
 from benchmarks.records import record
 from miles_async.adapters.null import NullStore
 from miles_async.adapters.sglang.client import JsonClient
@@ -47,6 +50,7 @@ from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
 from miles_async.ports import RunStore
 from miles_async.rewards.builtin import exact
+from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, EngineLoad, Group, Prompt, Sample, SendOutcome, StepReport, Verdict
@@ -55,6 +59,10 @@ GROUP = 8
 BATCH = 32
 PROMPT = list(range(64))
 LOAD = 0.7
+ANSWER = "\\frac{7}{12}"
+DERIVATION = (
+    f"The sum of one third and one quarter has the denominator 12. Therefore, the answer is \\boxed{{{ANSWER}}}."
+)
 LAG_TICK_SECONDS = 0.005
 
 
@@ -65,7 +73,7 @@ class FixedTokenizer:
         return list(PROMPT)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode()
+        return bytes(token for token in ids if token != EOS_ID).decode()
 
 
 class EndlessPrompts:
@@ -192,11 +200,13 @@ async def measure(
     tokens: int = TOKENS,
     outbox: EventOutbox | None = None,
     store: RunStore | None = None,
+    rewards: RunRewards | None = None,
 ) -> Load:
     """Measure for `seconds` with `in_flight` samples at the engine, after a warm-up of one second and two latencies.
 
     `latency` is the mean response time in seconds. Response times vary by up to `spread` times `latency`. `group` is
-    the number of samples of a group. The engine at `url` must answer with `tokens` tokens per sample.
+    the number of samples of a group. The engine at `url` must answer with `tokens` tokens per sample. If
+    `rewards` are given, it must answer with `DERIVATION`, which they score.
     """
     rollout = Rollout(
         rollout_function_path=FULLY_ASYNC_FUNCTION,
@@ -219,10 +229,10 @@ async def measure(
     ports = Ports(
         clock=SystemClock(),
         journal=Journal(store or NullStore(), finished, SystemClock()),
-        data=EndlessPrompts(group, "7" * tokens),
+        data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
         generator=generator,
         evaluator=generator,
-        rewarder=Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
+        rewarder=rewards or Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
         learner=instant,
         channel=instant,
         fleet=instant,
@@ -276,9 +286,15 @@ async def wait_until_healthy(url: str) -> None:
     raise SystemExit("the fake engine did not start")
 
 
-async def play(url: str, seconds: float) -> dict[str, Load]:
+async def play(url: str, seconds: float, mathematics: bool) -> dict[str, Load]:
     await wait_until_healthy(url)
     tune_garbage_collection()
+    if mathematics:
+        rewards = RunRewards(RunConfig(rollout=Rollout(rm_type="math")), args=None)
+        # The grader processes start in the first measurement, which is not used.
+        loads = [await measure(url, 64, 0.05, 0.0, each, rewards=rewards) for each in (4.0, seconds)]
+        await rewards.close()
+        return {"64 in flight, rm_type math": loads[1]}
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
     wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)
@@ -300,14 +316,18 @@ def fake_engine(*arguments: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement (default: 10)")
+    parser.add_argument("--rm-type", choices=["exact", "math"], default="exact", help="the reward (default: exact)")
     arguments = parser.parse_args()
-    with fake_engine() as url:
-        loads = uvloop.run(play(url, arguments.seconds))
+    mathematics = arguments.rm_type == "math"
+    with fake_engine(*(("--text", DERIVATION) if mathematics else ())) as url:
+        loads = uvloop.run(play(url, arguments.seconds, mathematics))
     print(f"{'':30}{'groups/s':>10}{'CPU ms/sample':>15}{'lag p99 ms':>12}{'in flight':>11}")
     for name, load in loads.items():
         figures = f"{load.groups_per_second:10.0f}{load.cpu_ms_per_sample:15.3f}{load.lag_p99_ms:12.1f}"
         print(f"{name:30}{figures}{load.in_flight:11}")
-    record("rollout_worker", {name: vars(load) for name, load in loads.items()})
+    record(
+        "rollout_worker_math" if mathematics else "rollout_worker", {name: vars(load) for name, load in loads.items()}
+    )
 
 
 if __name__ == "__main__":
