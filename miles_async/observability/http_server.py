@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR, socket
 from threading import Thread
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CollectorRegistry
@@ -16,8 +19,13 @@ from miles_async.local_requests import foreign_request
 from miles_async.observability.page.document import LivePage
 
 CLIENT_TIMEOUT_SECONDS = 2.0
-"""How long to wait for a client that sends no request or does not read its response. The end of a run may have to wait
-this long."""
+"""How long to wait for the next bytes of a client that sends no request or does not read its response."""
+CONNECTION_SECONDS = 30.0
+"""Time limit for a request and its response."""
+MAX_CONNECTIONS = 128
+"""Connections at the same time, each with a thread. The oldest one makes room for a new one."""
+CLOSING_SECONDS = 2.0
+"""How long the end of a run waits for responses that are being sent."""
 
 STOP_CHECK_SECONDS = 0.1
 """How often the server checks whether it has been closed."""
@@ -55,6 +63,7 @@ class HttpServer:
 
     def close(self) -> None:
         self._server.shutdown()
+        self._server.end_connections(CLOSING_SECONDS)
         self._server.server_close()
         self._thread.join()
 
@@ -62,6 +71,41 @@ class HttpServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = False  # `server_close` joins them
     request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._connections: dict[socket, float] = {}
+        """When each connection began (`time.monotonic`), the oldest first."""
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while len(self._connections) >= MAX_CONNECTIONS:
+            self._end(next(iter(list(self._connections))))
+        self._connections[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End slow connections. `serve_forever` calls this every `STOP_CHECK_SECONDS`."""
+        for connection, began in list(self._connections.items()):
+            if time.monotonic() - began > CONNECTION_SECONDS:
+                self._end(connection)
+
+    def end_connections(self, within: float) -> None:
+        """Wait at most `within` seconds for the responses that are being sent, and end the other connections."""
+        deadline = time.monotonic() + within
+        while self._connections and time.monotonic() < deadline:
+            time.sleep(STOP_CHECK_SECONDS)
+        for connection in list(self._connections):
+            self._end(connection)
+
+    def _end(self, connection: socket) -> None:
+        """Let the thread of a connection read its end, whatever the client does."""
+        self._connections.pop(connection, None)
+        with suppress(OSError):
+            connection.shutdown(SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors such as a client that closed its connection, instead of printing a traceback."""

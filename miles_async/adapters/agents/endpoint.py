@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from miles_async.adapters.agents.connections import Connections
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
 from miles_async.adapters.agents.formats import anthropic, chat, responses
 from miles_async.adapters.agents.formats.format import MODEL, Format, event
@@ -46,6 +47,8 @@ MAX_EXTERNAL_SESSIONS = 8192
 MAX_REQUEST_BYTES = 64 * 2**20
 BACKLOG = 4096
 """Connections that wait to be accepted: thousands of agents may connect at the same time."""
+BODY_SECONDS = 120.0
+"""Time limit for a client to send the body of a request."""
 PING_SECONDS = 10.0
 """A stream begins, or contains a ping, after this time without an answer, so that no time limit of a client passes."""
 _STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -95,6 +98,8 @@ class AgentEndpoint:
         self._sessions: dict[str, _Session] = {}
         """Open sessions by name."""
         self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
+        self._server: asyncio.Server | None = None
         self.url = ""
 
     async def start(self, port: int = 0) -> None:
@@ -111,16 +116,25 @@ class AgentEndpoint:
         # The handler of a request is cancelled when its client disconnects.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
+        assert self._runner.server is not None, "set up"
+        connections = Connections(self._runner.server)
         try:
-            await web.TCPSite(self._runner, "127.0.0.1", port, backlog=BACKLOG).start()
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(connections, "127.0.0.1", port, backlog=BACKLOG)
         except OSError as error:
+            connections.close()
             raise UserError(
                 f"agent_port {port} is not available ({error.strerror}): set --agent-port to a free port, or to 0"
             ) from error
-        host, port = self._runner.addresses[0][:2]
+        self._connections = connections
+        host, port = self._server.sockets[0].getsockname()[:2]
         self.url = f"http://{host}:{port}"
 
     async def close(self) -> None:
+        if self._connections is not None:
+            self._connections.close()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -173,11 +187,18 @@ class AgentEndpoint:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse requests from web pages, and requests without the key."""
+        assert self._connections is not None, "started"
+        return await self._connections.handle(request, partial(self._admit_one, handler))
+
+    async def _admit_one(
+        self, handler: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+    ) -> web.StreamResponse:
         if (reason := foreign_request(request.headers.get("Host"), request.headers.get("Origin"))) is not None:
             return _error(403, reason)
         # The client of Anthropic sends the key in another header.
         sent = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(sent.encode(), self.key.encode()):
+        # Bytes that are not UTF-8 are half surrogate pairs in the header.
+        if not secrets.compare_digest(sent.encode(errors="replace"), self.key.encode()):
             return _error(
                 401, "the API key is missing or wrong: use args.agents.api_key or agent_key of the run folder"
             )
@@ -186,6 +207,8 @@ class AgentEndpoint:
             if length > MAX_REQUEST_BYTES:
                 raise web.HTTPRequestEntityTooLarge(MAX_REQUEST_BYTES, length)
             return await handler(request)
+        except web.HTTPRequestTimeout:
+            return _error(408, f"the request was not complete after {BODY_SECONDS:g} s: send it again")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the request has more than {MAX_REQUEST_BYTES >> 20} MiB: send a shorter history")
         except web.HTTPNotFound:
@@ -209,7 +232,7 @@ class AgentEndpoint:
         if self._external is not None and not self._external[2]():
             return _weights_are_missing()
         try:
-            posted = decode_json(await http.read(), dict[str, Any]).get("samples")
+            posted = decode_json(await _body(http), dict[str, Any]).get("samples")
             name = await self._trajectories.add(
                 posted, self._lookup, self._claim, key=http.headers.get("Idempotency-Key")
             )
@@ -258,7 +281,7 @@ class AgentEndpoint:
 
     async def _complete(self, wire: Format, http: web.Request) -> web.StreamResponse:
         try:
-            request = decode_json(await http.read(), dict[str, Any])
+            request = decode_json(await _body(http), dict[str, Any])
             asked = wire.read(request)
         except InvalidRequestError as error:
             return _error(400, str(error))
@@ -322,6 +345,15 @@ class Agents:
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which they were answered last."""
         return self._sampler.segments(sample)
+
+
+async def _body(http: web.Request) -> bytes:
+    """Raises HTTPRequestTimeout if the client is too slow."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await http.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
 
 
 async def _refuse_external(http: web.Request) -> web.Response:

@@ -38,6 +38,7 @@ class AnswerParserProcess:
         self._process: Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._closing = False
         self._waiting: deque[asyncio.Future[Parsed | None]] = deque()
         """Questions without an answer, in the order in which they were sent."""
         self.chosen = Chosen()
@@ -49,6 +50,7 @@ class AnswerParserProcess:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        self._closing = True
         if self._process is not None and self._reader is not None:
             assert self._process.stdin is not None, "started with a pipe"
             self._process.stdin.close()
@@ -80,12 +82,16 @@ class AnswerParserProcess:
         return message
 
     async def ask(self, question: Question) -> Parsed | None:
-        process = await self._running()
-        assert process.stdin is not None, "started with a pipe"
-        answer: asyncio.Future[Parsed | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answer)
-        process.stdin.write(msgspec.json.encode(question) + b"\n")
-        return await answer
+        """Return the answer of the process; None if it cannot read the text, or has died of it."""
+        line = msgspec.json.encode(question) + b"\n"
+        while True:
+            process = await self._running()
+            assert process.stdin is not None, "started with a pipe"
+            answer: asyncio.Future[Parsed | None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(answer)
+            process.stdin.write(line)
+            with suppress(_LostError):
+                return await answer
 
     def _read_harmony(self, content: str) -> bool:
         """Whether a parser has removed the names of channels, which precede every text in Harmony.
@@ -144,12 +150,26 @@ class AnswerParserProcess:
     async def _read(self, process: Process) -> None:
         """Pass on the answers of the process until it ends."""
         assert process.stdout is not None, "started with a pipe"
-        async for line in process.stdout:
-            # The question may have been cancelled.
-            if not (answer := self._waiting.popleft()).done():
-                answer.set_result(msgspec.json.decode(line, type=Parsed | None))
+        try:
+            async for line in process.stdout:
+                # The question may have been cancelled.
+                if not (answer := self._waiting.popleft()).done():
+                    answer.set_result(msgspec.json.decode(line, type=Parsed | None))
+        except ValueError:
+            # The line has more than `MAX_LINE_BYTES`.
+            process.kill()
         self._process = None
-        while self._waiting:
-            if not (answer := self._waiting.popleft()).done():
+        # The process was reading the first text, and may have died of it. The other texts are read by the next process.
+        for position, answer in enumerate(self._waiting):
+            if answer.done():
+                continue
+            if position == 0 or self._closing:
                 answer.set_result(None)
+            else:
+                answer.set_exception(_LostError())
+        self._waiting.clear()
         await process.wait()
+
+
+class _LostError(Exception):
+    """The process has died before it read a text."""

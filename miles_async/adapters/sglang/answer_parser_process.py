@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 from contextlib import suppress
@@ -25,8 +26,12 @@ from typing import Any
 
 import msgspec
 
+from miles_async.json_values import plain_text
+
 PARSE_SECONDS = 2.0
 """Time limit for one answer. A pattern of a parser may need time that grows with the square of the length."""
+MAX_MEMORY_BYTES = 8 << 30
+"""Limit of the address space of this process."""
 AUTO, NONE = "auto", "none"
 _RECIPIENT_FIRST = re.compile(
     r"(^|<\|start\|>assistant)( to=[^\s<]+)<\|channel\|>commentary(?: ?(?:<\|constrain\|>)?json)?"
@@ -104,8 +109,8 @@ class Parsers:
         if question.tools and self.chosen.tool_calls is not None:
             # Parsers raise any exception for malformed calls. The agent then gets the text.
             with suppress(Exception):
-                return Parsed(*self._split_calls(content, question.tools), reasoning=reasoning)
-        return Parsed(content, [], reasoning)
+                return Parsed(*self._split_calls(content, question.tools), reasoning=plain_text(reasoning))
+        return Parsed(plain_text(content), [], plain_text(reasoning))
 
     def _split_calls(self, text: str, tools: str) -> tuple[str, list[Call]]:
         """Return the text without tool calls, and the calls. Raises ValueError if a call is malformed."""
@@ -117,7 +122,7 @@ class Parsers:
         # Some parsers leave out a call that they cannot read.
         if len(items) < begun:
             raise ValueError(f"{begun} calls begin, but {len(items)} can be read")
-        return content, [Call(item.name, _object(item.parameters)) for item in items]
+        return plain_text(content), [Call(plain_text(item.name), _object(item.parameters)) for item in items]
 
     def _split_reasoning(self, question: Question) -> tuple[str, str]:
         """Return the reasoning, and the text without it."""
@@ -214,16 +219,16 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
     raise _TimeIsUpError
 
 
-def _answer(parsers: Parsers, line: bytes) -> Parsed | None:
+def _answer(parsers: Parsers, line: bytes) -> bytes:
     try:
         signal.setitimer(signal.ITIMER_REAL, PARSE_SECONDS)
         try:
-            return parsers.parse(msgspec.json.decode(line, type=Question))
+            return msgspec.json.encode(parsers.parse(msgspec.json.decode(line, type=Question)))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except (_TimeIsUpError, Exception):
         # The text comes from a model: a parser may raise anything.
-        return None
+        return b"null"
 
 
 def main() -> None:
@@ -234,6 +239,8 @@ def main() -> None:
     # Otherwise parsers leave out calls of tools that do not exist, and the agent could not tell the model so.
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     logging.disable()
+    # An answer that needs more memory is refused, and takes none from other programs.
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     try:
         prepare_imports()
         parsers = Parsers(choice)
@@ -243,7 +250,7 @@ def main() -> None:
     answers.write(msgspec.json.encode(parsers.chosen) + b"\n")
     signal.signal(signal.SIGALRM, _time_is_up)
     for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(_answer(parsers, line)) + b"\n")
+        answers.write(_answer(parsers, line) + b"\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,228 @@
+"""Clients that are slow, that send nonsense, and models that write it, cost nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from miles_async.adapters.agents import connections, endpoint
+from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
+from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed, Question
+from miles_async.observability import http_server
+from miles_async.observability.http_server import HttpServer
+from miles_async.observability.page.document import LivePage
+from miles_async.observability.page.view import View
+from tests.processes.test_agent_clients import checkpoint
+from tests.unit.test_agent_endpoint import USER, Agent, connected_agent
+from tests.waiting import PATIENCE_SECONDS
+
+__all__ = ["checkpoint"]
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+HEAD = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nX:"
+"""The beginning of a request that never ends."""
+
+
+def question(name: str, arguments: str = "{}") -> Question:
+    call = f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+    return Question(call, "", json.dumps([TOOL]))
+
+
+HONEST = question('"f"', '{"a": 1}')
+NAMES = {
+    "half a surrogate pair": r'"\ud83d"',
+    "a number": "5",
+    "nothing": "null",
+    "a list": "[1]",
+    "an object": '{"a": 1}',
+    "a huge number": "9" * 5000,
+    "deep brackets": "[" * 100_000,
+    "a control character": r'"\u0000"',
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_no_name_of_a_tool_ends_the_parser_of_answers(checkpoint: Path, name: str) -> None:
+    async with AnswerParserProcess(Choice(str(checkpoint), "hermes", "none")) as parser:
+        process = parser._process
+        hostile = [question(NAMES[name]), question('"f"', f'{{"a": {NAMES[name]}}}')]
+        answers = await asyncio.gather(*map(parser.ask, [*hostile, *[HONEST] * 5]))
+        assert [answer.calls[0].name for answer in answers[2:] if answer] == ["f"] * 5
+        assert parser._process is process
+
+
+async def test_a_parser_that_dies_of_a_text_costs_the_other_agents_nothing(checkpoint: Path) -> None:
+    async with AnswerParserProcess(Choice(str(checkpoint), "hermes", "none")) as parser:
+        first = parser._process
+        assert first is not None
+        os.kill(first.pid, 19)  # SIGSTOP: the questions wait
+        waiting = [asyncio.create_task(parser.ask(HONEST)) for _ in range(6)]
+        await asyncio.sleep(0)
+        first.kill()
+        dead, *others = await asyncio.gather(*waiting)
+        assert dead is None
+        assert [answer for answer in others if not isinstance(answer, Parsed)] == []
+        assert parser._process is not first
+
+
+@pytest.fixture
+def page() -> Iterator[HttpServer]:
+    server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
+    yield server
+    server.close()
+
+
+def connect(port: int, sent: bytes = HEAD) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS)
+    client.sendall(sent)
+    return client
+
+
+def answer_of(port: int) -> bytes:
+    with closing(connect(port, b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")) as client:
+        return client.recv(15)
+
+
+def drip(client: socket.socket, stop: threading.Event) -> None:
+    """Send a byte again and again, faster than the time limit for the next byte."""
+    with suppress(OSError):
+        while not stop.wait(http_server.CLIENT_TIMEOUT_SECONDS / 4):
+            client.sendall(b"a")
+
+
+def test_a_client_that_sends_byte_by_byte_does_not_delay_the_end_of_a_run(page: HttpServer) -> None:
+    """The server ends the connection itself: the client would go on for ever."""
+    stop = threading.Event()
+    with closing(connect(page.port)) as client:
+        thread = threading.Thread(target=drip, args=(client, stop))
+        thread.start()
+        page.close()
+        client.settimeout(PATIENCE_SECONDS)
+        assert ended(client)
+        stop.set()
+        thread.join()
+
+
+def ended(client: socket.socket) -> bool:
+    """Whether the server ends the connection."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_a_request_to_the_page_has_a_time_limit_as_a_whole(page: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.5)
+    stop = threading.Event()
+    with closing(connect(page.port)) as client:
+        thread = threading.Thread(target=drip, args=(client, stop))
+        thread.start()
+        assert ended(client)
+        stop.set()
+        thread.join()
+
+
+def test_many_half_sent_requests_do_not_keep_others_from_the_page(
+    page: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+    clients = [connect(page.port) for _ in range(40)]
+    try:
+        assert answer_of(page.port) == b"HTTP/1.0 200 OK"
+        assert ended(clients[0])
+    finally:
+        for client in clients:
+            client.close()
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[Agent]:
+    async with connected_agent("2", "2", "2") as agent:
+        yield agent
+
+
+async def session_of(agent: Agent) -> str:
+    _, opened = await agent.post(f"{agent.endpoint.url}/sessions", {})
+    return str(opened["base_url"])
+
+
+def port_of(agent: Agent) -> int:
+    return int(agent.endpoint.url.rsplit(":", 1)[1])
+
+
+async def test_half_sent_requests_make_room_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    async with connected_agent("2") as agent:
+        clients = [await asyncio.to_thread(connect, port_of(agent)) for _ in range(40)]
+        status, _ = await agent.ask(await session_of(agent), USER)
+        assert status == 200
+        assert await asyncio.to_thread(ended, clients[0])
+        for client in clients:
+            client.close()
+
+
+async def test_a_half_sent_request_is_ended_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "Connections", partial(connections.Connections, wait_seconds=0.2))
+    async with connected_agent("2") as agent:
+        with closing(await asyncio.to_thread(connect, port_of(agent))) as client:
+            assert await asyncio.to_thread(ended, client)
+
+
+async def test_a_half_sent_body_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "BODY_SECONDS", 0.2)
+    async with connected_agent("2") as agent:
+        url = await session_of(agent)
+        path = url.split(agent.endpoint.url)[1]
+        head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n"
+        request = f"{head}Authorization: Bearer {agent.endpoint.key}\r\n\r\n{{".encode()
+        with closing(await asyncio.to_thread(connect, port_of(agent), request)) as client:
+            assert (await asyncio.to_thread(client.recv, 12)) == b"HTTP/1.1 408"
+
+
+async def test_a_slow_answer_is_not_ended_for_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(endpoint, "Connections", partial(connections.Connections, wait_seconds=0.2))
+    async with connected_agent("2", None) as agent:
+        url = await session_of(agent)
+        go_on = asyncio.Event()
+        generate = agent.engine.generate
+
+        async def slow(*arguments: Any, **more: Any) -> None:
+            await go_on.wait()
+            await generate(*arguments, **more)
+
+        monkeypatch.setattr(agent.engine, "generate", slow)
+        answer = asyncio.create_task(agent.ask(url, USER))
+        clients = [await asyncio.to_thread(connect, port_of(agent)) for _ in range(12)]
+        assert await asyncio.to_thread(ended, clients[0])
+        go_on.set()
+        assert (await answer)[0] == 200
+        for client in clients:
+            client.close()
+
+
+def test_half_of_the_descriptors_stay_free() -> None:
+    async def limit() -> int:
+        async with connected_agent("2") as agent:
+            assert agent.endpoint._connections is not None
+            return agent.endpoint._connections.limit
+
+    assert asyncio.run(limit()) <= max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
+
+
+async def test_a_key_of_any_bytes_is_refused(agent: Agent) -> None:
+    head = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\nAuthorization: Bearer \xff\r\n\r\n"
+    with closing(await asyncio.to_thread(connect, port_of(agent), head)) as client:
+        assert (await asyncio.to_thread(client.recv, 12)) == b"HTTP/1.1 401"
