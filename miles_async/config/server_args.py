@@ -80,7 +80,9 @@ def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     """One sentence for each argument that SGLang does not have or that users cannot set."""
     for name, value in arguments.items():
         flag, argument = _spelled("sglang", name)
-        if isinstance(value, str) and value.lower() in ("yes", "no"):
+        if argument == "config":
+            yield f"{flag} would pass arguments that the run does not check: write them into sglang_server_args"
+        elif isinstance(value, str) and value.lower() in ("yes", "no"):
             yield f"{flag} {value} is a text, not a switch: write true or false"
         elif problem := _set_or_unknown(argument, _SET_BY_THE_RUN, known_arguments(), "SGLang's server"):
             yield f"{flag}{problem}"

@@ -38,7 +38,7 @@ class RunFolder:
         data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem[:MAX_DATA_CHARACTERS]
         name = config.observability.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = cls(_create_unused(root, name))
             folder.logs.mkdir(mode=0o700)
             write_config(config, folder.path / "config.yaml")

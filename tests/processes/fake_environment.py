@@ -6,7 +6,6 @@ It stands for the Python interpreter of a library: its arguments are those of th
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -55,6 +54,6 @@ class FakeEnvironment:
 
 
 if __name__ == "__main__":
-    _, _, _, name, settings = sys.argv[1:]
+    _, _, _, name = sys.argv[1:]
     server.LIBRARIES = {"verifiers": FakeEnvironment}
-    asyncio.run(server.main("verifiers", name, json.loads(settings)))
+    asyncio.run(server.main("verifiers", name))

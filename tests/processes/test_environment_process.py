@@ -105,6 +105,17 @@ async def test_a_task_gets_the_address_of_the_model_and_returns_its_reward(confi
     assert second["reward"] == 2
 
 
+async def test_key_and_settings_are_in_no_command_and_in_no_environment_of_a_process(configure: Configure) -> None:
+    """Every user of the machine can read the commands of all processes."""
+    async with started(configure(environment_settings={"judge": {"api_key": "a-secret-of-the-judge"}})) as process:
+        await process.run({"number": 1}, "")
+        assert process._process is not None
+        seen = Path(f"/proc/{process._process.pid}")
+        shown = (seen / "cmdline").read_bytes() + (seen / "environ").read_bytes()
+        assert b"a-secret-of-the-judge" not in shown
+        assert b"MILES_AGENT_API_KEY" not in shown
+
+
 async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_of_the_model(
     configure: Configure,
 ) -> None:

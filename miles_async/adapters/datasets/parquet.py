@@ -7,12 +7,16 @@ derived from the path, the size and the modification time of the Parquet file.
 
 from __future__ import annotations
 
+import shutil
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import DataRowError, UserError
+
+MAX_SHARE_OF_FREE_DISK = 0.5
+"""Largest size of the Arrow file, as a share of the free space of its disk."""
 
 
 class ParquetRows:
@@ -28,7 +32,12 @@ class ParquetRows:
         copy = cache / "data" / f"{name}.arrow"
         if not copy.exists():
             _convert_to_arrow(path, copy)
-        self._table = pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+        try:
+            self._table = _table(copy)
+        except (pa.ArrowException, OSError):
+            # A full disk or a lost machine may have damaged the copy.
+            _convert_to_arrow(path, copy)
+            self._table = _table(copy)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -44,16 +53,31 @@ class ParquetRows:
         return f"{self._path}, row {row}"
 
 
+def _table(copy: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
+
+
 def _convert_to_arrow(path: Path, copy: Path) -> None:
+    """Write the copy, for this user alone. A small Parquet file can have a large copy, which may fill the disk."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    most = shutil.disk_usage(copy.parent).free * MAX_SHARE_OF_FREE_DISK
     try:
         source = parquet.ParquetFile(path)
-        with atomic_file(copy) as temporary, pa.ipc.new_file(str(temporary), source.schema_arrow) as file:
-            for batch in source.iter_batches(batch_size=4096):
-                file.write_batch(batch)
+        with atomic_file(copy) as temporary:
+            temporary.touch(mode=0o600)
+            with pa.ipc.new_file(str(temporary), source.schema_arrow) as file:
+                for batch in source.iter_batches(batch_size=4096):
+                    file.write_batch(batch)
+                    if temporary.stat().st_size > most:
+                        raise UserError(
+                            f"prompt_data {path} has more than {most / 1e9:.3g} GB without its compression, half of "
+                            f"the free space at {copy.parent}: set cache_dir to a larger disk, or train on fewer rows"
+                        )
     except (pa.ArrowException, OSError) as error:
         # Arrow reports damaged pages as errors of the system, without a number.
         if isinstance(error, OSError) and error.errno is not None:

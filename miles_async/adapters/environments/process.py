@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.adapters.environments.server import KEY_VARIABLE, MAX_LINE_BYTES
+from miles_async.adapters.environments.server import MAX_LINE_BYTES
 from miles_async.config.schema import Data
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.observability.redacted_log import child_stderr, redacted_stderr
@@ -41,7 +40,12 @@ def environment_command(data: Data) -> list[str]:
             f"environment_python to a Python that has {library}"
         )
     # -P: modules of this folder would hide modules of the environment.
-    return [str(python), "-P", str(SERVER), library, name, json.dumps(data.environment_settings)]
+    return [str(python), "-P", str(SERVER), library, name]
+
+
+def environment_start(data: Data, key: str = "") -> bytes:
+    """The first line of the input. Settings and key may be secret, and every user can read the command of a process."""
+    return json.dumps({"settings": data.environment_settings, "key": key}).encode() + b"\n"
 
 
 def environment_tasks(data: Data) -> list[dict[str, Any]]:
@@ -54,7 +58,7 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
     try:
         finished = subprocess.run(
             environment_command(data),
-            input=f"{request}\n".encode(),
+            input=environment_start(data) + f"{request}\n".encode(),
             stdout=PIPE,
             stderr=output.descriptor,
             check=False,
@@ -136,8 +140,12 @@ class EnvironmentProcess:
                 stdout=PIPE,
                 stderr=output,
                 limit=MAX_LINE_BYTES,
-                env={**os.environ, KEY_VARIABLE: self._key},
             )
+        assert self._process.stdin is not None, "a pipe"
+        # A process that has died is noticed when its answers are read.
+        with suppress(ConnectionError):
+            self._process.stdin.write(environment_start(self._data, self._key))
+            await self._process.stdin.drain()
         started = self._expect(0)
         self._reader = asyncio.create_task(self._read(self._process))
         if (error := (await started).get("error")) is not None:

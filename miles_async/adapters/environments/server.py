@@ -375,7 +375,7 @@ def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task
     del running[number]
 
 
-async def main(library: str, name: str, settings: dict[str, Any]) -> None:
+async def main(library: str, name: str) -> None:
     # Answers keep the original standard output; what the environment prints goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -384,11 +384,14 @@ async def main(library: str, name: str, settings: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
-        environment = LIBRARIES[library](name, settings)
+        lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+        start = json.loads(await lines.readline())
+        # The libraries read the key from a variable, which only this process and its children have.
+        os.environ[KEY_VARIABLE] = start["key"]
+        environment = LIBRARIES[library](name, start["settings"])
         async with environment.serving():
             write({"id": 0, "result": "ready"})
-            lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
-            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
             await serve(environment, lines, write)
     except (Exception, SystemExit) as error:
         kind = "missing" if isinstance(error, ModuleNotFoundError) and error.name == library else "environment"
@@ -400,5 +403,4 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
     arguments.add_argument("library", choices=LIBRARIES)
     arguments.add_argument("name")
-    arguments.add_argument("settings", type=json.loads)
     asyncio.run(main(**vars(arguments.parse_args())))

@@ -35,7 +35,7 @@ class ScrapeTargets:
         self._addresses = dict(addresses)
         entries = [self._entry("miles_async", "driver", self._driver, DRIVER_SCRAPE)]
         entries += [self._entry(_job(process), process, address, {}) for process, address in sorted(addresses.items())]
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(self.path, (json.dumps(entries, indent=2) + "\n").encode())
 
     def remove(self) -> None:
