@@ -28,6 +28,8 @@ _ORDINARY = frozenset(
     "metadata min multimodal name new next num output pad padding per prefill primary prompt ratio reward reasoning "
     "size sort special speculative stop think tokenizer total tool type unk value vocab window".split()
 )
+_FOLDERS = frozenset(("PWD", "OLDPWD"))
+"""Variables in which shells keep the working directory."""
 _NO_PLURALS = frozenset(("pass", "cls", "eos", "bos"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _ENDINGS = re.compile(
@@ -84,10 +86,12 @@ def is_secret(name: str) -> bool:
     The words of the name count, however they are joined: HF_TOKEN, api-key, clientSecret and PGPASSWORD are secrets;
     max_total_tokens, eos_token and tokenizer_path are not.
     """
+    if name in _FOLDERS:
+        return False
     words = [word.lower() for word in _WORD.findall(name)]
     singular = [word if word in _NO_PLURALS else word.removesuffix("s") for word in words]
     for position, word in enumerate(singular):
-        if word in _SECRET_WORDS or (_ENDINGS.search(word) and word != "token"):
+        if word in _SECRET_WORDS or _ENDINGS.search(word):
             return True
         # An `id_token` is a secret, and a `token_id` is not.
         before = [name for name in singular[max(position - 1, 0) : position] if name != "id"]

@@ -222,6 +222,29 @@ def test_half_of_the_descriptors_stay_free() -> None:
     assert asyncio.run(limit()) <= max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1)
 
 
+WRONG_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "system is a list of texts": ("messages", {"max_tokens": 9, "messages": [USER], "system": ["x"]}),
+    "system is a list of lists": ("messages", {"max_tokens": 9, "messages": [USER], "system": [[[]]]}),
+    "an item of the input is a number": ("responses", {"input": [5]}),
+    "a tool is a text": ("chat/completions", {"messages": [USER], "tools": ["x"]}),
+    "options of the stream are a list": ("chat/completions", {"messages": [USER], "stream_options": [1]}),
+    "the choice of a tool is a text": ("messages", {"max_tokens": 9, "messages": [USER], "tool_choice": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+async def test_a_request_with_wrong_types_is_refused_and_no_failure_of_the_endpoint(agent: Agent, name: str) -> None:
+    path, body = WRONG_TYPES[name]
+    status, answer = await agent.post(f"{await session_of(agent)}/{path}", {"stream": True, **body})
+    assert (status, answer["type"]) == (400, "error")
+
+
+async def test_bytes_that_are_no_request_fill_no_log(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(await asyncio.to_thread(connect, port_of(agent), b"no HTTP [[[\r\n\r\n")) as client:
+        assert (await asyncio.to_thread(client.recv, 12)).endswith(b" 400")
+    assert caplog.records == []
+
+
 async def test_a_key_of_any_bytes_is_refused(agent: Agent) -> None:
     head = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\nAuthorization: Bearer \xff\r\n\r\n"
     with closing(await asyncio.to_thread(connect, port_of(agent), head)) as client:

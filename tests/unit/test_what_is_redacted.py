@@ -27,6 +27,7 @@ CLEARML_API_SECRET_KEY SWANLAB_API_KEY MLFLOW_TRACKING_PASSWORD KAGGLE_KEY apito
 secretkey_password
 """.split()
 ORDINARY_NAMES = """
+PWD OLDPWD
 max_total_tokens max_new_tokens min_tokens num_tokens prompt_tokens total_tokens tokens_per_step eos_token pad_token
 bos_token unk_token mask_token token_id token_ids eos_token_id stop_token_ids tokenizer tokenizer_path tokenizer_mode
 skip_special_tokens image_token special_tokens token_length tokenLimit think_token vocab_tokens input_key output_key

@@ -15,6 +15,7 @@ an agent may run code that the model wrote, and must not reach the weights of th
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from miles_async.adapters.agents.connections import Connections
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
@@ -36,6 +38,7 @@ from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredE
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.json_values import shown_error
 from miles_async.local_requests import foreign_request
 from miles_async.sample_schema import decode_json
 from miles_async.types import Sample
@@ -114,7 +117,7 @@ class AgentEndpoint:
         app.router.add_post("/sessions", self._open_session if self._trajectories else _refuse_external)
         app.router.add_post("/trajectories", self._post_trajectory if self._trajectories else _refuse_external)
         # The handler of a request is cancelled when its client disconnects.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_server_log())
         await self._runner.setup()
         assert self._runner.server is not None, "set up"
         connections = Connections(self._runner.server)
@@ -287,6 +290,8 @@ class AgentEndpoint:
             return _error(400, str(error))
         except ValueError as error:
             return _error(400, f"the request is not a JSON object: {error}")
+        except (AttributeError, LookupError, TypeError) as error:
+            return _error(400, f"an entry of the request has another type than the protocol says: {shown_error(error)}")
         name = http.match_info["session"]
         session = self._sessions.get(name)
         if session is None:
@@ -345,6 +350,17 @@ class Agents:
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which they were answered last."""
         return self._sampler.segments(sample)
+
+
+def _server_log() -> logging.Logger:
+    """Return the log of aiohttp's server without the requests that are no HTTP: any client could fill the disk."""
+
+    def is_no_request(record: logging.LogRecord) -> bool:
+        return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError)
+
+    log = logging.getLogger("aiohttp.server.agents")
+    log.filters[:] = [lambda record: not is_no_request(record)]
+    return log
 
 
 async def _body(http: web.Request) -> bytes:
