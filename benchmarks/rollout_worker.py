@@ -292,9 +292,9 @@ async def play(url: str, seconds: float, mathematics: bool) -> dict[str, Load]:
     if mathematics:
         rewards = RunRewards(RunConfig(rollout=Rollout(rm_type="math")), args=None)
         # The grader processes start in the first measurement, which is not used.
-        loads = [await measure(url, 64, 0.05, 0.0, each, rewards=rewards) for each in (4.0, seconds)]
+        loads = [await measure(url, 512, 0.05, 0.0, each, rewards=rewards) for each in (4.0, seconds)]
         await rewards.close()
-        return {"64 in flight, rm_type math": loads[1]}
+        return {"512 in flight, rm_type math": loads[1]}
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
     wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)
