@@ -1,10 +1,15 @@
-"""The contract of `ports.Generator`, for SGLang's and a user's function over HTTP, and for the simulator's engines."""
+"""The contract of `ports.Generator`.
+
+SGLang's generator, a user's function and the generator that skips run over HTTP, beside the engines of the simulator.
+`tests/stack/test_contracts_of_engines.py` runs the same tests on a real engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +17,19 @@ import pytest
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.ports import Generator
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.skip.generator import SkippingGenerator
+from miles_async.skip.manager import SkipContext, SkipManager
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.contracts.engine import WEIGHTS, HttpEngine, http_engine
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.lost_workers import LastingEngines
 from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import Trace
 from tests.unit.byte_tokenizer import Bytes
 
 
@@ -47,8 +56,35 @@ def simulated(kind: type[Engines]) -> Case:
     return Case(engines, hold)
 
 
-@pytest.fixture(params=["sglang", "function", "simulated", "simulated that outlives its worker"])
-async def case(request: pytest.FixtureRequest) -> AsyncIterator[Case]:
+def skipping(live: Case, folder: Path, *, stream: bool) -> Case:
+    """A generator that records what `live` generates, and has nothing to replay."""
+    prefix = "skip_async_rollout_" if stream else "skip_rollout_"
+    settings: dict[str, Any] = {"enable": True, "dump_dir": str(folder), "steps": ["0-"]}
+    config = run_config(**{f"{prefix}{name}": value for name, value in settings.items()})
+    manager = SkipManager.init(config, SkipContext(identity={}, warn=lambda sentence: None, offload=_at_once))
+    clock, events = SystemClock(), Trace()
+    generator = SkippingGenerator(
+        live.generator, manager, stream=stream, clock=clock, events=events, live_version=lambda: WEIGHTS
+    )
+    SkipManager.set_step(0)
+    return Case(generator, live.hold)
+
+
+async def _at_once(work: Any) -> Any:
+    return work()
+
+
+KINDS = ("sglang", "function", "simulated", "simulated that outlives its worker", "skips groups", "skips batches")
+
+
+@pytest.fixture(params=KINDS)
+async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
+    if "skips" in request.param:
+        async with http_engine() as engine:
+            real = over_http(engine, "sglang")
+            yield skipping(await anext(real), tmp_path, stream=request.param == "skips groups")
+            await anext(real, None)
+        return
     if "simulated" in request.param:
         yield simulated(Engines if request.param == "simulated" else LastingEngines)
         return
