@@ -21,8 +21,8 @@ from miles_async.adapters.system.clock import SystemClock
 from miles_async.ports import Generator
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.skip import SkipContext, SkipManager
 from miles_async.skip.generator import SkippingGenerator
-from miles_async.skip.manager import SkipContext, SkipManager
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.contracts.engine import WEIGHTS, HttpEngine, http_engine

@@ -19,7 +19,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -400,9 +400,11 @@ def _refusal(task: asyncio.Task[Completion]) -> tuple[int, str] | None:
 
 
 async def _send(stream: web.StreamResponse, http: web.Request, events: Iterable[bytes]) -> None:
-    if not stream.prepared:
-        await stream.prepare(http)
-    await stream.write(b"".join(events))
+    # A client that has gone misses its answer.
+    with suppress(ConnectionResetError):
+        if not stream.prepared:
+            await stream.prepare(http)
+        await stream.write(b"".join(events))
 
 
 def _json(status: int, body: Any) -> web.Response:

@@ -1,0 +1,207 @@
+"""What another user of the machine finds of a run: each socket, file and variable is listed here with its reason.
+
+Whatever is not in the tables fails a test, so that nothing new is open without a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from miles_async.events import Event, StepEnded
+from tests.stack.conftest import Stack
+from tests.stack.listeners import Listener, listeners_of
+from tests.waiting import START_SECONDS
+
+LISTENERS = {
+    r"pytest|train": "the driver: the live page without a key, and Ray's port with its token",
+    r"gcs_server|raylet|ray/dashboard|ray::": "Ray: its token. The endpoint for agents and weights have their own rows",
+    r"sglang|engine_process": "the engine: its key; Mooncake: addresses other than loopback are dropped",
+    r"router_process": "the router: its key; its metrics: nothing, on loopback",
+}
+"""Words in the command of a process that listens on TCP, and what a client needs."""
+UNIX_SOCKETS = {
+    r"/ray-\w+/ray/session_[\w-]+/sockets/(plasma_store|raylet)": "in the private folder of Ray",
+    r"/tmp\w{8}": "messages between SGLang's processes; other users lack the right to write, which connecting needs",
+}
+"""Names of Unix sockets, and why other users cannot connect."""
+FILES = {
+    r"/ray-\w+": (0o700, "sockets and logs of Ray"),
+    r"/tmp\w{8}": (0o755, "sockets of SGLang: see above; files and folders of Python's tempfile have no rights"),
+    r"/tmp\w+wandb-(artifacts|media)": (0o700, "made by wandb when Python imports it"),
+    r"/shm/sglang_loads_\w+\.shm": (0o600, "the load of an engine, for its processes"),
+}
+"""Names of files and folders outside of the run folder, the most that their modes allow, and what they are."""
+VARIABLES = {
+    r"RAY_\w+|LD_PRELOAD|SPT_NOENV": "set by Ray for its workers: no secrets",
+    r"SGLANG_\w+|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|HOST_IP|MOONCAKE_\w+|MC_\w+": "settings of SGLang",
+    r"OMP_\w+|TORCHDYNAMO_DISABLE|CUDA_VISIBLE_DEVICES|NO_PROXY|PYTHONPATH|COLUMNS|LINES": "settings of libraries",
+}
+"""Variables that processes of a run have and its driver has not, and why they may."""
+SHARED = re.compile(r"/(tmp|dev/shm)/")
+AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+CONNECT = """
+import socket, sys
+for name in sys.argv[1:]:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(name)
+        except OSError:
+            continue
+        print(name)
+"""
+
+
+@dataclass
+class Seen:
+    """What there is of a run while it trains."""
+
+    folder: Path = Path()
+    listeners: list[Listener] = field(default_factory=list)
+    unix_sockets: list[str] = field(default_factory=list)
+    files: list[tuple[str, int]] = field(default_factory=list)
+    """Names and modes of files outside of the run folder."""
+    variables: dict[str, set[str]] = field(default_factory=dict)
+    """Variables of processes, by command, that the driver has not."""
+    texts: dict[str, bytes] = field(default_factory=dict)
+    """Command line and environment of each process, by command."""
+    opened_by_nobody: list[str] = field(default_factory=list)
+    """What another user could read, or connect to."""
+    keys: list[bytes] = field(default_factory=list)
+
+
+def entries_of(parent: psutil.Process) -> list[psutil.Process]:
+    return [parent, *parent.children(recursive=True)]
+
+
+def unix_sockets_of(processes: list[psutil.Process]) -> Iterator[str]:
+    """The names of the Unix sockets on which processes listen; those without a file begin with @."""
+    own = set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except OSError:
+                continue  # it was closed
+            own.add(target.removeprefix("socket:[").removesuffix("]"))
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *name = line.split()
+        if int(flags, 16) & 0x10000 and inode in own:
+            yield name[0] if name else "without a name"
+
+
+@pytest.fixture(scope="module")
+def seen(stack: Stack) -> Seen:
+    found = Seen()
+
+    def look(event: Event) -> None:
+        if not isinstance(event, StepEnded) or found.listeners:
+            return
+        processes = entries_of(psutil.Process())
+        found.folder = stack.latest.resolve()
+        found.listeners = list(listeners_of(psutil.Process()))
+        found.unix_sockets = list(unix_sockets_of(processes))
+        shared = shared_files_of(processes) | {Path(name) for name in found.unix_sockets if name.startswith("/tmp/tmp")}
+        found.files = [(str(path), path.lstat().st_mode & 0o777) for path in sorted(shared)]
+        for process in processes:
+            command = " ".join(process.cmdline())
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            names = {entry.partition(b"=")[0].decode() for entry in environment.split(b"\0") if b"=" in entry}
+            found.variables.setdefault(command, set()).update(names - set(os.environ))
+            found.texts[command] = command.encode() + environment
+        cluster: Any = stack.cluster
+        found.keys = [cluster._key.encode(), (Path.home() / ".ray" / "auth_token").read_bytes()]
+        if os.geteuid() == 0:
+            found.opened_by_nobody = opened_by_nobody(found, processes)
+
+    stack.play("train_async.py", "--num-rollout", "2", "--rollout-batch-size", "4", "--eval-size", "0", watch=look)
+    return found
+
+
+def shared_files_of(processes: list[psutil.Process]) -> set[Path]:
+    """The files and folders that processes use, directly in the folders that all users share."""
+    names = set[str]()
+    for process in processes:
+        for entry in (*Path(f"/proc/{process.pid}/fd").iterdir(), *Path(f"/proc/{process.pid}/map_files").iterdir()):
+            try:
+                names.add(os.readlink(entry))
+            except OSError:
+                continue  # it was closed
+    used = {Path(*Path(name).parts[: 4 if name.startswith("/dev") else 3]) for name in names if SHARED.match(name)}
+    # The tests keep the folder of the run in pytest's folder.
+    return {path for path in used if path.exists() and not path.name.startswith("pytest-of-")}
+
+
+def opened_by_nobody(found: Seen, processes: list[psutil.Process]) -> list[str]:
+    """Let another user connect to Unix sockets, and read files and what the kernel shows of processes."""
+    connect = [*AS_NOBODY, sys.executable, "-c", CONNECT, *found.unix_sockets]
+    connected = subprocess.run(connect, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
+    secret = [str(Path.home() / ".ray" / "auth_token"), str(found.folder / "config.yaml")]
+    secret += [f"/proc/{process.pid}/{file}" for process in processes for file in ("environ", "mem", "maps")]
+    secret += [name for name, _ in found.files if Path(name).is_file()]
+    folders = [str(found.folder), str(found.folder / "logs"), *(name for name, _ in found.files if Path(name).is_dir())]
+    script = 'for name; do head -c 1 "$name" > /dev/null && echo "$name"; done 2> /dev/null'
+    listing = 'for name; do ls "$name" > /dev/null && echo "$name"; done 2> /dev/null'
+    for program, names in ((script, secret), (listing, folders)):
+        command = [*AS_NOBODY, "sh", "-c", program, "sh", *names]
+        connected += subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
+    return connected
+
+
+def test_every_process_that_listens_is_known(seen: Seen) -> None:
+    assert [
+        listener for listener in seen.listeners if not any(re.search(one, listener.process) for one in LISTENERS)
+    ] == []
+
+
+def test_every_unix_socket_is_known_and_has_a_file(seen: Seen) -> None:
+    assert seen.unix_sockets
+    assert [name for name in seen.unix_sockets if not any(re.search(f"{one}$", name) for one in UNIX_SOCKETS)] == []
+
+
+def test_every_file_in_a_shared_folder_is_known_and_no_other_user_can_write_it(seen: Seen) -> None:
+    for name, mode in seen.files:
+        allowed = [most for pattern, (most, _) in FILES.items() if re.search(f"{pattern}$", name)]
+        assert allowed, f"{name} (mode {mode:o}) is not in the table"
+        assert any(mode & ~most == 0 for most in allowed), f"{name} has the mode {mode:o}"
+
+
+def test_every_variable_that_a_run_sets_is_known(seen: Seen) -> None:
+    names = set().union(*seen.variables.values())
+    assert sorted(name for name in names if not any(re.fullmatch(pattern, name) for pattern in VARIABLES)) == []
+
+
+def test_no_key_is_in_a_command_or_an_environment(seen: Seen) -> None:
+    assert len(seen.texts) > 5
+    for command, text in seen.texts.items():
+        assert not any(key in text for key in seen.keys), command
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_can_open_nothing_of_a_run(seen: Seen) -> None:
+    assert seen.opened_by_nobody == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_attempts_of_another_user_would_succeed_on_what_is_open(tmp_path: Path) -> None:
+    """Otherwise the test above could not fail."""
+    name = f"/tmp/open-to-all-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        os.chmod(name, 0o777)
+        server.listen()
+        try:
+            found = Seen(folder=Path("/"), unix_sockets=[name], files=[("/etc/passwd", 0o644)])
+            assert {name, "/etc/passwd", "/"} <= set(opened_by_nobody(found, []))
+        finally:
+            os.unlink(name)
