@@ -1,4 +1,4 @@
-"""What another user of the machine finds of a run: each socket, file and variable is listed here with its reason.
+"""What another user of the machine, and a web page, find of a run: each socket, file and variable is listed here.
 
 Whatever is not in the tables fails a test, so that nothing new is open without a reason.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import re
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import psutil
 import pytest
 
 from miles_async.events import Event, StepEnded
+from tests.stack.browser import Visit, chromium
 from tests.stack.conftest import Stack
 from tests.stack.listeners import Listener, listeners_of
 from tests.waiting import START_SECONDS
@@ -61,6 +66,29 @@ for name in sys.argv[1:]:
         print(name)
 """
 
+ATTACK_OF_A_PAGE = """async (ports) => {
+  const read = [], limit = () => ({ signal: AbortSignal.timeout(3000) });
+  const paths = ["/", "/metrics", "/state.json", "/samples.json", "/v1/models", "/get_model_info", "/workers"];
+  const changes = ["/flush_cache", "/abort_request", "/sessions", "/trajectories", "/update_weights_from_disk"];
+  const attempts = [];
+  for (const port of ports) for (const host of ["127.0.0.1", "localhost"]) {
+    const root = `http://${host}:${port}`;
+    for (const path of paths) attempts.push(
+      fetch(root + path, limit()).then((answer) => answer.text()).then((text) => read.push(`${root}${path} ${text}`)));
+    for (const path of changes) attempts.push(
+      fetch(root + path, { method: "POST", mode: "no-cors", body: '{"abort_all": true}', ...limit() }));
+    attempts.push(new Promise((done) => {
+      const web = new WebSocket(`ws://${host}:${port}/`);
+      web.onopen = () => { read.push(`ws ${root}`); done(); };
+      web.onerror = web.onclose = done;
+      setTimeout(done, 3000);
+    }));
+  }
+  await Promise.allSettled(attempts);
+  return read;
+}"""
+"""What a page of another origin may try: to read answers, to send requests that change something, and web sockets."""
+
 
 @dataclass
 class Seen:
@@ -77,6 +105,11 @@ class Seen:
     """Command line and environment of each process, by command."""
     opened_by_nobody: list[str] = field(default_factory=list)
     """What another user could read, or connect to."""
+    read_by_a_page: list[str] = field(default_factory=list)
+    """Answers that a web page could read."""
+    violations: list[str] = field(default_factory=list)
+    """What was wrong with the run, which all of this happened to."""
+    steps: int = 0
     keys: list[bytes] = field(default_factory=list)
 
 
@@ -123,9 +156,34 @@ def seen(stack: Stack) -> Seen:
         found.keys = [cluster._key.encode(), (Path.home() / ".ray" / "auth_token").read_bytes()]
         if os.geteuid() == 0:
             found.opened_by_nobody = opened_by_nobody(found, processes)
+        with ThreadPoolExecutor() as thread:  # Playwright needs a thread without an event loop
+            found.read_by_a_page = thread.submit(read_by_a_page, {entry.port for entry in found.listeners}).result()
 
-    stack.play("train_async.py", "--num-rollout", "2", "--rollout-batch-size", "4", "--eval-size", "0", watch=look)
+    size = ("--num-rollout", "4", "--rollout-batch-size", "4", "--eval-size", "0")
+    played = stack.play("train_async.py", *size, watch=look)
+    found.violations, found.steps = played.violations, len(played.of(StepEnded))
     return found
+
+
+def read_by_a_page(ports: set[int]) -> list[str]:
+    """Open a page of another origin in a browser, and let it ask all ports."""
+    page = socketserver.TCPServer(("127.0.0.1", 0), EmptyPage)
+    with page, chromium() as browser:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        visit = Visit.to(browser, f"http://127.0.0.1:{page.server_address[1]}/")
+        read: list[str] = visit.page.evaluate(ATTACK_OF_A_PAGE, sorted(ports))
+        page.shutdown()
+    return read
+
+
+class EmptyPage(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>another origin</title>")
+
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 def shared_files_of(processes: list[psutil.Process]) -> set[Path]:
@@ -190,6 +248,28 @@ def test_no_key_is_in_a_command_or_an_environment(seen: Seen) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_can_open_nothing_of_a_run(seen: Seen) -> None:
     assert seen.opened_by_nobody == []
+
+
+def test_a_web_page_reads_nothing_and_the_run_goes_on(seen: Seen) -> None:
+    assert seen.read_by_a_page == []
+    assert (seen.steps, seen.violations) == (4, [])
+
+
+def test_a_web_page_would_read_what_permits_it() -> None:
+    """Otherwise the test above could not fail."""
+
+    class Permits(EmptyPage):
+        def end_headers(self) -> None:
+            self.send_header("Access-Control-Allow-Origin", "*")
+            super().end_headers()
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Permits) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with ThreadPoolExecutor() as thread:
+            read = thread.submit(read_by_a_page, {port}).result()
+        server.shutdown()
+    assert any(f"127.0.0.1:{port}/metrics" in entry for entry in read)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
