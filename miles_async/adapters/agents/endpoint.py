@@ -353,7 +353,7 @@ class Agents:
 
 
 def _server_log() -> logging.Logger:
-    """Return the log of aiohttp's server without requests that are not HTTP, with which any client could fill the disk."""
+    """Return the log of aiohttp's server without requests that are not HTTP: any client could fill the disk."""
 
     def is_no_request(record: logging.LogRecord) -> bool:
         return record.exc_info is not None and isinstance(record.exc_info[1], HttpProcessingError)
