@@ -307,6 +307,8 @@ class Producer:
         except EngineLostError as error:
             outcome = Outcome.FAILED
             if not self._stopping:
+                # A dead engine has the fewest requests, so the router prefers it until the check has fenced it.
+                self._tasks.spawn("check-engines", self._check_engines())
                 await run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             if isinstance(error, RouterLostError):
                 self._recycler.requeue(group, DropReason.ROUTER_LOST, keeps_finished=True)

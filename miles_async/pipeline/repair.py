@@ -43,6 +43,9 @@ class Repair:
         self._interval = interval_seconds
         self._devices = devices
         self._loops: dict[str, asyncio.Task[None]] = {}
+        self._one_round = asyncio.Lock()
+        self._rounds = 0
+        """Rounds of `check_engines` that have begun."""
 
     async def run(self) -> None:
         """Check the router at each interval, and keep one loop running per member of the fleet. Never returns."""
@@ -69,23 +72,31 @@ class Repair:
             self._run_state.changed.notify()
 
     async def check_engines(self) -> None:
-        """Check all routed engines now, and fence those that fail."""
-        await asyncio.gather(*map(self._check, self._fleet.routed()))
+        """Check all routed engines, and fence those that fail. All calls that wait share the next round of checks."""
+        awaited = self._rounds + 1
+        async with self._one_round:
+            if self._rounds < awaited:
+                self._rounds += 1
+                await asyncio.gather(*map(self._check, self._fleet.routed()))
 
     async def _keep_alive(self, engine: str) -> None:
         """Check or restart one engine until it is no member of the fleet."""
         while engine in self._fleet.members():
-            if engine in self._fleet.routed():
-                await self._run_state.clock.sleep(self._interval)
-                await self._check(engine)
-            else:
+            if engine not in self._fleet.routed():
                 await self._replace(engine)
+                continue
+            try:
+                async with asyncio.timeout(self._interval):
+                    await self._run_state.changed.until(lambda: engine not in self._fleet.routed())
+            except TimeoutError:
+                await self._check(engine)
 
     async def _check(self, engine: str) -> None:
         try:
             await self._fleet.check(engine)
         except EngineLostError as lost:
             await self._fleet.fence(engine, str(lost))
+            self._run_state.changed.notify()
 
     async def _replace(self, engine: str) -> None:
         """Restart an engine until it joins.

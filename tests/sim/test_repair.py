@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +200,18 @@ def test_with_one_engine_the_run_waits_until_it_is_back(schedule: Schedule) -> N
     if schedule is Schedule.FULLY_ASYNC:
         [wait] = [event.seconds for event in world.trace.of(AdmissionBlocked) if event.cause == "no_engine"]
         assert wait == pytest.approx(START_SECONDS, abs=1)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+def test_no_group_is_sent_to_a_dead_engine_twice(engines: int) -> None:
+    """A dead engine has the fewest requests, so the router prefers it until it is fenced."""
+    kind = doomed(Fate(engines=engines, kills=[(2.3, "engine-0")]))
+    checked_too_late = config(num_rollout=4, engine_health_interval_seconds=100)
+    world = World(config=checked_too_late, engine_kind=kind, train_seconds=10).run()
+    assert lost(world)
+    assert max(Counter(lost(world)).values()) == 1
+    assert engines_of(world).fences == [pytest.approx(2.3, abs=0.1)]
+    assert set(world.fleet.routed()) == {f"engine-{i}" for i in range(engines)}
 
 
 def test_an_engine_that_hangs_is_replaced_after_its_timeout_and_its_groups_are_generated_elsewhere() -> None:

@@ -33,7 +33,8 @@ from workers.specs import engine_spec
 NODES = ("127.0.0.2", "127.0.0.3")
 TRANSPORTS = ("disk", "broadcast", "p2p")
 """That reach both nodes; the run takes the last."""
-ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 6, 2, 4
+ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 14, 2, 4
+"""The engine dies some time after its node, so a group can be lost twice. Such groups are tried one at a time."""
 
 
 @pytest.fixture(scope="module")

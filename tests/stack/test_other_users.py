@@ -51,6 +51,7 @@ VARIABLES = {
     r"RAY_\w+|LD_PRELOAD|SPT_NOENV": "set by Ray for its workers: no secrets",
     r"SGLANG_\w+|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|HOST_IP|MOONCAKE_\w+|MC_\w+": "settings of SGLang",
     r"OMP_\w+|TORCHDYNAMO_DISABLE|CUDA_VISIBLE_DEVICES|NO_PROXY|PYTHONPATH|COLUMNS|LINES": "settings of libraries",
+    "OF_THE_ENGINE": "of the engine of other tests, which runs beside the cluster",
 }
 """Variables that processes of a run have and its driver has not, and why they may."""
 SHARED = re.compile(r"/(tmp|dev/shm)/")
