@@ -19,7 +19,9 @@ def foreign_request(host: str | None, origin: str | None) -> str | None:
     the port in both headers differs from that of the server.
     """
     try:
-        name = urlsplit(f"//{host or ''}").hostname
+        address = urlsplit(f"//{host or ''}")
+        # A host has no user name: `evil.com@127.0.0.1` is the address of something else in other programs.
+        name = address.hostname if address.netloc == host and "@" not in host else None
     except ValueError:
         name = None
     if name not in LOCAL_NAMES:

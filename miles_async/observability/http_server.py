@@ -117,7 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
     page: LivePage
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, f"the address of the request is invalid: {error}")
+            return
         if (reason := foreign_request(self.headers.get("host"), self.headers.get("origin"))) is not None:
             self._refuse(HTTPStatus.FORBIDDEN, reason)
         elif address.path == "/metrics":

@@ -7,10 +7,11 @@ tasks change shared state only between two awaits, so no lock is needed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -81,7 +82,7 @@ class Producer:
         max_attempts: int,
         partial_rollout: bool,
         engines_available: Callable[[], bool],
-        check_engines: Callable[[], Awaitable[None]],
+        check_engines: Callable[[], Coroutine[Any, Any, None]],
         sample_display: SampleDisplay,
     ) -> None:
         """`keep` is the dynamic filter; `limits` are those of the model and the learner; `engines_available` returns

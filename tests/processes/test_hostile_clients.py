@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
@@ -249,3 +250,121 @@ async def test_a_key_of_any_bytes_is_refused(agent: Agent) -> None:
     head = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\nAuthorization: Bearer \xff\r\n\r\n"
     with closing(await asyncio.to_thread(connect, port_of(agent), head)) as client:
         assert (await asyncio.to_thread(client.recv, 12)) == b"HTTP/1.1 401"
+
+
+async def test_what_is_not_http_leaves_no_traceback_in_the_log(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    for request in (b"\xff\xfe\r\n\r\n", b"POST / HTTP/1.1\r\nno header\r\n\r\n", b"GET / HTTP/9.9.9\r\n\r\n"):
+        with closing(await asyncio.to_thread(connect, port_of(agent), request)) as client:
+            assert (await asyncio.to_thread(client.recv, 12)) in (b"HTTP/1.0 400", b"HTTP/1.1 400")
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def levels(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+MALFORMED: dict[str, tuple[str, bytes]] = {
+    "a part of the system prompt that is text": ("messages", b'{"max_tokens": 9, "system": ["x"], "messages": []}'),
+    "a role that is an object": ("chat/completions", b'{"messages": [{"role": {"a": 1}, "content": "x"}]}'),
+    "a role that is a number": ("messages", b'{"max_tokens": 9, "messages": [{"role": 5, "content": "x"}]}'),
+    "a role that is a list": ("responses", b'{"input": [{"role": ["user"], "content": "x"}]}'),
+    "a call without a function": ("chat/completions", b'{"messages": [{"role": "x", "tool_calls": [{"id": "1"}]}]}'),
+    "a name that is an object": (
+        "chat/completions",
+        b'{"messages": [{"role": "x", "tool_calls": [{"id": "1", "function": {"name": {}, "arguments": "{}"}}]}]}',
+    ),
+    "an item of a type that is a list": ("responses", b'{"input": [{"type": ["message"]}]}'),
+    "a part with a number as text": (
+        "responses",
+        b'{"input": [{"role": "user", "content": [{"type": "input_text", "text": 5}]}]}',
+    ),
+    "a block that is a number": ("messages", b'{"max_tokens": 9, "messages": [{"role": "user", "content": [5]}]}'),
+    "a description that is a list": (
+        "messages",
+        b'{"max_tokens": 9, "messages": [], "tools": [{"name": "f", "description": [1]}]}',
+    ),
+    "tool_choice that is text": ("messages", b'{"max_tokens": 9, "messages": [], "tool_choice": "none"}'),
+    "stream_options that is a list": ("chat/completions", b'{"messages": [], "stream": true, "stream_options": [1]}'),
+    "half of a surrogate pair": ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+    "brackets": ("chat/completions", b'{"messages": [], "a": ' + levels(100_000) + b"}"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_request_is_refused_with_a_sentence_that_names_no_exception(
+    agent: Agent, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, body = MALFORMED[name]
+    async with agent.http.post(f"{await session_of(agent)}/{path}", data=body, headers=agent.headers) as response:
+        assert response.status == 400
+        sentence = (await response.json())["error"]["message"]
+    assert "Error" not in sentence
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("depth", [100, 400, 700, 800, 850, 900, 920, 940, 950, 960, 970, 980])
+async def test_no_depth_of_nesting_is_an_error_of_the_endpoint(agent: Agent, depth: int) -> None:
+    """A value that is decoded must not be too deep for what follows, such as the answer in another format."""
+    tool = b'{"type": "function", "function": {"name": "f", "parameters": {"a": ' + levels(depth) + b"}}}"
+    call = b'{"type": "tool_use", "id": "1", "name": "f", "input": {"a": ' + levels(depth) + b"}}"
+    for path, body in (
+        ("chat/completions", b'{"messages": [{"role": "user", "content": "1+1?"}], "tools": [' + tool + b"]}"),
+        ("messages", b'{"max_tokens": 9, "messages": [{"role": "assistant", "content": [' + call + b"]}]}"),
+    ):
+        url = await session_of(agent)
+        for _ in range(2):  # the second request is compared with the first one
+            async with agent.http.post(f"{url}/{path}", data=body, headers=agent.headers) as response:
+                assert response.status in (200, 400)
+
+
+async def test_calls_whose_arguments_are_nested_too_deep_for_clients_stay_text(checkpoint: Path) -> None:
+    deep = question('"f"', '{"a": ' + levels(500).decode() + "}")
+    async with AnswerParserProcess(Choice(str(checkpoint), "hermes", "none")) as parser:
+        answer = await parser.ask(deep)
+        assert answer is not None
+        assert (answer.calls, answer.content) == ([], deep.text)
+
+
+async def test_a_text_that_is_not_valid_unicode_is_parsed(checkpoint: Path) -> None:
+    async with AnswerParserProcess(Choice(str(checkpoint), "hermes", "none")) as parser:
+        message = await parser.parse("\ud83d" + HONEST.text, end="", context="\ud83d", tools=[TOOL], calls_before=0)
+        assert message is not None
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+async def test_a_parser_that_dies_within_an_answer_costs_one_agent_its_call(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process writes a part of an answer and ends. The second one is the real program."""
+    dying = tmp_path / "python"
+    first = f"""#!{sys.executable}
+import os, sys
+if os.path.exists({str(tmp_path / "died")!r}):
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+open({str(tmp_path / "died")!r}, "w").close()
+sys.stdin.readline()
+print('{{"tool_calls": "hermes"}}', flush=True)
+for _ in range(3):
+    sys.stdin.readline()
+print('{{"content": "Let me', end="", flush=True)
+"""
+    dying.write_text(first)
+    dying.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(dying))
+    async with AnswerParserProcess(Choice(str(checkpoint), "hermes", "none")) as parser:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            dead, *others = await asyncio.gather(*[parser.ask(HONEST) for _ in range(3)])
+        assert dead is None
+        assert [answer.calls[0].name for answer in others if answer] == ["f"] * 2
+
+
+@pytest.mark.parametrize("address", ["http://[/", "http://[::1", "//["])
+def test_the_page_answers_a_request_with_an_invalid_address(page: HttpServer, address: str) -> None:
+    with closing(connect(page.port, f"GET {address} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n".encode())) as client:
+        assert client.recv(12) in (b"HTTP/1.0 400", b"HTTP/1.0 404")
+
+
+@pytest.mark.parametrize("host", ["evil.com@127.0.0.1", "evil:80@localhost", "evil\\@127.0.0.1", "127.0.0.1/x"])
+def test_a_host_with_more_than_a_name_and_a_port_is_refused(page: HttpServer, host: str) -> None:
+    with closing(connect(page.port, f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())) as client:
+        assert client.recv(12) == b"HTTP/1.0 403"

@@ -190,10 +190,10 @@ async def test_requests_may_shorten_a_response_but_not_change_its_distribution()
     "request_, complaint",
     [
         ({"messages": []}, "at least one message"),
-        ({"messages": ["hello"]}, "messages must be a list of objects"),
+        ({"messages": ["hello"]}, "messages[0]: expected object, got str"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "but the model reads only text"),
-        ({"messages": [USER], "max_tokens": "many"}, "max_tokens must be a positive integer"),
-        ({"messages": [USER], "stop": [""]}, "stop must be a list of strings that are not empty"),
+        ({"messages": [USER], "max_tokens": "many"}, "max_tokens: expected int | null, got str"),
+        ({"messages": [USER], "stop": [""]}, "stop[0]: expected str of length >= 1"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, "lacks the entry function"),
         ({"messages": [USER], "n": 2}, "n must be 1"),
         (

@@ -218,7 +218,7 @@ def test_arguments_of_the_chat_template_are_read_in_every_format(wire: Format, a
     for sent in ({"enable_thinking": False}, {"reasoning_effort": "high", "documents": []}):
         assert wire.read({**request, "chat_template_kwargs": sent})["template_kwargs"] == sent
     assert wire.read(request)["template_kwargs"] == {}
-    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be an object, such as"):
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs: expected object"):
         wire.read({**request, "chat_template_kwargs": "enable_thinking"})
     with pytest.raises(InvalidRequestError, match="may not contain chat_template, which the endpoint sets"):
         wire.read({**request, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
@@ -230,26 +230,34 @@ def test_arguments_of_the_chat_template_are_read_in_every_format(wire: Format, a
         (responses, {"input": "Q", "previous_response_id": "resp_1"}, "send the whole history as input"),
         (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference'"),
         (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads only text"),
-        (responses, {"input": [{"type": "function_call"}]}, "input[0] cannot be read"),
+        (responses, {"input": [{"type": "function_call"}]}, "input[0]: object missing required field call_id"),
         (responses, {"input": "Q", "tools": [{"type": "web_search"}]}, "tool 'web_search' needs a name"),
-        (responses, {"input": "Q", "max_output_tokens": 0}, "max_output_tokens must be a positive integer"),
+        (responses, {"input": "Q", "max_output_tokens": 0}, "max_output_tokens: expected int >= 1"),
         (responses, {"input": "Q", "background": True}, "background is not available: the endpoint keeps no responses"),
         (chat, {"messages": [], "functions": [{"name": "f"}]}, "functions is not available: describe them in tools"),
         (chat, {"messages": [], "function_call": "auto"}, "function_call is not available"),
         (chat, {"messages": [], "continue_final_message": True}, "every answer is a separate message"),
         (chat, {"messages": [], "web_search_options": {"a": 1}}, "the endpoint runs no tools"),
         (chat, {"messages": [], "audio": {"voice": "x"}}, "the model answers with text"),
-        (chat, {"messages": [], "stream_options": "usage"}, "stream_options must be an object"),
+        (chat, {"messages": [], "stream_options": "usage"}, "stream_options: expected object | null, got str"),
         (anthropic, {"messages": [], "max_tokens": 1, "mcp_servers": [{}]}, "the endpoint runs no tools"),
-        (anthropic, {"messages": [], "max_tokens": 1, "tool_choice": "none"}, "tool_choice must be an object"),
+        (
+            anthropic,
+            {"messages": [], "max_tokens": 1, "tool_choice": "none"},
+            "tool_choice: expected object",
+        ),
         (anthropic, {"messages": []}, "max_tokens is missing"),
-        (anthropic, {"max_tokens": 1, "messages": [{"role": "user"}]}, "messages[0] cannot be read"),
-        (anthropic, {"max_tokens": 1, "messages": "Q"}, "messages must be a list of objects"),
-        (anthropic, {"max_tokens": 1, "system": 5, "messages": []}, "system cannot be read"),
+        (
+            anthropic,
+            {"max_tokens": 1, "messages": [{"role": "user"}]},
+            "messages[0]: object missing required field",
+        ),
+        (anthropic, {"max_tokens": 1, "messages": "Q"}, "messages: expected array, got str"),
+        (anthropic, {"max_tokens": 1, "system": 5, "messages": []}, "system: expected str | array | null, got int"),
         (
             anthropic,
             {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "a block of the type 'image'",
+            "messages[0].content[0].type: invalid value 'image'",
         ),
     ],
 )

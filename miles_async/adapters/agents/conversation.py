@@ -199,12 +199,15 @@ class Conversation:
         messages = request.get("messages")
         if not isinstance(messages, list) or not messages:
             raise InvalidRequestError("messages must be a list with at least one message")
-        try:
-            read = [plain(message) for message in messages]
-            for message in read:
-                for_template(message)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InvalidRequestError(f"a message does not have the format of a chat message: {error!r}") from error
+        read = []
+        for position, message in enumerate(messages):
+            try:
+                read.append(plain(message))
+                for_template(read[-1])
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"message {position} does not have the format of a chat message: {error}"
+                ) from error
         return _Request(
             read,
             request.get("tools"),

@@ -38,7 +38,6 @@ from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredE
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.json_values import shown_error
 from miles_async.local_requests import foreign_request
 from miles_async.sample_schema import decode_json
 from miles_async.types import Sample
@@ -54,6 +53,7 @@ BODY_SECONDS = 120.0
 """Time limit for a client to send the body of a request."""
 PING_SECONDS = 10.0
 """A stream begins, or contains a ping, after this time without an answer, so that no time limit of a client passes."""
+_TOO_DEEP = "the request is nested too deep: store it flat, or as text"
 _STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -290,8 +290,8 @@ class AgentEndpoint:
             return _error(400, str(error))
         except ValueError as error:
             return _error(400, f"the request is not a JSON object: {error}")
-        except (AttributeError, LookupError, TypeError) as error:
-            return _error(400, f"an entry of the request has another type than the protocol says: {shown_error(error)}")
+        except RecursionError:
+            return _error(400, _TOO_DEEP)
         name = http.match_info["session"]
         session = self._sessions.get(name)
         if session is None:
@@ -395,6 +395,9 @@ def _refusal(task: asyncio.Task[Completion]) -> tuple[int, str] | None:
             return 400, str(error)
         case SessionClosedError() as error:
             return 410, str(error)
+        case RecursionError():
+            # A value that can be decoded may be too deep for what follows, such as a comparison with earlier requests.
+            return 400, _TOO_DEEP
         case error:
             raise error
 

@@ -9,13 +9,46 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta, Struct
 
 from miles_async.sample_schema import decode_json
 
 Message = dict[str, Any]
+
+
+class Part(Struct):
+    """A part of the content of a message. The model reads only text."""
+
+    type: str = ""
+    text: str | None = None
+
+
+Content = str | list[Part] | None
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: str | None
+    """JSON; empty if there are none."""
+
+
+class SentCall(Struct):
+    id: str
+    function: CalledFunction
+
+
+class SentMessage(Struct):
+    """A chat message as agents send it. Other fields are ignored."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: Content = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[SentCall] | None = None
 
 
 class Decoder(Protocol):
@@ -51,31 +84,38 @@ class PlainTextParser:
 def plain(message: Mapping[str, Any]) -> Message:
     """Normalize a message of an agent: join text parts, and drop empty fields and unknown keys.
 
-    Raises KeyError, TypeError, AttributeError or ValueError if the message does not have the format of a chat message.
+    Raises ValueError if the message does not have the format of a chat message.
     """
-    kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
-    if kept["role"] == "developer":
-        # The newer name of OpenAI for the same role; chat templates know only `system`.
-        kept["role"] = "system"
-    kept["content"] = text_of_parts(message.get("content"))
-    if reasoning := message.get("reasoning_content"):
-        kept["reasoning_content"] = str(reasoning)
-    if calls := message.get("tool_calls"):
-        kept["tool_calls"] = [tool_call(call["id"], **_function(call["function"])) for call in calls]
+    sent = msgspec.convert(message, SentMessage)
+    # The newer name of OpenAI for the same role; chat templates know only `system`.
+    kept: Message = {"role": "system" if sent.role == "developer" else sent.role}
+    if sent.name:
+        kept["name"] = sent.name
+    if sent.tool_call_id:
+        kept["tool_call_id"] = sent.tool_call_id
+    kept["content"] = text_of_parts(sent.content)
+    if sent.reasoning_content:
+        kept["reasoning_content"] = sent.reasoning_content
+    if sent.tool_calls:
+        kept["tool_calls"] = [
+            tool_call(call.id, call.function.name, call.function.arguments or "") for call in sent.tool_calls
+        ]
     return kept
 
 
-def text_of_parts(content: Any) -> str:
+def text_of_parts(content: Content) -> str:
     """Join the text of a message that is given as a string, as content parts, or not at all.
 
     Raises ValueError if a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
+    texts = []
     for part in content:
-        if "text" not in part:
-            raise ValueError(f"a content part has the type {part.get('type')!r}, but the model reads only text")
-    return "".join(part["text"] for part in content)
+        if part.text is None:
+            raise ValueError(f"a content part has the type {part.type!r} and no text, but the model reads only text")
+        texts.append(part.text)
+    return "".join(texts)
 
 
 def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
@@ -150,10 +190,6 @@ async def read_answer(
         calls_before=calls_before,
     )
     return message or {"role": "assistant", "content": text}, matched
-
-
-def _function(function: Mapping[str, Any]) -> dict[str, str]:
-    return {"name": function["name"], "arguments": function["arguments"]}
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

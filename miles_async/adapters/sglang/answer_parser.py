@@ -20,6 +20,7 @@ import structlog
 
 from miles_async.adapters.sglang.answer_parser_process import Call, Choice, Chosen, Parsed, Question
 from miles_async.errors import UserError
+from miles_async.json_values import plain_text
 from miles_async.observability.redacted_log import child_stderr
 
 START_SECONDS = 120.0
@@ -64,7 +65,7 @@ class AnswerParserProcess:
             return None
         closing = end if end in CLOSING else ""
         tools_json = msgspec.json.encode(offered).decode() if offered else ""
-        parsed = await self.ask(Question(text + closing, context, tools_json))
+        parsed = await self.ask(Question(plain_text(text + closing), plain_text(context), tools_json))
         if parsed is None or not (parsed.calls or parsed.reasoning or self._read_harmony(parsed.content)):
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
@@ -152,12 +153,15 @@ class AnswerParserProcess:
         assert process.stdout is not None, "started with a pipe"
         try:
             async for line in process.stdout:
+                # A process that dies while it writes leaves a part of a line.
+                parsed = msgspec.json.decode(line, type=Parsed | None)
                 # The question may have been cancelled.
                 if not (answer := self._waiting.popleft()).done():
-                    answer.set_result(msgspec.json.decode(line, type=Parsed | None))
+                    answer.set_result(parsed)
         except ValueError:
-            # The line has more than `MAX_LINE_BYTES`.
-            process.kill()
+            # The line has more than `MAX_LINE_BYTES`, or is not an answer.
+            with suppress(ProcessLookupError):
+                process.kill()
         self._process = None
         # The process was reading the first text, and may have died of it. The other texts are read by the next process.
         for position, answer in enumerate(self._waiting):

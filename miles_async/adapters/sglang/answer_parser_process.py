@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.json_values import plain_text
+from miles_async.json_values import json_value, plain_text
 
 PARSE_SECONDS = 2.0
 """Time limit for one answer. A pattern of a parser may need time that grows with the square of the length."""
@@ -189,8 +189,10 @@ def _chat_template(checkpoint: Path) -> str | None:
 
 
 def _object(arguments: str) -> str:
-    """Return a JSON object without spaces. Raises msgspec.DecodeError if the text is none."""
-    return msgspec.json.encode(msgspec.json.decode(arguments, type=dict[str, Any])).decode()
+    """Return a JSON object without spaces. Raises ValueError if the text is none, or is nested too deep for clients."""
+    decoded = msgspec.json.decode(arguments, type=dict[str, Any])
+    json_value(decoded)
+    return msgspec.json.encode(decoded).decode()
 
 
 class _UnusedModule(ModuleType):

@@ -7,77 +7,120 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
 from miles_async.adapters.agents.formats.format import (
     MODEL,
+    Limit,
+    Request,
+    StopString,
+    checked,
     event,
     function,
-    limit,
-    objects,
     refuse,
-    strings,
     template_kwargs,
 )
-from miles_async.adapters.agents.messages import Message, text_of_parts
+from miles_async.adapters.agents.messages import Content, Message, text_of_parts
 
 PING = event({"type": "ping"}, "ping")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
+class _Text(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Thinking(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+
+
+class _RedactedThinking(Struct, tag_field="type", tag="redacted_thinking"):
+    pass
+
+
+class _ToolUse(Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: Content = None
+
+
+_Block = _Text | _Thinking | _RedactedThinking | _ToolUse | _ToolResult
+
+
+class _Message(Struct):
+    role: str
+    content: str | list[_Block]
+
+
+class _ToolChoice(Struct):
+    type: str = "auto"
+
+
+class _Request(Request):
+    messages: list[_Message] = []
+    max_tokens: Limit = None
+    system: Content = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[StopString] | None = None
+
+
 def read(request: Mapping[str, Any]) -> dict[str, Any]:
-    if request.get("max_tokens") is None:
-        raise InvalidRequestError("max_tokens is missing: set it to the largest number of tokens of the answer")
-    tools = objects(request.get("tools"), "tools")
     refuse(request, {"mcp_servers": "the endpoint runs no tools", "container": "the endpoint runs no tools"})
-    choice = request.get("tool_choice") or {}
-    if not isinstance(choice, dict):
-        raise InvalidRequestError("tool_choice must be an object with the entry type")
+    asked = checked(request, _Request)
+    if asked.max_tokens is None:
+        raise InvalidRequestError("max_tokens is missing: set it to the largest number of tokens of the answer")
     messages: list[Message] = []
     try:
-        if system := text_of_parts(request.get("system")):
+        if system := text_of_parts(asked.system):
             messages.append({"role": "system", "content": system})
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"system cannot be read: {error!r}") from error
-    for position, message in enumerate(objects(request.get("messages"), "messages")):
+    except ValueError as error:
+        raise InvalidRequestError(f"system: {error}") from error
+    for position, message in enumerate(asked.messages):
         try:
             messages += _messages(message)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InvalidRequestError(f"messages[{position}] cannot be read: {error!r}") from error
+        except ValueError as error:
+            raise InvalidRequestError(f"messages[{position}]: {error}") from error
+    offered = asked.tool_choice is None or asked.tool_choice.type != "none"
     return {
         "messages": messages,
-        "tools": [function(tool, "input_schema") for tool in tools if choice.get("type") != "none"] or None,
-        "template_kwargs": template_kwargs(request),
-        "max_tokens": limit(request["max_tokens"], "max_tokens"),
-        "stop": strings(request.get("stop_sequences"), "stop_sequences"),
+        "tools": [function(tool, "input_schema") for tool in asked.tools or () if offered] or None,
+        "template_kwargs": template_kwargs(asked),
+        "max_tokens": asked.max_tokens,
+        "stop": asked.stop_sequences or [],
     }
 
 
-def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
+def _messages(message: _Message) -> Iterator[Message]:
     """Convert one message, which may hold several tool results and text of the user."""
-    role, content = message["role"], message["content"]
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for block in blocks:
-        kinds.setdefault(block["type"], []).append(block)
-    known = {"text", "thinking", "redacted_thinking", "tool_use"} if role == "assistant" else {"text", "tool_result"}
-    if unknown := kinds.keys() - known:
-        raise ValueError(f"a message of the {role} has a block of the type {min(unknown)!r}, which is not available")
-    for block in kinds.get("tool_result", ()):
-        yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of_parts(block.get("content"))}
-    if "tool_result" in kinds and "text" not in kinds:
+    blocks = [_Text(message.content)] if isinstance(message.content, str) else message.content
+    results = [block for block in blocks if isinstance(block, _ToolResult)]
+    texts = [block.text for block in blocks if isinstance(block, _Text)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, _Thinking)]
+    calls = [block for block in blocks if isinstance(block, _ToolUse)]
+    misplaced = results if message.role == "assistant" else [*thoughts, *calls]
+    if misplaced or (message.role != "assistant" and len(texts) + len(results) < len(blocks)):
+        raise ValueError(f"a message of the {message.role} has a block of a type that only the other side may send")
+    for result in results:
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text_of_parts(result.content)}
+    if results and not texts:
         return
-    turn: Message = {"role": role, "content": text_of_parts(kinds.get("text"))}
-    if reasoning := "".join(block["thinking"] for block in kinds.get("thinking", ())):
+    turn: Message = {"role": message.role, "content": "".join(texts)}
+    if reasoning := "".join(thoughts):
         turn["reasoning_content"] = reasoning
-    if calls := kinds.get("tool_use"):
+    if calls:
         turn["tool_calls"] = [_call(block) for block in calls]
     yield turn
 
 
-def _call(block: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = msgspec.json.encode(block["input"]).decode()
-    return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+def _call(block: _ToolUse) -> dict[str, Any]:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:

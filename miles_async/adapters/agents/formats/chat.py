@@ -7,17 +7,21 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
 from miles_async.adapters.agents.formats.format import (
     MODEL,
+    Limit,
+    Request,
+    StopString,
+    checked,
     event,
     function,
-    limit,
-    objects,
     refuse,
-    strings,
     template_kwargs,
 )
+from miles_async.json_values import shown
 
 _REFUSED = {
     "functions": "describe them in tools",
@@ -29,31 +33,40 @@ _REFUSED = {
 PING = b": the model is generating\n\n"
 
 
+class _StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
+class _Request(Request):
+    messages: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    max_tokens: Limit = None
+    max_completion_tokens: Limit = None
+    stop: StopString | list[StopString] | None = None
+    stream_options: _StreamOptions | None = None
+
+
 def read(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("n") not in (None, 1):
         raise InvalidRequestError(
             "n must be 1: the run itself generates several samples per prompt, each in another session"
         )
     refuse(request, _REFUSED)
-    options = request.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise InvalidRequestError("stream_options must be an object")
-    tools = objects(request.get("tools"), "tools")
-    stop = request.get("stop")
-    name = "max_tokens" if request.get("max_completion_tokens") is None else "max_completion_tokens"
+    asked = checked(request, _Request)
     return {
-        "messages": objects(request.get("messages"), "messages"),
-        "tools": [_tool(tool) for tool in tools if request.get("tool_choice") != "none"] or None,
-        "template_kwargs": template_kwargs(request),
-        "max_tokens": limit(request.get(name), name),
-        "stop": strings([stop] if isinstance(stop, str) else stop, "stop"),
+        "messages": asked.messages,
+        "tools": [_tool(tool) for tool in asked.tools or () if asked.tool_choice != "none"] or None,
+        "template_kwargs": template_kwargs(asked),
+        "max_tokens": asked.max_completion_tokens or asked.max_tokens,
+        "stop": [asked.stop] if isinstance(asked.stop, str) else asked.stop or [],
     }
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     described = tool.get("function")
     if not isinstance(described, dict):
-        raise InvalidRequestError(f"a tool of type {tool.get('type')!r} lacks the entry function")
+        raise InvalidRequestError(f"a tool of type {shown(tool.get('type'))} lacks the entry function")
     function(described, "parameters")
     # Chat templates show the tool to the model, so it stays as the client has written it.
     return dict(tool)

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+from msgspec import Meta, Struct
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
 from miles_async.config.schema.data import CHAT_PARAMETERS
+from miles_async.errors import TrajectoryError
+from miles_async.json_values import shown
+from miles_async.sample_schema import parse
+
+T = TypeVar("T")
+Limit = Annotated[int, Meta(ge=1)] | None
+"""A limit for the tokens of an answer; None means that the request sets none."""
+StopString = Annotated[str, Meta(min_length=1)]
 
 MODEL = "policy"
 """Name of the trained model in answers; requests may use any model name."""
 _RESERVED = CHAT_PARAMETERS | {"chat_template"}
 """Arguments of the chat template that a request may not set."""
+
+
+class Request(Struct):
+    """The fields that all formats have. Fields that are not declared are ignored."""
+
+    tools: Sequence[dict[str, Any]] | None = None
+    stream: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Format(Protocol):
@@ -47,23 +64,22 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def limit(value: Any, name: str) -> int | None:
-    """Check a limit for the tokens of an answer; None means that the request sets none."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise InvalidRequestError(f"{name} must be a positive integer, not {value!r}")
-    return value
+def checked(value: Any, schema: type[T], name: str = "the request") -> T:
+    """Convert what a client sent. Raises InvalidRequestError with the path of the first invalid field."""
+    try:
+        return parse(value, schema, name)
+    except TrajectoryError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
-def template_kwargs(request: Mapping[str, Any]) -> dict[str, Any]:
+def template_kwargs(request: Request) -> dict[str, Any]:
     """Read `chat_template_kwargs`, the field in which servers of open models take variables of the chat template."""
-    value = request.get("chat_template_kwargs")
-    if value is not None and not isinstance(value, dict):
-        raise InvalidRequestError('chat_template_kwargs must be an object, such as {"enable_thinking": false}')
-    if reserved := _RESERVED & (value or {}).keys():
+    value = request.chat_template_kwargs or {}
+    if reserved := _RESERVED & value.keys():
         raise InvalidRequestError(
             f"chat_template_kwargs may not contain {min(reserved)}, which the endpoint sets: remove it"
         )
-    return value or {}
+    return value
 
 
 def refuse(request: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
@@ -73,30 +89,13 @@ def refuse(request: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
             raise InvalidRequestError(f"{name} is not available: {reason}")
 
 
-def objects(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
-    """Check a list of JSON objects; None is an empty one."""
-    if value is not None and not (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
-        raise InvalidRequestError(f"{name} must be a list of objects")
-    return value or []
-
-
-def strings(value: Any, name: str) -> list[str]:
-    """Check a list of strings without empty ones; None is an empty list."""
-    if value is not None and not (isinstance(value, list) and all(isinstance(item, str) and item for item in value)):
-        raise InvalidRequestError(f"{name} must be a list of strings that are not empty")
-    return value or []
-
-
 def function(tool: Mapping[str, Any], schema: str) -> dict[str, Any]:
     """Convert a tool to the format of chat completions. The entry `schema` of the tool describes its arguments."""
-    name = tool.get("name")
-    if not isinstance(name, str) or not name or not isinstance(tool.get(schema) or {}, dict):
+    name, description, parameters = tool.get("name"), tool.get("description") or "", tool.get(schema) or {}
+    if not (isinstance(name, str) and name and isinstance(description, str) and isinstance(parameters, dict)):
         raise InvalidRequestError(
-            f"tool {name or tool.get('type')!r} needs a name, and an object as its {schema}: tools without them, which "
-            "a provider would run, are not available"
+            f"tool {shown(name or tool.get('type'))} needs a name, an object as its {schema}, and a text if it has a "
+            "description: tools without them, which a provider would run, are not available"
         )
-    parameters = tool.get(schema) or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": tool.get("description") or "", "parameters": parameters},
-    }
+    parameters = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

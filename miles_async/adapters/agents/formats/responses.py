@@ -11,9 +11,21 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
-from miles_async.adapters.agents.formats.format import MODEL, event, function, limit, objects, refuse, template_kwargs
-from miles_async.adapters.agents.messages import Message, text_of_parts
+from miles_async.adapters.agents.formats.format import (
+    MODEL,
+    Limit,
+    Request,
+    checked,
+    event,
+    function,
+    refuse,
+    template_kwargs,
+)
+from miles_async.adapters.agents.messages import Content, Message, text_of_parts
+from miles_async.json_values import shown
 
 _REFUSED = {
     **dict.fromkeys(
@@ -25,54 +37,92 @@ _REFUSED = {
 PING = b": the model is generating\n\n"
 
 
+class _Said(Struct):
+    role: str
+    content: Content
+
+
+class _Reasoning(Struct):
+    content: Content = None
+    summary: Content = None
+
+
+class _Called(Struct):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _Returned(Struct):
+    call_id: str
+    output: Content
+
+
+_ITEMS: dict[str, type[Struct]] = {
+    "message": _Said,
+    "reasoning": _Reasoning,
+    "function_call": _Called,
+    "function_call_output": _Returned,
+}
+"""Items by their type; an item without a type is a message."""
+
+
+class _Request(Request):
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    max_output_tokens: Limit = None
+
+
 def read(request: Mapping[str, Any]) -> dict[str, Any]:
     refuse(request, _REFUSED)
-    tools = objects(request.get("tools"), "tools")
-    given = request.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
-    if instructions := request.get("instructions"):
-        items = [{"role": "system", "content": instructions}, *items]
+    asked = checked(request, _Request)
+    messages: list[Message] = []
+    if asked.instructions:
+        _append(messages, {"role": "system", "content": asked.instructions}, "instructions")
+    items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input or []
+    for position, item in enumerate(items):
+        _append(messages, item, f"input[{position}]")
     return {
-        "messages": _messages(items),
-        "tools": [function(tool, "parameters") for tool in tools if request.get("tool_choice") != "none"] or None,
-        "template_kwargs": template_kwargs(request),
-        "max_tokens": limit(request.get("max_output_tokens"), "max_output_tokens"),
+        "messages": messages,
+        "tools": [function(tool, "parameters") for tool in asked.tools or () if asked.tool_choice != "none"] or None,
+        "template_kwargs": template_kwargs(asked),
+        "max_tokens": asked.max_output_tokens,
         "stop": [],
     }
 
 
-def _messages(items: Any) -> list[Message]:
-    messages: list[Message] = []
-    for position, item in enumerate(items):
-        try:
-            _append(messages, item)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InvalidRequestError(f"input[{position}] cannot be read: {error!r}") from error
-    return messages
+def _append(messages: list[Message], sent: Mapping[str, Any], name: str) -> None:
+    kind = sent.get("type", "message")
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise InvalidRequestError(f"{name}: items of type {shown(kind)} are not available")
+    item = checked(sent, _ITEMS[kind], name)
+    try:
+        _add(messages, item)
+    except ValueError as error:
+        raise InvalidRequestError(f"{name}: {error}") from error
 
 
-def _append(messages: list[Message], item: Mapping[str, Any]) -> None:
-    kind = item.get("type", "message")
-    if kind == "message" and item["role"] != "assistant":
-        messages.append({"role": item["role"], "content": text_of_parts(item["content"])})
-        return
-    if kind == "function_call_output":
-        output = text_of_parts(item["output"])
-        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-        return
+def _add(messages: list[Message], item: Struct) -> None:
+    match item:
+        case _Said(role=role) if role != "assistant":
+            messages.append({"role": role, "content": text_of_parts(item.content)})
+            return
+        case _Returned():
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of_parts(item.output)})
+            return
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
-    if kind == "message":
-        turn["content"] += text_of_parts(item["content"])
-    elif kind == "function_call":
-        called = {"name": item["name"], "arguments": item["arguments"]}
-        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": called})
-    elif kind == "reasoning":
-        text = text_of_parts(item.get("content")) or text_of_parts(item.get("summary"))
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-    else:
-        raise ValueError(f"items of type {kind!r} are not available")
+    match item:
+        case _Said():
+            turn["content"] += text_of_parts(item.content)
+        case _Called():
+            called = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": called})
+        case _Reasoning():
+            text = text_of_parts(item.content) or text_of_parts(item.summary)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + text
 
 
 def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
