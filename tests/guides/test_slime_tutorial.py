@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -188,6 +189,17 @@ def test_debug_data_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         loaded(saved([1, 2]))
     with pytest.raises(UserError, match=r"4\.pt cannot be trained: sample 4 has multimodal_inputs"):
         loaded(saved({"rollout_id": 4, "samples": [slime_sample(4, multimodal_inputs={"images": ["a"]})]}))
+
+
+def test_debug_data_that_could_grow_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    """torch.save compresses nothing, but torch.load reads compressed entries, which can be a thousand times larger."""
+    path = tmp_path / "4.pt"
+    torch.save({"rollout_id": 4, "samples": [slime_sample(0)]}, tmp_path / "plain.pt")
+    with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(path, "w", ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(UserError, match=r"4\.pt is compressed, and could need any amount of memory"):
+        load_groups(path)
 
 
 def test_debug_data_is_written_as_safetensors_whatever_its_suffix_and_a_note_says_so(tmp_path: Path) -> None:

@@ -170,6 +170,18 @@ def test_the_audit_covers_the_events_up_to_the_first_deleted_part(tmp_path: Path
     assert audit.violations == ["parts of the event log were deleted; later events cannot be checked"]
 
 
+def test_a_line_that_no_memory_could_hold_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed, such a line is a thousand times smaller."""
+    monkeypatch.setattr(event_log, "_LINE_BYTES", 1 << 20)
+    path = write(tmp_path, EVENTS, rotate_bytes=200 * LINE_BYTES)
+    (tmp_path / "events-000002.jsonl").unlink(missing_ok=True)
+    with gzip.open(tmp_path / "events-000002.jsonl.gz", "wb") as part:
+        for _ in range(64):
+            part.write(bytes(1 << 20))
+    with pytest.raises(UserError, match=r"events-000002\.jsonl\.gz is damaged: line 1 has more than 1 MiB"):
+        list(read_events(path))
+
+
 def test_a_damaged_part_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, EVENTS, rotate_bytes=200 * LINE_BYTES)
     part = tmp_path / "events-000002.jsonl.gz"

@@ -99,7 +99,8 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
                 if region_rank != rank:
                     continue
                 region = _bytes(parameters[name], start, size)
-                mask = zlib.decompress(file.get_tensor(f"{number}.mask").numpy().tobytes())
+                packed = file.get_tensor(f"{number}.mask").numpy().tobytes()
+                mask = zlib.decompressobj().decompress(packed, max_length=(size + 7) // 8)
                 changed = unpack_bits(torch.frombuffer(bytearray(mask), dtype=torch.uint8), size)
                 region[changed.to(region.device)] = file.get_tensor(f"{number}.bytes").to(region.device)
                 if zlib.crc32(region.cpu().numpy()) != expected:

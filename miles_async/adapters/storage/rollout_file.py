@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 import orjson
@@ -111,8 +111,14 @@ def _load_slime_groups(path: Path) -> tuple[int, list[Group]]:
     import torch  # takes seconds, and only these files need it
 
     try:
+        with ZipFile(path) as archive:
+            if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
+                raise UserError(
+                    f"rollout data {path} is compressed, and could need any amount of memory: name the file that "
+                    "torch.save wrote"
+                )
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, BadZipFile) as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         objects = f"pickled objects ({found[1]})" if found else "contents that torch cannot load"
         raise UserError(

@@ -31,6 +31,8 @@ from miles_async.events import Event, EventsMissing, EventsReceived, decode, enc
 _BUFFER_BYTES = 1 << 20
 _LAST_BYTES = 64 << 10
 """The last event of a run is much shorter."""
+_LINE_BYTES = 64 << 20
+"""Limit for a line that is read. A damaged or hostile compressed part can hold a line that no memory can hold."""
 CLOSE_SECONDS = 5.0
 """How long to wait for the compression of the last part. A part that is not compressed in time is kept uncompressed."""
 
@@ -256,8 +258,13 @@ def _events(stream: IO[bytes], file: Path) -> Iterator[Event]:
     complete = 0
     """Lines read so far."""
     try:
-        for line in stream:
+        for line in iter(lambda: stream.readline(_LINE_BYTES), b""):
             if not line.endswith(b"\n"):
+                if len(line) == _LINE_BYTES:
+                    raise UserError(
+                        f"{file} is damaged: line {complete + 1} has more than {_LINE_BYTES >> 20} MiB; delete it to "
+                        "read the other parts"
+                    )
                 return
             yield decode(line)
             complete += 1
