@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from miles_async.errors import EngineLostError, TrajectoryError
+from miles_async.identity import IdentityMap
 from miles_async.time_limit import waiting_in_line
 from miles_async.types import EngineLoad, Group, SampleStatus, SendOutcome, VersionSpan
 from tests.sim.virtual_time import VirtualClock
@@ -70,7 +71,7 @@ class Engines:
         self._model = model
         self._permits = model.concurrency or 1 << 60
         self._rng = random.Random(seed)
-        self._tickets: dict[int, _Ticket] = {}
+        self._tickets = IdentityMap[Group, _Ticket]()
         self._left: dict[str, list[float]] = {}
         """The remaining work of aborted groups, by feed index."""
         self._running: list[tuple[float, int, _Ticket]] = []
@@ -120,7 +121,7 @@ class Engines:
         """How it ended, and the version of its first token."""
         loop = asyncio.get_running_loop()
         ticket = _Ticket(loop.create_future(), loop.create_future(), len(lengths), waiting=lengths)
-        self._tickets[id(group)] = ticket
+        self._tickets[group] = ticket
         if self.in_flight == 0:
             self._busy_since = self._clock.monotonic()
         self.in_flight += len(lengths)
@@ -136,7 +137,7 @@ class Engines:
             self._stop(ticket)  # as SGLang, when a client disconnects
             raise
         finally:
-            del self._tickets[id(group)]
+            del self._tickets[group]
             self.in_flight -= ticket.unfinished
             if self.in_flight == 0:
                 self.busy_seconds += self._clock.monotonic() - self._busy_since
@@ -147,7 +148,7 @@ class Engines:
     async def abort(self, group: Group | None = None) -> None:
         tickets = list(self._tickets.values())
         if group is not None:
-            tickets = [self._tickets[id(group)]] if id(group) in self._tickets else []
+            tickets = [self._tickets[group]] if group in self._tickets else []
         for ticket in tickets:
             if not ticket.done.done():
                 ticket.done.set_result(SampleStatus.ABORTED)

@@ -14,6 +14,7 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
+from miles_async.identity import IdentityMap
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus, SendOutcome
 from tests.configuration import run_config
@@ -43,8 +44,8 @@ class Server:
     hung: bool = False
     routed: bool = True
     version: int | None = None
-    holds: set[int] = field(default_factory=set)
-    """Identities of the groups that it is generating."""
+    holds: IdentityMap[Group, None] = field(default_factory=IdentityMap)
+    """The groups that it is generating, in the order in which they came."""
 
 
 class MortalEngines(Engines):
@@ -96,11 +97,11 @@ class MortalEngines(Engines):
         if not server.alive:
             raise EngineLostError("connection refused")
         assert server.version == self.version, "a request reached an engine that does not hold the current weights"
-        server.holds.add(id(group))
+        server.holds[group] = None
         try:
             return await super()._serve(group, lengths if not server.hung else [1e9])
         finally:
-            server.holds.discard(id(group))
+            del server.holds[group]
 
     async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
         outcomes = await super().send(version, engines)

@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from miles_async.events import Event, StepEnded
+from tests.conftest import ROOT
 from tests.stack.browser import Visit, chromium
 from tests.stack.conftest import Stack
 from tests.stack.listeners import Listener, listeners_of
@@ -145,7 +146,11 @@ def seen(stack: Stack) -> Seen:
         found.folder = stack.latest.resolve()
         found.listeners = list(listeners_of(psutil.Process()))
         found.unix_sockets = list(unix_sockets_of(processes))
-        shared = shared_files_of(processes) | {Path(name) for name in found.unix_sockets if name.startswith("/tmp/tmp")}
+        # The checkout and the output of the tests may be there, too.
+        of_the_tests = shared_files_of(psutil.Process().parents()) | {Path(*ROOT.parts[:3])}
+        shared = shared_files_of(processes) - of_the_tests | {
+            Path(name) for name in found.unix_sockets if name.startswith("/tmp/tmp")
+        }
         found.files = [(str(path), path.lstat().st_mode & 0o777) for path in sorted(shared)]
         for process in processes:
             command = " ".join(process.cmdline())
