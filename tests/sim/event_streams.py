@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -36,7 +36,7 @@ def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     folder: Path = request.config.getoption("--event-streams")
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"\W+", "-", request.node.nodeid.removeprefix("tests/sim/"))
-    streams = IdentityMap[World, IO[bytes]]()
+    streams = IdentityMap[World, gzip.GzipFile]()
     emit = World.emit
 
     def record(world: World, event: Event) -> None:

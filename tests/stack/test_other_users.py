@@ -23,7 +23,6 @@ import psutil
 import pytest
 
 from miles_async.events import Event, StepEnded
-from tests.conftest import ROOT
 from tests.stack.browser import Visit, chromium
 from tests.stack.conftest import Stack
 from tests.stack.listeners import Listener, listeners_of
@@ -146,11 +145,8 @@ def seen(stack: Stack) -> Seen:
         found.folder = stack.latest.resolve()
         found.listeners = list(listeners_of(psutil.Process()))
         found.unix_sockets = list(unix_sockets_of(processes))
-        # The checkout and the output of the tests may be there, too.
-        of_the_tests = shared_files_of(psutil.Process().parents()) | {Path(*ROOT.parts[:3])}
-        shared = shared_files_of(processes) - of_the_tests | {
-            Path(name) for name in found.unix_sockets if name.startswith("/tmp/tmp")
-        }
+        own_sockets = {Path(name) for name in found.unix_sockets if name.startswith("/tmp/tmp")}
+        shared = shared_files_of(processes) - OF_THE_TESTS | own_sockets
         found.files = [(str(path), path.lstat().st_mode & 0o777) for path in sorted(shared)]
         for process in processes:
             command = " ".join(process.cmdline())
@@ -204,6 +200,10 @@ def shared_files_of(processes: list[psutil.Process]) -> set[Path]:
     used = {Path(*Path(name).parts[: 4 if name.startswith("/dev") else 3]) for name in names if SHARED.match(name)}
     # The tests keep the folder of the run in pytest's folder.
     return {path for path in used if path.exists() and not path.name.startswith("pytest-of-")}
+
+
+OF_THE_TESTS = shared_files_of([psutil.Process()])
+"""Before any run: the checkout and the output of the tests may be there, too."""
 
 
 def opened_by_nobody(found: Seen, processes: list[psutil.Process]) -> list[str]:
