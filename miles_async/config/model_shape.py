@@ -10,8 +10,7 @@ from typing import Any
 
 from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
-from miles_async.models.plugin import ModelPlugin, ModelShape, plugin_errors
-from miles_async.models.registry import find_plugin, has_plugin
+from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_errors
 
 
 def shape_of(model: Model) -> ModelShape | None:
@@ -35,8 +34,8 @@ def shape_of(model: Model) -> ModelShape | None:
             vocabulary=0,
         )
     config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
-    if has_plugin(config.get("model_type", "")):
-        plugin = find_plugin(config["model_type"])
+    if MODELS.has(config.get("model_type", "")):
+        plugin = MODELS.find(config["model_type"])
     elif "num_hidden_layers" in config:
         plugin = ModelPlugin()
     else:

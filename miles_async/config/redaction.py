@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from miles_async.config.schema import RunConfig
-from miles_async.config.schema.section import Section
+from miles_async.section import Section
 
 REDACTED = "<redacted>"
 MIN_SECRET_LENGTH = 8

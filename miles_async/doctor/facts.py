@@ -136,6 +136,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Version of each package that matters; None if it is not installed."""
     pins: dict[str, str]
     """The versions that this project was tested with."""
+    plugin_problems: tuple[str, ...] = ()
+    """One sentence for each plug-in of an installed package that cannot be used, or that is slow to import."""
 
 
 def known(fact: T | Unknown) -> T | None:

@@ -91,6 +91,12 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             yield _warning(f"{name} is {found}, and the tests passed with {pin}", setup)
 
 
+def _plugins(machine: Machine) -> Iterator[Finding]:
+    for sentence in machine.plugin_problems:
+        about, _, advice = sentence.rpartition(": ")
+        yield _warning(about, advice)
+
+
 def _gpus(machine: Machine) -> Iterator[Finding]:
     cuda, gpus = machine.cuda, visible_gpus(machine)
     if isinstance(cuda.gpus, Unknown):
@@ -239,6 +245,7 @@ def _disks(machine: Machine) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     _system,
     _packages,
+    _plugins,
     _gpus,
     _network,
     _limits,

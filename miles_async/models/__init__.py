@@ -1,1 +1,1 @@
-"""Model plug-ins: one class per model type, found by entry point. `plugin.py` defines what a plug-in provides."""
+"""Model plug-ins: one class per model type. `plugin.py` defines what a plug-in provides."""

@@ -10,9 +10,13 @@ from miles_async.models.plugin import Conversion, HfConfig, ModelPlugin, Same
 class Llama(ModelPlugin):
     """Llama 1 to 3.3, and models with the same layers."""
 
+    name = "llama"
+
 
 class Qwen2(ModelPlugin):
     """Qwen2 and Qwen2.5: the projections of queries, keys and values have biases."""
+
+    name = "qwen2"
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return {"add_qkv_bias": True}
@@ -20,6 +24,8 @@ class Qwen2(ModelPlugin):
 
 class Qwen3(ModelPlugin):
     """Qwen3: each head of queries and keys is normalized (arXiv 2505.09388, section 2)."""
+
+    name = "qwen3"
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return super().transformer_config(config) | {"qk_layernorm": True}

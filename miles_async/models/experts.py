@@ -11,6 +11,8 @@ from miles_async.models.plugin import Conversion, GateUp, HfConfig, ModelPlugin,
 class Mixtral(ModelPlugin):
     """Mixtral (arXiv 2401.04088): Llama's layers with experts, of which each token uses `num_experts_per_tok`."""
 
+    name = "mixtral"
+
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return super().transformer_config(config) | expert_config(config, weights_add_up_to_one=True)
 
@@ -20,6 +22,8 @@ class Mixtral(ModelPlugin):
 
 class Qwen3Moe(Qwen3):
     """Qwen3-MoE: Qwen3's attention with experts in every layer."""
+
+    name = "qwen3_moe"
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         experts = expert_config(config, weights_add_up_to_one=config["norm_topk_prob"])

@@ -18,6 +18,8 @@ from miles_async.models.plugin import HfConfig, ModelPlugin
 class Gemma(ModelPlugin):
     """Gemma 1 (`GemmaForCausalLM`) of 2 and 7 billion parameters. Gemma 2 and 3 have other layers."""
 
+    name = "gemma"
+
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return super().transformer_config(config) | {"layernorm_zero_centered_gamma": True}
 

@@ -1,7 +1,7 @@
 """What a model plug-in provides: the shape of a model, its Megatron configuration, and the mapping of its weights.
 
-A plug-in is a subclass of `ModelPlugin`, which an entry point of the group `miles_async.models` registers under the
-`model_type` of the checkpoint's `config.json`:
+A plug-in is a subclass of `ModelPlugin` (see `miles_async/plugins.py`). Its name is the `model_type` of the
+checkpoint's `config.json`:
 
     [project.entry-points."miles_async.models"]
     gemma = "my_package.gemma:Gemma"
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import UserError
 from miles_async.json_values import shown_error
+from miles_async.plugins import Kind, Plugin
 from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
 
 
-class ModelPlugin:
+class ModelPlugin(Plugin):
     """Describes the models of one `model_type`. A plug-in overrides what differs from Llama.
 
     Every learner rank calls the methods with the configuration of the checkpoint. What they return does not depend on
@@ -217,6 +218,9 @@ class ModelPlugin:
         The weight transports that write into the engine's memory need it, because they bypass SGLang's loader.
         """
         return 0.0
+
+
+MODELS = Kind("model plug-in", ModelPlugin, "miles_async.models", by_path=False)
 
 
 def name_of(plugin: ModelPlugin) -> str:

@@ -38,9 +38,9 @@ from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.models.registry import find_plugin
+from miles_async.models.plugin import MODELS
 from tests.configuration import run_config
-from tests.model_plugins import install_plugin
+from tests.plugin_packages import install_plugin
 from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import learning, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
@@ -130,7 +130,7 @@ def assert_computed(out: Path, checkpoint: Path) -> None:
     assert_close(found["after"], hf_logprobs(out / "trained", SEQUENCES))
 
 
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+TESTED: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma": gemma,
     "gemma, approximate GELU, untied": partial(gemma, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=False),
     "qwen2": qwen2,
@@ -139,9 +139,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TESTED)
 def test_a_model_agrees_with_transformers_before_and_after_a_step(tmp_path: Path, name: str) -> None:
-    checkpoint, run = save(MODELS[name](), tmp_path / "model"), run_config(lr=0.001, max_tokens_per_gpu=60)
+    checkpoint, run = save(TESTED[name](), tmp_path / "model"), run_config(lr=0.001, max_tokens_per_gpu=60)
     with learning(checkpoint, run) as learner:
         compute(learner, run, tmp_path / "out")
     assert_computed(tmp_path / "out", checkpoint)
@@ -198,7 +198,7 @@ async def test_an_engine_agrees_with_a_gemma_whose_weights_every_transport_updat
 
 def test_parameters_hold_the_same_tensors_under_the_names_of_transformer_engine() -> None:
     config = SIZES | {"head_dim": 8, "tie_word_embeddings": True, "num_experts": 4, "num_experts_per_tok": 2}
-    converter = WeightConverter(find_plugin("qwen3_moe"), config, padded_vocabulary=320, dtype=torch.float32)
+    converter = WeightConverter(MODELS.find("qwen3_moe"), config, padded_vocabulary=320, dtype=torch.float32)
     for local, fused in {
         "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
         "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -218,7 +218,7 @@ def test_a_users_package_adds_a_model_with_its_own_conversion(tmp_path: Path, mo
         stacked = Custom(names, lambda tensors, config: torch.cat(tensors), lambda whole, config: whole.chunk(2))
         return super().layer_tensors(config) | {"mlp.linear_fc1.weight": stacked}
     """
-    install_plugin(tmp_path, monkeypatch, "mistral", "users_mistral:Mistral", PLUGIN + body)
+    install_plugin(tmp_path, monkeypatch, MODELS, "mistral", "users_mistral:Mistral", PLUGIN + body)
     checkpoint, run = save(mistral(), tmp_path / "model"), run_config(lr=0.001, max_tokens_per_gpu=60)
     with learning(checkpoint, run) as learner:
         compute(learner, run, tmp_path / "out")
@@ -292,7 +292,7 @@ def test_a_mistake_of_a_plugin_is_one_sentence_that_names_it_and_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     body, sentence = MISTAKES[mistake]
-    install_plugin(tmp_path, monkeypatch, "mistral", "users_mistral:Mistral", PLUGIN + body)
+    install_plugin(tmp_path, monkeypatch, MODELS, "mistral", "users_mistral:Mistral", PLUGIN + body)
     checkpoint = save(mistral(), tmp_path / "model")
     try:
         with pytest.raises(UserError, match=sentence):

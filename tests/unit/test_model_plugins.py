@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Model
 from miles_async.errors import UserError
 from miles_async.models.gemma import Gemma
-from miles_async.models.plugin import name_of
-from miles_async.models.registry import GROUP, find_plugin
+from miles_async.models.plugin import MODELS
 from tests.configuration import run_config
-from tests.model_plugins import install_plugin
+from tests.plugin_packages import install_plugin
 
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
 DOUBLED = """
@@ -36,52 +34,11 @@ def checkpoint(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
-def test_each_model_type_of_this_project_has_a_plugin() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    registered = project["entry-points"][GROUP]
-    assert {name: name_of(find_plugin(name)) for name in registered} == registered
-
-
-def test_a_model_type_with_two_plugins_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_plugin(tmp_path, monkeypatch, "gemma", "other_gemma:Doubled", DOUBLED, package="other")
-    with pytest.raises(
-        UserError,
-        match=r"the model type 'gemma' has 2 plug-ins, miles_async\.models\.gemma:Gemma of miles.async and "
-        "other_gemma:Doubled of other: uninstall all but one of the packages",
-    ):
-        find_plugin("gemma")
-
-
-@pytest.mark.parametrize(
-    "entry_point, source, sentence",
-    [
-        (
-            "lost_wheel:Wheel",
-            "import wheels_of_nobody",
-            "the model plug-in lost_wheel:Wheel cannot be imported: Module",
-        ),
-        ("no_wheel:Wheel", "", "the model plug-in no_wheel:Wheel cannot be imported: AttributeError"),
-        ("raising:Wheel", "def Wheel(): raise ValueError('round')", "raising:Wheel cannot be .*: ValueError: round"),
-        (
-            "not_derived:Wheel",
-            "class Wheel: pass",
-            "not_derived:Wheel for the model type 'wheel' is not a model plug-in",
-        ),
-    ],
-)
-def test_a_plugin_that_cannot_be_created_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry_point: str, source: str, sentence: str
-) -> None:
-    install_plugin(tmp_path, monkeypatch, "wheel", entry_point, source)
-    with pytest.raises(UserError, match=sentence):
-        find_plugin("wheel")
-
-
 def test_a_model_without_a_plugin_is_refused_unless_nothing_is_trained(tmp_path: Path) -> None:
     settings = {"hf_checkpoint": checkpoint(tmp_path, model_type="wheel", vocab_size=7, **LLAMA)}
     run = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
     [sentence] = problems(run_config(**run | settings), "train_async.py")
-    assert sentence.startswith(f"hf_checkpoint {tmp_path}: no model plug-in supports the model type 'wheel'; install a")
+    assert sentence.startswith(f"hf_checkpoint {tmp_path} has the model_type wheel: no model plug-in is called 'wheel'")
     assert "gemma, llama, mixtral, qwen2, qwen3, qwen3_moe" in sentence
     assert problems(run_config(**run | settings, debug_rollout_only=True), "train_async.py") == []
     shape = shape_of(Model(**settings))
@@ -90,7 +47,7 @@ def test_a_model_without_a_plugin_is_refused_unless_nothing_is_trained(tmp_path:
 
 
 def test_the_plugin_describes_the_shape_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_plugin(tmp_path, monkeypatch, "doubled", "doubled:Doubled", DOUBLED)
+    install_plugin(tmp_path, monkeypatch, MODELS, "doubled", "doubled:Doubled", DOUBLED)
     shape = shape_of(Model(hf_checkpoint=checkpoint(tmp_path, model_type="doubled", **LLAMA)))
     assert shape is not None
     assert shape.feed_forward == 96
@@ -98,7 +55,7 @@ def test_the_plugin_describes_the_shape_of_the_model(tmp_path: Path, monkeypatch
 
 def test_an_error_of_the_plugin_names_it_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = DOUBLED.replace("def shape(self, config):", "def shape(self, config):\n        sys.exit(0)", 1)
-    install_plugin(tmp_path, monkeypatch, "broken", "broken:Doubled", f"import sys\n{broken}")
+    install_plugin(tmp_path, monkeypatch, MODELS, "broken", "broken:Doubled", f"import sys\n{broken}")
     with pytest.raises(
         UserError,
         match="the model plug-in broken:Doubled failed to read the shape of the model from "

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from miles_async.adapters.system import rdma
 from miles_async.adapters.system.file_systems import file_system, is_network_file_system
+from miles_async.config.plugins import plugin_problems
 from miles_async.doctor.facts import (
     Cuda,
     Gpu,
@@ -103,6 +104,7 @@ def read_machine(run_folder: Path, cache_folder: Path) -> Machine:
         writes_other_processes=fact(writes_other_processes),
         packages={name: installed(name) for name in PACKAGES},
         pins=pins(),
+        plugin_problems=tuple(plugin_problems()),
     )
 
 

@@ -19,7 +19,7 @@ from miles_async.config.derived import (
 from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
 from miles_async.config.objectives import clip_range, clips_ratios, compares_with_sampling_policy, policy_objective
 from miles_async.config.schema import RunConfig
-from miles_async.models.registry import has_plugin, missing_plugin
+from miles_async.models.plugin import MODELS
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
@@ -35,8 +35,8 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
     else:
         yield from _context(config)
         model_type = model_type_of(checkpoint)
-        if not config.debug.debug_rollout_only and model_type is not None and not has_plugin(model_type):
-            yield f"hf_checkpoint {checkpoint}: {missing_plugin(model_type)}"
+        if not config.debug.debug_rollout_only and model_type is not None and not MODELS.has(model_type):
+            yield f"hf_checkpoint {checkpoint} has the model_type {model_type}: {MODELS.missing(model_type)}"
 
 
 def _unusable(setting: str, folder: str) -> str | None:

@@ -14,6 +14,7 @@ from miles_async.config.derived import (
     trains_only,
 )
 from miles_async.config.objectives import compares_with_sampling_policy, differences
+from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
@@ -155,6 +156,10 @@ def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
+def _plugins(config: RunConfig, entry: str) -> Iterator[str]:
+    yield from plugin_problems()
+
+
 NOTES = (
     _unused_with_worker,
     _unused_window,
@@ -167,4 +172,5 @@ NOTES = (
     _router_notes,
     _texts_like_switches,
     _saved_format,
+    _plugins,
 )

@@ -15,9 +15,9 @@ from miles_async.config.schema.learner import Learner
 from miles_async.config.schema.model import Model, TinyModel, WarmStart
 from miles_async.config.schema.observability import Debug, Observability
 from miles_async.config.schema.rollout import EvalDataset, Rollout
-from miles_async.config.schema.section import Section
 from miles_async.config.schema.serving import Cluster, Engine, Weights
 from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, SkipRollout
+from miles_async.section import Section
 
 __all__ = [
     "Algorithm",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
-from miles_async.config.schema.section import Section
+from miles_async.section import Section
 
 PolicyObjective = Literal["ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po"]
 LossAggregation = Literal["token_mean", "sequence_mean", "constant"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from miles_async.config.schema.section import Section
+from miles_async.section import Section
 
 CHAT_PARAMETERS = frozenset(
     "add_generation_prompt continue_final_message conversation max_length messages padding "

@@ -7,8 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from miles_async.config.schema.section import Section
 from miles_async.fault_points import SYNCHRONOUS, all_points
+from miles_async.section import Section
 
 Kind = Literal["kill", "stop", "delay", "error", "disk_full", "corrupt", "clock_jump", "poison"]
 RunProcess = Literal[

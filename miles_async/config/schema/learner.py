@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_async.config.schema.section import Section
+from miles_async.section import Section
 
 
 class Learner(Section):

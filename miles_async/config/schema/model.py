@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from miles_async.config.schema.section import Section
+from miles_async.section import Section
 
 
 class TinyModel(Section):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from miles_async.config.schema.section import LONGEST_SECONDS, Section
+from miles_async.section import LONGEST_SECONDS, Section
 
 LATEST_LINK, TARGETS_FOLDER = "latest", "targets"
 """Names in run_dir that no run may have: the link to the newest run, and the folder of the scrape targets."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from miles_async.config.schema.section import LONGEST_SECONDS, Section
+from miles_async.section import LONGEST_SECONDS, Section
 
 MOST_SAMPLES = 100_000
 """Per prompt. A group is one object of the scheduler, and its samples are stored and sent together."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from miles_async.config.schema.section import LONGEST_SECONDS, Section
+from miles_async.section import LONGEST_SECONDS, Section
 
 
 class Weights(Section):

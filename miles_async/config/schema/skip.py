@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from miles_async.config.schema.section import LONGEST_SECONDS, Section
 from miles_async.recording import Steps
+from miles_async.section import LONGEST_SECONDS, Section
 
 
 class SkipRole(Section):

@@ -32,8 +32,7 @@ from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.plugin import HfConfig, ModelPlugin, name_of, plugin_errors
-from miles_async.models.registry import find_plugin
+from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, name_of, plugin_errors
 
 _CPU_MODEL = {
     # Fused kernels need CUDA.
@@ -153,7 +152,7 @@ def _read_checkpoint(hf_checkpoint: str) -> tuple[ModelPlugin, HfConfig]:
         reason = str(error).partition("\n")[0]
         raise UserError(f"transformers cannot read {hf_checkpoint}/config.json: {reason}") from error
     try:
-        return find_plugin(config["model_type"]), config
+        return MODELS.find(config["model_type"]), config
     except UserError as error:
         raise UserError(f"{hf_checkpoint}: {error}") from error
 

@@ -1,0 +1,51 @@
+"""All kinds of plug-ins, and the settings that plug-ins add to the sections of the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from miles_async.models.plugin import MODELS
+from miles_async.plugins import Kind
+from miles_async.section import Section
+
+S = TypeVar("S", bound=Section)
+
+KINDS: Sequence[Kind[Any]] = (MODELS,)
+"""All kinds of plug-ins."""
+
+
+class PluginSettings:
+    """Adds the settings of plug-ins to sections. A plug-in whose setting clashes with another one cannot be used."""
+
+    def __init__(self, *sections: type[Section]) -> None:
+        """`sections` are all sections of the schema, as they are without plug-ins."""
+        self._owners = {
+            section.flag_prefix + name: "miles_async" for section in sections for name in section.model_fields
+        }
+
+    def added_to(self, section: type[S], *kinds: Kind[Any]) -> type[S]:
+        """The section with the settings of all plug-ins of these kinds."""
+        added = [settings for kind in kinds for settings in self._of_kind(kind)]
+        # The first base has the last fields, so the section's own settings come first in `--help`.
+        content = {"__module__": section.__module__, "__doc__": section.__doc__}
+        return type(section.__name__, (*reversed(added), section), content) if added else section
+
+    def _of_kind(self, kind: Kind[Any]) -> Iterator[type[Section]]:
+        for name, plugin in kind.usable().items():
+            if plugin.Settings is None:
+                continue
+            owner, settings = kind.origin(name), plugin.Settings.model_fields.keys()
+            if taken := sorted(settings & self._owners.keys()):
+                clash = f"declares the setting {taken[0]}, which {self._owners[taken[0]]} has too: rename the setting"
+                kind.refuse(name, f"{owner} {clash}")
+                continue
+            self._owners |= dict.fromkeys(settings, owner)
+            yield plugin.Settings
+
+
+def plugin_problems() -> Iterator[str]:
+    """One sentence for each plug-in of an installed package that cannot be used, or that is slow to import."""
+    for kind in KINDS:
+        for problem in kind.problems():
+            yield problem.sentence
