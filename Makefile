@@ -61,7 +61,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 	@bash requirements/browser.sh
 
 test: $(READY) browser ## Run all tests (about 13 minutes on two idle cores)
-	@$(VENV_PYTHON) -m pytest tests/stack tests/sim tests/contracts tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
+	@$(VENV_PYTHON) -m pytest tests/stack tests/torch tests/sim tests/contracts tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of guides
 	@$(VENV_PYTHON) -m pytest tests/unit tests/contracts tests/guides $(BOTH_CORES) $(ARGS)
@@ -76,10 +76,10 @@ sim: $(READY) ## Simulate scenarios with a virtual clock; write tables, JSON and
 	@$(VENV_PYTHON) -m tests.sim.run --figures docs/explanation $(ARGS)
 
 chaos: $(READY) ## Kill and stop processes of real runs at drawn times, one to three minutes each (ARGS="--runs 50 --seed 3")
-	@$(VENV_PYTHON) -m tests.chaos $(ARGS)
+	@$(VENV_PYTHON) -m benchmarks.chaos $(ARGS)
 
 chaos-sim: $(READY) ## Lose rollout workers and learners in 20,000 simulated runs, about an hour (ARGS="--runs 500 --seed 3")
-	@$(VENV_PYTHON) -m tests.chaos.simulated $(ARGS)
+	@$(VENV_PYTHON) -m benchmarks.chaos.simulated $(ARGS)
 
 bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmarks/results/
 	@$(VENV_PYTHON) -m benchmarks.core_cost
@@ -143,10 +143,10 @@ groups: $(READY) ## Show where the groups of a run are (RUN=runs/latest), or the
 	@$(VENV_PYTHON) -m miles_async.observability.trace.groups $(or $(RUN),runs/latest) $(if $(GROUP),--group $(GROUP))
 
 cluster-up: $(READY) ## Start a Ray cluster of three nodes in network namespaces of this machine; needs root (ARGS="--engines 2")
-	@$(VENV_PYTHON) -m tests.cluster up $(ARGS)
+	@$(VENV_PYTHON) -m benchmarks.cluster up $(ARGS)
 
 cluster-down: $(READY) ## End that cluster, and the jobs that run on it
-	@$(VENV_PYTHON) -m tests.cluster down
+	@$(VENV_PYTHON) -m benchmarks.cluster down
 
 docs: $(READY) ## Build the documentation site in site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict

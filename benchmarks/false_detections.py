@@ -22,10 +22,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.busy_loops import busy_loops
+from benchmarks.chaos.play import flags
 from benchmarks.records import machine_load, record
 from miles_async.events import EngineChanged, Event, ProcessSilent, RouterChanged, StepEnded, WarningRaised
 from miles_async.observability.trace.event_log import read_events
-from tests.chaos.play import flags
 from tests.stack.job import job
 
 BATCHES = 1_000_000

@@ -40,7 +40,7 @@ from miles_async.rewards.graders import GraderError, Graders
 from miles_async.types import Sample
 from tests.processes.parse_dialects import DIALECTS, TOOLS
 from tests.unit import example_events
-from tests.unit.test_agent_endpoint import USER, connected_agent
+from tests.unit.adapters.agents.test_agent_endpoint import USER, connected_agent
 
 PER_ROUND = 50
 MARKUP = "<img src=x onerror=alert(1)>"

@@ -5,9 +5,9 @@
     python -m tests.mutate_settings num_rollout trace   # these settings
     python -m tests.mutate_settings --skip trace load   # all of the tier but these, for instance after an interruption
 
-`tests/unit/test_every_setting_changes_behaviour.py` names a test for each setting whose effect it does not compute
-itself. For each of them this script runs the test in processes in which reading the setting gives its default, whatever
-was configured, and reports the tests that pass nevertheless. The exit code is 1 if there is one.
+`tests/unit/config/test_every_setting_changes_behaviour.py` names a test for each setting whose effect it does not
+compute itself. For each of them this script runs the test in processes in which reading the setting gives its default,
+whatever was configured, and reports the tests that pass nevertheless. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from miles_async.config.fields import SETTINGS
-from tests.unit.test_every_setting_changes_behaviour import NAMED
+from tests.unit.config.test_every_setting_changes_behaviour import NAMED
 
 ROOT = Path(__file__).parents[1]
 

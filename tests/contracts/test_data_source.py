@@ -15,7 +15,7 @@ from miles_async.ports import SeekableSource
 from miles_async.types import Group, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.world import Feed
-from tests.unit.test_datasets_source import write_rows
+from tests.unit.adapters.datasets.test_datasets_source import write_rows
 
 SIZE = 3
 Open = Callable[..., SeekableSource]

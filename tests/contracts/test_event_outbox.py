@@ -14,7 +14,7 @@ import pytest
 from miles_async.events import Event, WarningRaised
 from miles_async.pipeline.journal import EventOutbox
 from tests.sim.world import DirectOutbox
-from tests.unit.test_journal import Driver
+from tests.unit.pipeline.test_journal import Driver
 from workers.rollout import Outbox
 
 

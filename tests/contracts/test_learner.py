@@ -19,7 +19,7 @@ from tests.configuration import run_config
 from tests.sim.lost_workers import LastingTrainer
 from tests.sim.virtual_time import VirtualClock
 from tests.stored_batches import finished_group
-from tests.unit.test_rollout_workers import Method
+from tests.unit.workers.test_rollout_workers import Method
 
 Saved = Callable[[int], dict[str, Any]]
 

@@ -12,7 +12,7 @@ from miles_async.adapters.weights.channel import Channel
 from miles_async.ports import WeightChannel
 from tests.sim.engines import EngineModel, Engines
 from tests.sim.virtual_time import VirtualClock
-from tests.unit.test_weight_channel import TwoSources
+from tests.unit.adapters.weights.test_weight_channel import TwoSources
 
 
 def real() -> WeightChannel:

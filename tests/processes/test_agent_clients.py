@@ -24,9 +24,9 @@ from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed
 from miles_async.errors import UserError
 from miles_async.types import Sample
 from tests.processes import parse_dialects
-from tests.unit.test_agent_endpoint import PARAMS, Agent, connected_agent
-from tests.unit.test_agent_formats import WIRES, completed
-from tests.unit.test_generate_functions import masked
+from tests.unit.adapters.agents.test_agent_endpoint import PARAMS, Agent, connected_agent
+from tests.unit.adapters.agents.test_agent_formats import WIRES, completed
+from tests.unit.rollout.test_generate_functions import masked
 
 FIRST, SECOND = "<think>Multiply.</think>CALL 6*7", "<think>So</think>It is 42."
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}

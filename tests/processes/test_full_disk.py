@@ -40,7 +40,7 @@ def test_a_run_on_a_full_file_system_continues_with_one_warning(tmp_path: Path) 
 WRITES_LETTERS = """
     import json
     from pathlib import Path
-    from tests.unit.test_dead_letters import DeadLetterFile, DropReason, Trace, group, letters_in
+    from tests.unit.adapters.storage.test_dead_letters import DeadLetterFile, DropReason, Trace, group, letters_in
 
     path, filler = Path("dead_letters.jsonl"), Path("filler")
     file = DeadLetterFile(path, Trace())

@@ -26,7 +26,7 @@ from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.view import View
 from tests.processes.test_agent_clients import checkpoint
-from tests.unit.test_agent_endpoint import USER, Agent, connected_agent
+from tests.unit.adapters.agents.test_agent_endpoint import USER, Agent, connected_agent
 from tests.waiting import PATIENCE_SECONDS
 
 __all__ = ["checkpoint"]

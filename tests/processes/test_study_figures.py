@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.study.figures import draw
 from benchmarks.study.page import by_name
 from benchmarks.study.runs import Cell
-from tests.unit.test_study import outcome
+from tests.unit.benchmarks.test_study import outcome
 
 
 def test_the_study_draws_curves_limits_and_signals(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chaos.cases import KINDS, PARTS, Strike, draw
+from benchmarks.chaos.judge import SAMPLES_PER_PROMPT, STALENESS_LIMIT, RunPart, detected, recovered, violations
 from miles_async.config.schema.faults import Fault
 from miles_async.events import Event, GroupMoved, ProcessSilent, StepEnded
 from miles_async.fault_points import all_points
-from tests.chaos.cases import KINDS, PARTS, Strike, draw
-from tests.chaos.judge import SAMPLES_PER_PROMPT, STALENESS_LIMIT, RunPart, detected, recovered, violations
 from tests.configuration import run_config
 from tests.sim.world import World
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.chaos.simulated import play
 from miles_async.pipeline.recycle import Recycler
 from miles_async.types import DropReason, Group
-from tests.chaos.simulated import play
 
 # The tasks of a worker that is killed do not end in an orderly way.
 pytestmark = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,14 +115,6 @@ def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
     model.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)
     return model
-
-
-def recorded(name: str) -> list[dict[str, Any]]:
-    """What another project computes on drawn inputs, as `recorded_losses/record.py` wrote it."""
-    cases: list[dict[str, Any]] = json.loads((Path(__file__).parent / "recorded_losses" / f"{name}.json").read_text())[
-        "cases"
-    ]
-    return cases
 
 
 def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:

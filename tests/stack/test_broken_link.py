@@ -1,6 +1,6 @@
 """A link between the nodes of a cluster breaks during a publish and heals: the run continues.
 
-`python -m tests.cluster break` plays many more cases.
+`python -m benchmarks.cluster break` plays many more cases.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster.broken_links import BATCHES, Cut, play
+from benchmarks.cluster.nodes import ENGINES, NODES, LocalCluster, require_namespaces
 from miles_async.errors import UserError
-from tests.cluster.broken_links import BATCHES, Cut, play
-from tests.cluster.nodes import ENGINES, NODES, LocalCluster, require_namespaces
 
 TEST_CLUSTER = 1
 

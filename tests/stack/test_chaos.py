@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.cases import Strike
+from benchmarks.chaos.play import Outcome, play
 from miles_async.events import Event, LearnerRestored, RunEnded, RunStarted
 from miles_async.observability.trace.event_log import read_events
-from tests.chaos.cases import Strike
-from tests.chaos.play import Outcome, play
 
 STRIKES = (
     Strike(part="rollout_worker", kind="kill", point="channel.stage.before", call=3, delay=0.0),

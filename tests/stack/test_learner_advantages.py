@@ -15,8 +15,9 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, rank_batches
 from miles_async.config.schema import TinyModel
 from miles_async.types import Group, Sample
-from tests.stack.learning import learning, recorded
+from tests.stack.learning import learning
 from tests.stack.test_learner_settings import SMALL, batch, config
+from tests.torch.recorded_losses import recorded
 
 pytestmark = pytest.mark.stack
 

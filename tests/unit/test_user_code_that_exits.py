@@ -24,7 +24,7 @@ from miles_async.skip.rollout_skip import RolloutSkip
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
-from tests.unit.test_generate_functions import generating_with, one
+from tests.unit.rollout.test_generate_functions import generating_with, one
 from workers.preflight import dynamic_filter, preflight
 
 ESCAPES = [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()]

@@ -1,0 +1,149 @@
+"""Arguments of SGLang that were never tried are refused until the user names them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.config.checks import problems
+from miles_async.config.checks.untested import UNTESTED, untested_arguments
+from miles_async.config.flags import parse_flags
+from miles_async.config.load import build, read_yaml
+from miles_async.config.server_args import known_arguments
+from miles_async.observability.page.status import RunStatus
+from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.summary import RunSummary
+from tests.configuration import run_config
+from tests.unit.example_events import RUN
+from workers.driver import run_started
+
+ROOT = Path(__file__).parents[3]
+RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
+
+
+def refusals(*allowed: str, **arguments: Any) -> list[str]:
+    run = run_config(**RUNNABLE, sglang_server_args=arguments, allow_untested=list(allowed))
+    return problems(run, "train_async.py")
+
+
+@pytest.mark.parametrize(
+    "name, argument, value",
+    [
+        ("quantization", "quantization", "fp8"),
+        ("quantization", "modelopt_quant", "nvfp4"),
+        ("kv_cache_dtype", "kv-cache-dtype", "fp8_e4m3"),
+        ("dtype", "dtype", "float16"),
+        ("speculative_decoding", "speculative_algorithm", "EAGLE"),
+        ("disaggregation", "disaggregation-mode", "prefill"),
+        ("lora", "enable_lora", True),
+        ("lora", "max_lora_rank", 64),
+        ("data_parallelism", "enable_dp_attention", True),
+        ("data_parallelism", "dp_size", 2),
+        ("model_parallelism", "ep_size", 2),
+        ("model_parallelism", "pipeline-parallel-size", 2),
+        ("weight_memory", "cpu_offload_gb", 8),
+        ("weight_memory", "load_format", "gguf"),
+        ("weight_memory", "attention_backend", "intel_amx"),
+        ("external_kv_cache", "enable_hierarchical_cache", True),
+        ("sampling", "preferred_sampling_params", {"top_k": 20}),
+        ("model_override", "json_model_override_args", '{"num_hidden_layers": 2}'),
+        ("model_override", "model_impl", "transformers"),
+    ],
+)
+def test_an_untested_argument_is_refused_with_the_flag_that_allows_it(name: str, argument: str, value: Any) -> None:
+    (sentence,) = refusals(**{argument: value})
+    flag = f"--sglang-{argument.replace('_', '-')}"
+    assert sentence.startswith(f"nobody has tried {flag} with miles_async: ")
+    assert sentence.endswith(f"; unset this, or add --allow-untested {name}")
+    assert refusals(name, **{argument: value}) == []
+    assert refusals(*(other for other in UNTESTED if other != name), **{argument: value}) != []
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("quantization", None),
+        ("kv_cache_dtype", "auto"),
+        ("dtype", "bfloat16"),
+        ("dtype", "float32"),
+        ("enable_lora", False),
+        ("ep_size", 1),
+        ("cpu_offload_gb", 0),
+        ("load_format", "safetensors"),
+        ("attention_backend", "triton"),
+        ("model_impl", "sglang"),
+        ("disable_cuda_graph", True),
+        ("enable_mixed_chunk", True),
+        ("enable_deterministic_inference", True),
+    ],
+)
+def test_values_that_turn_an_argument_off_and_arguments_that_only_change_the_speed_are_passed_on(
+    argument: str, value: Any
+) -> None:
+    assert refusals(**{argument: value}) == []
+
+
+def test_one_refusal_names_everything_that_has_to_be_allowed_and_was_allowed_before() -> None:
+    sentences = refusals("lora", enable_lora=True, quantization="fp8", kv_cache_dtype="fp8_e5m2")
+    assert [sentence.split()[3] for sentence in sentences] == ["--sglang-quantization", "--sglang-kv-cache-dtype"]
+    assert all(sentence.endswith("add --allow-untested lora quantization kv_cache_dtype") for sentence in sentences)
+
+
+def test_arguments_that_belong_together_are_refused_in_one_sentence() -> None:
+    (sentence,) = refusals(speculative_algorithm="EAGLE", speculative_num_steps=3)
+    assert "--sglang-speculative-algorithm --sglang-speculative-num-steps with" in sentence
+
+
+def test_an_unknown_name_is_refused_with_a_similar_one() -> None:
+    (sentence,) = refusals("quantisation")
+    assert sentence.startswith("allow_untested 'quantisation' is unknown; did you mean quantization?")
+
+
+def test_the_command_line_and_yaml_allow_arguments(tmp_path: Path) -> None:
+    flags = ["--sglang-enable-lora", "--sglang-quantization", "fp8", "--allow-untested", "lora", "quantization"]
+    run = build(parse_flags(flags).assignments)
+    assert run.engine.allow_untested == ["lora", "quantization"]
+    assert untested_arguments(run) == {"lora": ["--sglang-enable-lora"], "quantization": ["--sglang-quantization"]}
+    file = tmp_path / "my.yaml"
+    file.write_text("engine: {allow_untested: [lora]}")
+    assert build(read_yaml(file)).engine.allow_untested == ["lora"]
+
+
+@pytest.mark.parametrize("name", UNTESTED)
+def test_every_group_matches_an_argument_of_the_installed_sglang(name: str) -> None:
+    pattern = re.compile(UNTESTED[name].assignments)
+    values = ("8", "float16")
+    assert any(pattern.fullmatch(f"{argument}={value}") for argument in known_arguments() for value in values)
+
+
+def test_the_first_event_the_summary_and_the_page_name_the_untested_arguments(tmp_path: Path) -> None:
+    run = run_config(**RUNNABLE, sglang_server_args={"enable_lora": True}, allow_untested=["lora"])
+    event = run_started(run, RunFolder(tmp_path / "run"), "train_async.py", "a model")
+    assert event.untested == ("--sglang-enable-lora",)
+    summary, status = RunSummary(), RunStatus()
+    summary.observe(event)
+    status.observe(event)
+    assert summary.figures()["untested"] == ["--sglang-enable-lora"]
+    assert "untested" in summary.text()
+    assert status.figures(event.time)["notices"][-1]["text"] == (
+        "SGLang's arguments --sglang-enable-lora were never tried"
+    )
+
+
+def test_a_run_without_untested_arguments_does_not_mention_them() -> None:
+    summary, status = RunSummary(), RunStatus()
+    summary.observe(RUN)
+    status.observe(RUN)
+    assert summary.figures()["untested"] == []
+    assert "untested" not in summary.text()
+    assert status.figures(RUN.time)["notices"] == []
+
+
+def test_the_documentation_lists_every_group() -> None:
+    text = (ROOT / "docs/explanation/engines.md").read_text()
+    _, _, section = text.partition("## Arguments that were never tried")
+    rows = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+    assert rows == list(UNTESTED)

@@ -1,0 +1,205 @@
+"""Rows and evaluation data sets choose their reward, as in slime."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.adapters.datasets.factory import eval_groups, open_data
+from miles_async.config.schema import RunConfig
+from miles_async.config.user_functions import _is_defined_here
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError
+from miles_async.rewards.factory import RunRewards
+from miles_async.rewards.registry import REWARD_TYPES
+from miles_async.rewards.rewarder import Rewarder
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+from tests.unit.config.test_config_checks import refusal
+
+RECORDED = json.loads(Path(__file__).with_name("slime_rewards.json").read_text())
+"""What slime's `async_rm` chooses; see `record_slime_rewards.py`."""
+CHECKED_AT_START = 1000
+
+
+def of_run(args: Any, sample: Sample) -> float:
+    return 2.0
+
+
+def of_data_set(args: Any, sample: Sample) -> dict[str, float]:
+    return {"right": 3.0, "short": 4.0}
+
+
+Rows = Sequence[Mapping[str, Any]]
+OWN = {"mine.run": f"{__name__}.of_run", "mine.data_set": f"{__name__}.of_data_set"}
+
+
+def own(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with the paths of this module's functions."""
+    return {name: OWN.get(value, value) for name, value in values.items()}
+
+
+def rows_file(folder: Path, rows: Rows) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "label": "a", **row}) + "\n" for i, row in enumerate(rows)))
+    return str(path)
+
+
+def configured(folder: Path, rows: Rows, **settings: Any) -> RunConfig:
+    path = rows_file(folder, rows)
+    data_set = {"path": path} | settings.pop("data_set", {})
+    defaults = {"prompt_data": path, "eval_size": 0, "eval_datasets": {"d": data_set}, "rm_type": "exact"}
+    return run_config(**defaults | settings)
+
+
+def chosen_here(record: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    names = []
+
+    async def score(rewarder: Rewarder, group: Group) -> None:
+        names.append(rewarder._name)
+
+    monkeypatch.setattr(Rewarder, "score", score)
+    row = {} if record["row"] is None else {"metadata": {"rm_type": record["row"]}}
+    config = configured(folder, [row], **own(record["run"]), data_set=own(record["data_set"] or {}))
+    rewards = RunRewards(config, None)
+    dataset = config.rollout.eval_datasets["d"]
+    if record["data_set"] is None:
+        asyncio.run(rewards.score(open_data(config).get_samples(1)[0]))
+    else:
+        asyncio.run((rewards.of(dataset) or rewards).score(eval_groups(config, "d", dataset)[0]))
+    [name] = names
+    return next((recorded for recorded, path in OWN.items() if path == name), name)
+
+
+def test_the_reward_of_a_sample_is_the_one_that_slime_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    different = [
+        (record["run"]["custom_rm_path"], record["data_set"], record["chosen"], chosen)
+        for record in RECORDED
+        if (chosen := chosen_here(record, tmp_path, monkeypatch)) != record["chosen"]
+    ]
+    # slime ignores the `rm_type` of a data set without a word if the run has a custom reward.
+    assert different == [("mine.run", {"rm_type": "gpqa"}, "mine.run", "gpqa")] * 5
+
+
+async def test_samples_of_several_rows_are_scored_by_their_own_rewards() -> None:
+    rewards = RunRewards(run_config(rm_type="exact"), None)
+    group = Group(
+        [
+            Sample(index=0, label="a b", response="b a"),
+            Sample(index=1, label="a b", response="b a", metadata={"rm_type": "f1"}),
+            Sample(index=2, label="a", response=r"\boxed{a}", metadata={"rm_type": "boxed_exact"}),
+        ]
+    )
+    await rewards.score(group)
+    assert [sample.reward for sample in group] == [0.0, 1.0, 1.0]
+    await rewards.close()
+
+
+async def test_the_failures_of_several_rewards_name_their_samples() -> None:
+    rewards = RunRewards(run_config(rm_type="exact", rm_url="http://127.0.0.1:9", remote_rm_retries=0), None)
+    group = Group(
+        [
+            Sample(index=0, label="a", response="a"),
+            Sample(index=1, label="a", metadata={"rm_type": "remote_rm"}),
+            Sample(index=2, metadata={"rm_type": "f1"}),
+        ]
+    )
+    with pytest.raises(TrajectoryError, match="sample 2: reward f1 raised TypeError: the label is None") as raised:
+        await rewards.score(group)
+    assert raised.value.samples == [group[2]]
+    with pytest.raises(InfrastructureError) as unreachable:
+        await rewards.score(Group(group[:2]))
+    assert unreachable.value.samples == [group[1]]
+    assert [sample.reward for sample in group] == [1.0, None, None]
+    await rewards.close()
+
+
+async def test_a_reward_that_a_users_function_has_named_wrongly_fails_its_samples() -> None:
+    rewards = RunRewards(run_config(rm_type="exact"), None)
+    group = Group([Sample(index=0, label="a", response="a", metadata={"rm_type": "exakt"})], feed_index="sample_0_0")
+    with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set reasoning_gym"):
+        await rewards.score(group)
+
+
+@pytest.mark.parametrize(
+    "name, said", [("exakt", "'exakt' is unknown: set"), ("remote_rm", "remote_rm needs a reward")]
+)
+def test_an_unusable_reward_among_the_first_rows_is_refused(name: str, said: str, tmp_path: Path) -> None:
+    config = configured(tmp_path, [{}, {"metadata": {"rm_type": name}}])
+    with pytest.raises(UserError, match=rf"rows.jsonl, line 2: 'metadata': rm_type {said}"):
+        open_data(config)
+    with pytest.raises(UserError, match=rf"rows.jsonl, line 2: 'metadata': rm_type {said}"):
+        eval_groups(config, "d", config.rollout.eval_datasets["d"])
+
+
+def test_the_reward_that_a_row_names_has_no_effect_and_is_not_checked_under_a_custom_reward(tmp_path: Path) -> None:
+    row = {"metadata": {"rm_type": "ifbench"}}
+    assert open_data(configured(tmp_path, [row], rm_type=None, custom_rm_path=OWN["mine.run"])).get_samples(1)
+    config = configured(tmp_path, [row], data_set={"rm_type": "f1"}, rm_type=None, custom_rm_path=OWN["mine.run"])
+    assert eval_groups(config, "d", config.rollout.eval_datasets["d"])
+
+
+def test_a_later_row_with_an_unknown_reward_is_invalid_and_counted(tmp_path: Path) -> None:
+    rows: Rows = [*[{}] * CHECKED_AT_START, {"metadata": {"rm_type": "exakt"}}, {}]
+    config = configured(tmp_path, rows, n_samples_per_prompt=1, rollout_shuffle=False)
+    said = []
+    data = open_data(config, report=lambda reason, sentence: said.append((reason, sentence)))
+    data.get_samples(CHECKED_AT_START + 1)
+    [(reason, sentence)] = said
+    assert reason == "bad_row"
+    assert "line 1001: 'metadata': rm_type 'exakt' is unknown" in sentence
+
+
+def test_the_invalid_rows_of_an_evaluation_data_set_are_counted_once_and_said(tmp_path: Path) -> None:
+    rows: Rows = [*[{}] * CHECKED_AT_START, {"metadata": {"rm_type": "exakt"}}, {}, {"metadata": 7}]
+    config, said = configured(tmp_path, rows), list[str]()
+    groups = eval_groups(config, "d", config.rollout.eval_datasets["d"], warn=said.append)
+    assert len(groups) == CHECKED_AT_START + 1
+    [warning] = said
+    assert warning.startswith("d: 2 rows are invalid and are left out, so 1001 problems are evaluated; the first")
+    assert "line 1001: 'metadata': rm_type 'exakt' is unknown" in warning
+    assert eval_groups(config, "d", config.rollout.eval_datasets["d"].model_copy(update={"size": 3}), warn=said.append)
+    assert len(said) == 1
+
+
+async def test_a_data_set_with_its_own_function_may_have_its_own_key(tmp_path: Path) -> None:
+    own_reward = {"custom_rm_path": OWN["mine.data_set"], "reward_key": "short"}
+    config = configured(tmp_path, [{}], data_set=own_reward)
+    rewarder = RunRewards(config, None).of(config.rollout.eval_datasets["d"])
+    assert rewarder is not None
+    [group] = eval_groups(config, "d", config.rollout.eval_datasets["d"])
+    await rewarder.score(group)
+    assert group.rewards == [4.0]
+
+
+def test_rows_and_data_sets_that_name_the_same_reward_share_its_processes(tmp_path: Path) -> None:
+    config = configured(tmp_path, [{}], rm_type="math", data_set={"rm_type": "math"})
+    rewards = RunRewards(config, None)
+    rewards.of(config.rollout.eval_datasets["d"])
+    assert [name for name, _ in rewards._opened] == ["math"]
+
+
+def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) -> None:
+    path = rows_file(tmp_path, [{}])
+
+    def said(**data_set: Any) -> str:
+        return refusal(eval_datasets={"aime": {"path": path} | data_set})
+
+    assert "eval_datasets.aime: rm_type 'exakt' is unknown: set reasoning_gym" in said(rm_type="exakt")
+    assert "eval_datasets.aime: rm_type remote_rm needs a reward server" in said(rm_type="remote_rm")
+    both = said(rm_type="math", custom_rm_path="mine.reward")
+    assert "eval_datasets.aime: rm_type and custom_rm_path are both set: unset one of them" in both
+    config = configured(tmp_path, [{}], data_set={"custom_rm_path": "no_such_module.f"})
+    with pytest.raises(UserError, match=r"custom_rm_path 'no_such_module\.f' cannot be imported"):
+        RunRewards(config, None).of(config.rollout.eval_datasets["d"])
+
+
+@pytest.mark.parametrize("name", REWARD_TYPES)
+def test_each_built_in_reward_exists_and_is_documented(name: str) -> None:
+    assert _is_defined_here(REWARD_TYPES[name].path)
+    guide = Path(__file__).parents[3] / "docs/how-to/model-data-reward.md"
+    assert f"| `{name}` |" in guide.read_text()
