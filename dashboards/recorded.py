@@ -10,9 +10,9 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from miles_async.observability.diagnosis.verdict import Verdicts
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.trace.event_log import read_events
+from miles_async.observability.view import RunView
 
 MAX_SAMPLES = 3000
 """Most samples per series, enough to plot a day."""
@@ -27,19 +27,18 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
     began, ended = _span(run)
     interval = max(MIN_INTERVAL_SECONDS, (ended - began) / MAX_SAMPLES)
     registry = CollectorRegistry()
-    metrics, verdicts = MetricsRecorder(registry), Verdicts()
+    view = RunView()
+    metrics = MetricsRecorder(registry, view)
     families: dict[str, list[str]] = {}
     due = began
     for event in read_events(run / "events.jsonl"):
         # Events of several processes may be slightly out of order, but samples must be in order.
         while event.time >= due:
-            verdicts.tick(due)
-            metrics.set_verdict(verdicts.finding.verdict, verdicts.trainer_seconds)
             metrics.tick(due)
             _sample(registry, run.resolve().name, due, families)
             due += interval
+        view.apply(event)
         metrics.observe(event)
-        verdicts.observe(event)
     _sample(registry, run.resolve().name, ended, families)
     target.write_text("".join("".join(lines) for lines in families.values()) + "# EOF\n")
     return began, ended

@@ -35,7 +35,7 @@ from miles_async.adapters.sglang.answer_parser_process import Choice, Question
 from miles_async.events import Event
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
-from miles_async.observability.page.view import View
+from miles_async.observability.view import RunView
 from miles_async.rewards.graders import GraderError, Graders
 from miles_async.types import Sample
 from tests.processes.parse_dialects import DIALECTS, TOOLS
@@ -229,7 +229,7 @@ async def fuzz_page(findings: Findings, end: float) -> None:
     numbers = findings.numbers
     events = [event for event in vars(example_events).values() if isinstance(event, Event)]
     while time.monotonic() < end:
-        view = View()
+        view = RunView()
         page = LivePage(view)
         server = HttpServer(CollectorRegistry(), page, 0)
         for _ in range(PER_ROUND):
@@ -239,7 +239,7 @@ async def fuzz_page(findings: Findings, end: float) -> None:
                     event = structs.replace(event, **{field.name: numbers.choice(STRINGS)})
             with suppress(ValueError, KeyError):
                 # States and kinds of events have fixed names, which only this project writes.
-                view.observe(event)
+                view.apply(event)
             path = numbers.choice(["/", "/state.json", "/state.json?span=whole", "/samples.json", "/metrics", "/x"])
             raw = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/plain\r\n\r\n".encode()
             hostile = damaged(raw, numbers) if numbers.random() < 0.7 else raw

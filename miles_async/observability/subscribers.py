@@ -1,4 +1,4 @@
-"""Fans the events of a run out to all subscribers: event log, metrics, live page, log lines, progress bar, summary."""
+"""Passes the events of a run to its view, and then to all projections of the view: metrics, page, lines, summary."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from miles_async.events import (
 from miles_async.observability.console.log_tail import LogTail
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.console.program_lines import PlainLines, StepLog
+from miles_async.observability.console.stall_report import StallReport, stall_facts
 from miles_async.observability.console.terminal import ProgressBar, Terminal, is_interactive
 from miles_async.observability.diagnosis.collapse import CollapseDetector
-from miles_async.observability.diagnosis.stall_report import StallReport
-from miles_async.observability.diagnosis.verdict import Verdicts
+from miles_async.observability.diagnosis.verdict import Announcements
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import RunData, flatten, write
-from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import summary_text, write_summary
 from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
+from miles_async.observability.view import RunView
 
 MAX_SKIPPED_SHOWN = 10
 """Most skipped data rows shown on the terminal, so that a file with many invalid rows does not flood it."""
@@ -64,9 +64,9 @@ class EventSubscribers:
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         """Raises UserError if the metrics port is already in use."""
         registry = CollectorRegistry()
-        self._metrics = MetricsRecorder(registry)
-        self._view = View()
-        self._server = HttpServer(registry, LivePage(self._view, folder.path), config.observability.metrics_port)
+        self._view = view = RunView()
+        self._metrics = MetricsRecorder(registry, view)
+        self._server = HttpServer(registry, LivePage(view, folder.path), config.observability.metrics_port)
         self._write_failed = False
         settings = config.observability
         self._event_log = EventLogWriter(
@@ -76,20 +76,19 @@ class EventSubscribers:
             on_error=self._warn_of_write,
         )
         self._perfetto = (
-            PerfettoTrace(folder.trace, settings.trace_max_bytes, self._warn_of_write) if settings.trace else None
+            PerfettoTrace(view, folder.trace, settings.trace_max_bytes, self._warn_of_write) if settings.trace else None
         )
-        self._summary = RunSummary()
-        self._verdicts = Verdicts()
+        self._verdicts = Announcements()
         self._collapse = CollapseDetector()
-        self._stall = StallReport(config.observability.no_progress_warn_seconds)
-        self._step_log = StepLog()
+        self._stall = StallReport(view, config.observability.no_progress_warn_seconds)
+        self._step_log = StepLog(view)
         self._log_tail = LogTail(folder.logs)
-        self._trackers = Trackers(config, folder)
+        self._trackers = Trackers(view, config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
         self.update_scrape_targets({})
         self._plain_lines = PlainLines(sys.stdout, only_warnings=is_interactive(config))
         self._terminal = (
-            Terminal(sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
+            Terminal(view, sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
         )
         self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
         self._config = config
@@ -141,12 +140,10 @@ class EventSubscribers:
 
     def _record(self, event: Event) -> None:
         """Pass an event to the subscribers that describe the run as a whole."""
-        self._view.observe(event)
+        self._view.apply(event)
         if self._perfetto is not None:
             self._perfetto.observe(event)
         self._metrics.observe(event)
-        self._summary.observe(event)
-        self._verdicts.observe(event)
 
     def _dispatch(self, event: Event) -> None:
         # The event log comes first: whatever a later subscriber does with the event, it is on disk.
@@ -165,8 +162,8 @@ class EventSubscribers:
             self._dispatch(collapse)
         if isinstance(event, RunEnded):
             self._write_summary()
-            self._write_report(event.time)
-            print(self._summary.text(), flush=True)
+            self._write_report()
+            print(summary_text(self._view), flush=True)
 
     def _log(self, event: Event) -> None:
         match event:
@@ -180,7 +177,7 @@ class EventSubscribers:
                 else:
                     log.info("the signs of a collapse are gone", why=event.why)
             case Stalled():
-                details.warning("stall", verdict=self._verdicts.finding.verdict, **self._stall.facts())
+                details.warning("stall", verdict=self._view.finding.verdict, **stall_facts(self._view))
             case WriteFailed():
                 log.warning(
                     "weight write failed",
@@ -247,16 +244,14 @@ class EventSubscribers:
 
         `end` is the event that is expected; the summary is written again with the actual event.
         """
-        self._summary.observe(end)
-        self._write_summary()
+        self._write_summary(end)
 
-    def _write_summary(self) -> None:
+    def _write_summary(self, expected_end: RunEnded | None = None) -> None:
         with self._surviving_loss_of(self._folder.summary):
-            self._summary.write(self._folder.summary)
+            write_summary(self._view, self._folder.summary, expected_end)
 
-    def _write_report(self, until: float) -> None:
-        settings = flatten(redacted_values(self._config))
-        run = RunData(self._folder.path, settings, self._view, self._summary, until)
+    def _write_report(self) -> None:
+        run = RunData(self._folder.path, flatten(redacted_values(self._config)), self._view)
         with self._surviving_loss_of(self._folder.report):
             write([run], self._folder.report)
 
@@ -311,13 +306,12 @@ class EventSubscribers:
             self._dispatch(stalled)
         # Verdicts and metrics relate the present to the time stamps of events, which come from the wall clock.
         wall = time.time()
-        self._verdicts.tick(wall)
-        if changed := self._verdicts.take_change(wall):
+        finding = self._view.finding
+        if self._view.learner.phase is not None and (changed := self._verdicts.take_change(finding, wall)):
             self._dispatch(changed)
-        self._metrics.set_verdict(self._verdicts.finding.verdict, self._verdicts.trainer_seconds)
         self._metrics.tick(wall)
         if self._terminal is not None:
-            self._terminal.tick(wall, self._verdicts.finding)
+            self._terminal.tick(wall, finding)
         self._event_log.tick(now)
         self._log_tail.poll(now)
         if self._perfetto is not None:

@@ -24,7 +24,7 @@ from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed, Qu
 from miles_async.observability import http_server
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
-from miles_async.observability.page.view import View
+from miles_async.observability.view import RunView
 from tests.processes.test_agent_clients import checkpoint
 from tests.unit.adapters.agents.test_agent_endpoint import USER, Agent, connected_agent
 from tests.waiting import PATIENCE_SECONDS
@@ -80,7 +80,7 @@ async def test_a_parser_that_dies_of_a_text_costs_the_other_agents_nothing(check
 
 @pytest.fixture
 def page() -> Iterator[HttpServer]:
-    server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
+    server = HttpServer(CollectorRegistry(), LivePage(RunView()), 0)
     yield server
     server.close()
 

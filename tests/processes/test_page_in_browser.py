@@ -29,9 +29,9 @@ from miles_async.observability.diagnosis.verdict import KNOBS, Bottleneck
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import write_report
-from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import write_summary
+from miles_async.observability.view import RunView
 from tests.stack.browser import Visit, chromium
 from tests.unit.example_events import RUN
 
@@ -118,10 +118,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     parent = tmp_path_factory.mktemp("runs")
     for name, started, reward in (("20260101-010101-earlier", 90.0, 0.1), ("20260102-010101-earlier", 95.0, 0.3)):
         (parent / name).mkdir()
-        summary = RunSummary()
+        view = RunView()
         for event in [*example(name, started, reward), RunEnded(time=140.0, reason="done")]:
-            summary.observe(event)
-        summary.write(parent / name / "summary.json")
+            view.apply(event)
+        write_summary(view, parent / name / "summary.json")
     (parent / "foreign").mkdir()
     (parent / "foreign" / "summary.json").write_text(json.dumps(["no summary"]))
     folder = RunFolder(parent / "20260103-010101-this")
@@ -134,10 +134,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def view() -> View:
-    view = View()
+def view() -> RunView:
+    view = RunView()
     for event in [*example("20260103-010101-this", 100.0, 0.2), *SAMPLES, TRAINED, RunEnded(time=140.0, reason="done")]:
-        view.observe(event)
+        view.apply(event)
     return view
 
 
@@ -148,7 +148,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def addresses(folder: RunFolder, view: View) -> Iterator[dict[str, str]]:
+def addresses(folder: RunFolder, view: RunView) -> Iterator[dict[str, str]]:
     server = HttpServer(CollectorRegistry(), LivePage(view, folder.path), 0)
     yield {"live page": server.page_url, "report": folder.report.as_uri()}
     server.close()
@@ -271,7 +271,7 @@ def test_the_run_is_compared_with_earlier_runs(address: str, browser: Browser) -
     visit.page.close()
 
 
-def test_without_earlier_runs_there_is_no_comparison(view: View, tmp_path: Path, browser: Browser) -> None:
+def test_without_earlier_runs_there_is_no_comparison(view: RunView, tmp_path: Path, browser: Browser) -> None:
     server = HttpServer(CollectorRegistry(), LivePage(view, tmp_path / "alone"), 0)
     visit = Visit.to(browser, server.page_url)
     expect(visit.page.locator("#samples .sample")).to_have_count(3)
@@ -281,18 +281,18 @@ def test_without_earlier_runs_there_is_no_comparison(view: View, tmp_path: Path,
 
 
 def test_the_live_page_follows_new_samples(folder: RunFolder, browser: Browser) -> None:
-    view = View()
-    view.observe(replace(RUN, run=folder.path.name))
+    view = RunView()
+    view.apply(replace(RUN, run=folder.path.name))
     server = HttpServer(CollectorRegistry(), LivePage(view, folder.path), 0)
     visit = Visit.to(browser, server.page_url)
     cards = visit.page.locator("#samples .sample")
     expect(visit.page.locator("#samples")).to_have_text("No sample has been generated yet.")
-    view.observe(SAMPLES[0])
+    view.apply(SAMPLES[0])
     expect(cards).to_contain_text("not trained yet")
-    view.observe(TRAINED)
+    view.apply(TRAINED)
     expect(cards).to_contain_text("trained from v9")
     visit.page.click("#pause")
-    view.observe(SAMPLES[2])
+    view.apply(SAMPLES[2])
     for _ in range(2):  # the first response may have been on its way
         with visit.page.expect_response("**/state.json*"):
             pass

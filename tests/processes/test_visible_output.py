@@ -78,8 +78,9 @@ from miles_async.config.schema import RunConfig
 from miles_async.events import StartupChanged
 from miles_async.observability.console.terminal import ProgressBar, Terminal
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 from tests.unit import example_events
-terminal = Terminal(sys.stderr, RunConfig(), RunFolder(FOLDER / HOSTILE[:40]), "http://127.0.0.1:1/")
+terminal = Terminal(RunView(), sys.stderr, RunConfig(), RunFolder(FOLDER / HOSTILE[:40]), "http://127.0.0.1:1/")
 terminal.observe(structs.replace(example_events.RUN, model=HOSTILE))
 terminal.observe(StartupChanged(time=1.0, part=HOSTILE, seconds=None))
 terminal.observe(StartupChanged(time=1.0, part=HOSTILE, seconds=1.0))

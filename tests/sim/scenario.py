@@ -21,7 +21,7 @@ import yaml
 
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
-from miles_async.observability.diagnosis.waste import WastedTokens
+from miles_async.observability.view import RunView
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
 from tests.sim.agents import AgentModel, AgentWorld
@@ -70,10 +70,10 @@ class Tally:
     training: float = 0.0
     drains: int = 0
     ages: int = 0
-    waste: WastedTokens = field(default_factory=WastedTokens)
+    view: RunView = field(default_factory=lambda: RunView(recent=False))
 
     def emit(self, event: Event) -> None:
-        self.waste.observe(event)
+        self.view.apply(event)
         match event:
             case BatchDrained():
                 self.waited += event.waited if self.drains else 0.0
@@ -190,7 +190,7 @@ def play(settings: Mapping[str, Any], seed: int) -> Row:
         age=audit.greatest_age,
         mean_age=tally.ages / audit.trained,
         recycled=audit.recycled / audit.trained,
-        wasted=tally.waste.share,
+        wasted=tally.view.tokens.share,
         trained=audit.trained,
         lost=len(audit.owed - world.returned - world.dead_letters.prompts),
         violations=len(audit.violations),

@@ -1,4 +1,4 @@
-"""The memory of the driver does not grow with the length of a run (charts: see `test_timeline.py`)."""
+"""The memory of the driver does not grow with the length of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability import summary
+from miles_async.observability.console.stall_report import StallReport
 from miles_async.observability.diagnosis.collapse import CollapseDetector
-from miles_async.observability.diagnosis.stall_report import StallReport
-from miles_async.observability.diagnosis.verdict import Verdicts
 from miles_async.observability.metrics.recorder import MetricsRecorder
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.state import charts, publishes
+from miles_async.observability.summary import summarize
+from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN
 
 METRICS = ("ess", "grad_norm", *(f"metric_{i}" for i in range(6)))
@@ -84,9 +84,11 @@ def rollout(number: int) -> Iterator[Event]:
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "MAX_VALUES", 64)
-    metrics, verdicts = MetricsRecorder(CollectorRegistry()), Verdicts()
-    observers, stall = (RunSummary(), metrics, verdicts, CollapseDetector()), StallReport(30.0)
+    monkeypatch.setattr(publishes, "MAX_VALUES", 64)
+    for limit in ("WHOLE_RUN_BUCKETS", "RECENT_BUCKETS", "MAX_BATCHES"):
+        monkeypatch.setattr(charts, limit, 8)
+    view = RunView()
+    metrics, collapse, stall = MetricsRecorder(CollectorRegistry(), view), CollapseDetector(), StallReport(view, 30.0)
     sizes = []
     tracemalloc.start()
     try:
@@ -95,11 +97,11 @@ def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.Monke
                 gc.collect()
                 sizes.append(tracemalloc.get_traced_memory()[0])
             for event in (RUN, *rollout(number)) if number == 0 else rollout(number):
-                for observer in observers:
-                    observer.observe(event)
+                view.apply(event)
+                metrics.observe(event)
+                collapse.observe(event)
                 stall.observe(event, event.time)
             if number % 32 == 0:
-                metrics.set_verdict(verdicts.finding.verdict, verdicts.trainer_seconds)
                 metrics.tick(100.0 + STEP_SECONDS * number)
     finally:
         tracemalloc.stop()
@@ -108,12 +110,12 @@ def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rollouts", [3, 5_000])
 def test_the_figures_of_a_long_run_are_those_of_a_short_one(rollouts: int) -> None:
-    run = RunSummary()
-    run.observe(RUN)
+    view = RunView()
+    view.apply(RUN)
     for number in range(rollouts):
         for event in rollout(number):
-            run.observe(event)
-    figures = run.figures()
+            view.apply(event)
+    figures = summarize(view)
     assert figures["rollouts"] == figures["versions"] == rollouts
     assert figures["publish_bytes"] == 1000 * rollouts
     assert figures["publish_ms_median"] == pytest.approx(200)

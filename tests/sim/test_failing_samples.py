@@ -12,8 +12,8 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import InfrastructureError
 from miles_async.events import GroupGenerated, GroupMoved, SampleDiscarded
-from miles_async.observability.diagnosis.verdict import Bottleneck, Verdicts
-from miles_async.observability.diagnosis.waste import WastedTokens
+from miles_async.observability.diagnosis.verdict import Bottleneck
+from miles_async.observability.view import RunView
 from miles_async.pipeline.run_ports import Ports
 from miles_async.types import REWARD_ERROR, DropReason, Group
 from tests.configuration import run_config
@@ -27,9 +27,12 @@ def config(**settings: Any) -> RunConfig:
     return run_config(**{"rollout_batch_size": 4, "num_rollout": 20, "n_samples_per_prompt": 8} | settings)
 
 
-class Sink:
-    def __init__(self, observer: Verdicts | WastedTokens) -> None:
-        self.emit = observer.observe
+class Viewing:
+    """A sink with the view of the run."""
+
+    def __init__(self) -> None:
+        self.view = RunView()
+        self.emit = self.view.apply
 
 
 def wasted_share(world: AgentWorld) -> float:
@@ -48,10 +51,10 @@ def test_a_failed_sample_costs_its_own_tokens_and_not_those_of_its_group() -> No
 
 
 def test_the_wasted_tokens_of_the_summary_are_those_that_the_agents_sampled_in_vain() -> None:
-    waste = WastedTokens()
-    world = AgentWorld(config=config(), agents=AgentModel(failure_rate=0.2, bug_rate=0.02), sinks=(Sink(waste),)).run()
-    assert waste.share == pytest.approx(wasted_share(world), abs=0.02)
-    assert waste.generated == pytest.approx(world.sampled_tokens, rel=0.01)
+    sink = Viewing()
+    world = AgentWorld(config=config(), agents=AgentModel(failure_rate=0.2, bug_rate=0.02), sinks=(sink,)).run()
+    assert sink.view.tokens.share == pytest.approx(wasted_share(world), abs=0.02)
+    assert sink.view.tokens.generated == pytest.approx(world.sampled_tokens, rel=0.01)
 
 
 def test_a_group_is_trained_without_samples_that_fail_in_every_attempt() -> None:
@@ -83,11 +86,11 @@ def test_an_error_of_the_function_ends_the_attempt_and_finally_becomes_a_dead_le
 
 
 def test_the_verdict_names_the_failures_if_they_keep_the_learner_waiting() -> None:
-    verdicts = Verdicts()
-    AgentWorld(config=config(), whole_groups=True, agents=AgentModel(failure_rate=0.1), sinks=(Sink(verdicts),)).run()
-    assert verdicts.overall is Bottleneck.WASTE
-    assert verdicts.waste.main_reason == DropReason.FAILED
-    assert verdicts.waste.share > 0.4
+    sink = Viewing()
+    AgentWorld(config=config(), whole_groups=True, agents=AgentModel(failure_rate=0.1), sinks=(sink,)).run()
+    assert sink.view.verdict is Bottleneck.WASTE
+    assert sink.view.tokens.main_reason == DropReason.FAILED
+    assert sink.view.tokens.share > 0.4
 
 
 class BusyJudge(Judge):

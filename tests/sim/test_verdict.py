@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from miles_async.events import Event, ProcessSilent, RunEnded, TrainerPhaseChanged, VerdictChanged
-from miles_async.observability.diagnosis.verdict import KNOBS, Bottleneck, Verdicts
+from miles_async.events import Event, LoopLag, ProcessSilent, RunEnded, TrainerPhaseChanged, VerdictChanged
+from miles_async.observability.diagnosis.verdict import KNOBS, Announcements, Bottleneck
+from miles_async.observability.view import RunView
 from miles_async.scheduling.bounds import Schedule
 from tests.configuration import run_config
 from tests.sim.engines import EngineModel
@@ -15,17 +16,18 @@ from tests.sim.world import World
 
 
 class Judging:
-    """Verdicts as a sink of the events of a run, and the list of the announced ones."""
+    """A sink of the events of a run that judges it, and the list of the announced verdicts."""
 
     def __init__(self) -> None:
-        self.verdicts = Verdicts()
+        self.view = RunView()
+        self._announcements = Announcements()
         self.announced: list[VerdictChanged] = []
         self.ended = 0.0
 
     def emit(self, event: Event) -> None:
         self.ended = event.time
-        self.verdicts.observe(event)
-        if found := self.verdicts.take_change(event.time):
+        self.view.apply(event)
+        if self.view.learner.phase and (found := self._announcements.take_change(self.view.finding, event.time)):
             self.announced.append(found)
 
 
@@ -70,7 +72,7 @@ def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None
 )
 def test_the_verdict_names_the_part_that_others_wait_for(world: dict[str, Any], verdict: Bottleneck) -> None:
     judging = judged(**world)
-    assert judging.verdicts.overall is verdict
+    assert judging.view.verdict is verdict
     assert judging.announced[-1].verdict == verdict
     assert judging.announced[-1].knob == KNOBS[verdict]
 
@@ -82,7 +84,7 @@ def test_of_two_parts_that_alternate_the_verdict_names_the_slower_one(
     generation: float, training: float, verdict: Bottleneck
 ) -> None:
     world = judged(Schedule.SYNCHRONOUS, latency=lambda group, rng: generation, train_seconds=training)
-    assert world.verdicts.overall is verdict
+    assert world.view.verdict is verdict
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
@@ -90,7 +92,7 @@ def test_a_jump_of_the_wall_clock_changes_no_verdict(step: float) -> None:
     slow: dict[str, Any] = {"latency": lambda group, rng: 4.0, "train_seconds": 0.5}
     stepped, steady = judged(wall_clock_steps={100.0: step}, **slow), judged(**slow)
     assert [found.verdict for found in stepped.announced] == [found.verdict for found in steady.announced]
-    before, after = sum(steady.verdicts.trainer_seconds.values()), sum(stepped.verdicts.trainer_seconds.values())
+    before, after = sum(steady.view.learner.seconds.values()), sum(stepped.view.learner.seconds.values())
     assert after == pytest.approx(before, abs=1.0)
 
 
@@ -102,19 +104,17 @@ def test_the_verdict_names_an_unresponsive_process_at_once(process: str, verdict
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="publish"))
     for second in range(1, 7):
-        judging.verdicts.tick(100.0 + second)
         judging.emit(ProcessSilent(time=100.0 + second, process=process, seconds=float(second)))
     assert judging.announced[-1].verdict == verdict
     assert judging.announced[-1].why == f"{process} has not answered for 5s"
     judging.emit(ProcessSilent(time=108.0, process=process, seconds=0.0))
-    assert judging.verdicts.finding.verdict is Bottleneck.PUBLISH
+    assert judging.view.finding.verdict is Bottleneck.PUBLISH
 
 
 def test_an_unresponsive_process_is_announced_even_if_the_verdict_stays_the_same() -> None:
     judging = Judging()
     judging.emit(TrainerPhaseChanged(time=100.0, to="batch"))
     for second in range(1, 20):
-        judging.verdicts.tick(100.0 + second)
         judging.emit(ProcessSilent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
     assert [found.verdict for found in judging.announced] == [Bottleneck.ROLLOUT] * 2
     assert judging.announced[1].why == "engine-0 has not answered for 5s"
@@ -122,9 +122,9 @@ def test_an_unresponsive_process_is_announced_even_if_the_verdict_stays_the_same
 
 def test_shares_add_up_to_one_and_exclude_the_time_after_the_run() -> None:
     judging = judged(latency=lambda group, rng: 1.0)
-    assert sum(judging.verdicts.finding.shares.values()) == pytest.approx(1.0)
-    before = sum(judging.verdicts.seconds.values())
+    assert sum(judging.view.finding.shares.values()) == pytest.approx(1.0)
+    before = sum(judging.view.verdict_seconds.values())
     judging.emit(RunEnded(time=judging.ended + 1.0, reason="done"))
-    ended = sum(judging.verdicts.seconds.values())
-    judging.verdicts.tick(judging.ended + 10.0)
-    assert sum(judging.verdicts.seconds.values()) == ended > before
+    ended = sum(judging.view.verdict_seconds.values())
+    judging.emit(LoopLag(time=judging.ended + 10.0, seconds=0.0))
+    assert sum(judging.view.verdict_seconds.values()) == ended > before

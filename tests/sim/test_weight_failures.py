@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.events import PublishEnded, WriteFailed
 from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.observability.view import RunView
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import SendOutcome
 from tests.configuration import run_config
@@ -101,7 +102,7 @@ def test_a_write_that_timed_out_is_not_repeated() -> None:
 
 def test_every_step_is_counted() -> None:
     registry = CollectorRegistry()
-    metrics = MetricsRecorder(registry)
+    metrics = MetricsRecorder(registry, RunView())
     for event in play(Trouble(failures=99)).trace.of(WriteFailed):
         metrics.observe(event)
     counted = {

@@ -27,9 +27,10 @@ from dashboards.prometheus import main as monitor
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
-from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck, Verdicts
+from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Bottleneck
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.observability.view import RunView
 from miles_async.pipeline.monitor import MIN_WORK_SECONDS
 from tests.stack.conftest import Played, Stack, settings
 from tests.waiting import PATIENCE_SECONDS, START_SECONDS, wait_until
@@ -213,13 +214,13 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
     (engine,) = stack.cluster.surroundings.engines
     silences = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
     for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
-        verdicts = Verdicts()
-        verdicts.observe(TrainerPhaseChanged(time=silences[0].time, to="publish"))
+        view = RunView()
+        view.apply(TrainerPhaseChanged(time=silences[0].time, to="publish"))
         for silent in silences:
             if silent.process == process:
-                verdicts.observe(silent)
-        assert verdicts.finding.verdict is verdict
-        assert verdicts.finding.why.startswith(f"{process} has not answered for")
+                view.apply(silent)
+        assert view.finding.verdict is verdict
+        assert view.finding.why.startswith(f"{process} has not answered for")
     assert {silent.process for silent in silences if silent.seconds} == {"learner-0", "engine-0"}
     (stacks,) = tmp_path.glob("stacks-*.txt")
     learners = stacks.read_text().split("==== ")[1]

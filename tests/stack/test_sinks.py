@@ -14,6 +14,7 @@ from tensorboardX.proto.event_pb2 import Event as Recorded
 from miles_async.events import BatchDrained, Evaluated, Event, StepEnded, StepStarted
 from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.waiting import wait_until
 
@@ -48,8 +49,10 @@ def written(folder: Path, **settings: object) -> RunFolder:
     """A run's folder after these events went through the sinks."""
     config = run_config(run_dir=str(folder), experiment_name="sums", **settings)
     run = RunFolder.create(config)
-    sinks = Trackers(config, run)
+    view = RunView()
+    sinks = Trackers(view, config, run)
     for event in EVENTS:
+        view.apply(event)
         sinks.observe(event)
     sinks.close()
     return run

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from miles_async.events import BatchDrained, RunStarted, StepEnded, StepStarted
 from miles_async.observability.console.quantities import DURATION_WIDTH, RATE_WIDTH, duration, rate
+from miles_async.observability.view import RunView
 
 ROWS_PER_HEADING = 20
 """Rows between two repetitions of the column names."""
@@ -22,9 +23,10 @@ class _Column:
 
 
 class BatchTable:
-    """Formats the rows of the table. Pass the events of each batch in order; `row` returns one or two lines of text."""
+    """Formats the rows of the table; `row` returns one or two lines of text."""
 
-    def __init__(self, run: RunStarted) -> None:
+    def __init__(self, run: RunStarted, view: RunView) -> None:
+        self._view = view
         self._batches = run.rollouts
         has_small_ages = run.staleness_limit is not None and run.staleness_limit < 10
         self._columns = [
@@ -38,22 +40,14 @@ class BatchTable:
             _Column("tokens/s", RATE_WIDTH),
         ]
         self._rows = 0
-        self._drained: BatchDrained | None = None
-        self._started: StepStarted | None = None
         self._previous_end: float | None = None
-
-    def drained(self, event: BatchDrained) -> None:
-        self._drained = event
-
-    def started(self, event: StepStarted) -> None:
-        self._started = event
 
     def row(self, event: StepEnded) -> str:
         """Return the row of the batch whose step ended, below the column names if they are due.
 
-        Rates cover the time since the end of the previous step. Figures without an event are dashes.
+        Rates cover the time since the end of the previous step. Values without an event are dashes.
         """
-        drained, started = self._drained, self._started
+        drained, started = self._view.last(BatchDrained), self._view.last(StepStarted)
         waited = drained.waited if drained is not None else 0.0
         seconds = event.seconds + waited if self._previous_end is None else event.time - self._previous_end
         self._previous_end = event.time

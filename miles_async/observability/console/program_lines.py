@@ -18,6 +18,7 @@ from miles_async.events import (
 )
 from miles_async.observability.console.lines import write_line
 from miles_async.observability.console.logging import details_logger
+from miles_async.observability.view import RunView
 
 details = details_logger(__name__)
 
@@ -89,20 +90,13 @@ class StepLog:
     The line holds every figure of the step, so that scripts parse one line instead of joining several.
     """
 
-    def __init__(self) -> None:
-        self._drained: BatchDrained | None = None
-        self._started: StepStarted | None = None
-        self._publish: PublishEnded | None = None
+    def __init__(self, view: RunView) -> None:
+        self._view = view
 
     def observe(self, event: Event) -> None:
         match event:
-            case BatchDrained():
-                self._drained = event
             case StepStarted():
-                self._started = event
                 structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
-            case PublishEnded():
-                self._publish = event
             case StepEnded():
                 details.info("step", **self._facts(event))
             case _:
@@ -116,16 +110,16 @@ class StepLog:
             "reward": round(event.reward, 4),
             "response_length": round(event.response_length, 2),
         }
-        if (started := self._started) is not None:
+        if (started := self._view.last(StepStarted)) is not None:
             facts |= {
                 "version": started.version,
                 "groups": len(started.groups),
                 "staleness_mean": round(sum(started.staleness) / len(started.staleness), 2),
                 "staleness_max": max(started.staleness),
             }
-        if (drained := self._drained) is not None:
+        if (drained := self._view.last(BatchDrained)) is not None:
             facts |= {"waited": round(drained.waited, 3), "queue": drained.depth, "recycled": drained.recycled}
-        if (publish := self._publish) is not None:
+        if (publish := self._view.last(PublishEnded)) is not None:
             facts |= {"last_publish": publish.version, "last_pause": round(publish.paused_seconds, 3)}
         facts |= {name: round(value, 5) for name, value in event.metrics.items()}
         return facts if event.finite else {**facts, "finite": False}

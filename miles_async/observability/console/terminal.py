@@ -12,7 +12,6 @@ from typing import TextIO
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.events import (
-    BatchDrained,
     ClusterReady,
     Evaluated,
     Event,
@@ -33,6 +32,7 @@ from miles_async.observability.console.logging import fit_to_terminal
 from miles_async.observability.console.quantities import duration
 from miles_async.observability.diagnosis.verdict import SILENT_SECONDS, Finding
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 
 NAME_WIDTH = 11
 """Characters of the column of names in the header, as in the summary at the end."""
@@ -53,13 +53,13 @@ class Terminal:
     Without a terminal, the lines are the same, and contain no control characters.
     """
 
-    def __init__(self, stream: TextIO, config: RunConfig, folder: RunFolder, page_url: str) -> None:
+    def __init__(self, view: RunView, stream: TextIO, config: RunConfig, folder: RunFolder, page_url: str) -> None:
+        self._view = view
         self._stream = stream
         self._config = config
         self._folder = folder
         self._page_url = page_url
         self._status = StatusLine(stream, enabled=config.observability.progress_bar)
-        self._started = 0.0
         self._starting: list[str] = []
         """Parts that are being started."""
         self._table: BatchTable
@@ -76,8 +76,7 @@ class Terminal:
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._started = event.time
-                self._table = BatchTable(event)
+                self._table = BatchTable(event, self._view)
                 self._print_header(event)
             case StartupChanged():
                 self._startup_changed(event)
@@ -85,11 +84,8 @@ class Terminal:
                 self._status.show(PHASES["batch"])
             case TrainerPhaseChanged() if event.to in PHASES:
                 self._status.show(PHASES[event.to])
-            case BatchDrained():
-                self._table.drained(event)
             case StepStarted():
                 self._status.close()
-                self._table.started(event)
             case StepEnded():
                 self._print(self._table.row(event))
             case Evaluated():
@@ -111,7 +107,7 @@ class Terminal:
     def tick(self, now: float, finding: Finding) -> None:
         """Update the status line, and print the verdict once it has lasted. `now` is in seconds since the epoch."""
         self._finding = finding
-        self._status.tick(now - self._started)
+        self._status.tick(now - self._view.run.time if self._view.run is not None else 0.0)
         verdict = self._lasting
         if verdict is None or now - verdict.time < LASTING_SECONDS or finding.silent is not None:
             return

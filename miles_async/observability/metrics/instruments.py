@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 
-from miles_async.observability.diagnosis.waste import CAUSES
 from miles_async.observability.metrics.histogram import Histogram
+from miles_async.observability.state.tokens import CAUSES
 from miles_async.visible_text import visible_text
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)

@@ -7,8 +7,6 @@ are updated by `tick`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
@@ -34,100 +32,64 @@ from miles_async.events import (
     PublishEnded,
     PublishStarted,
     Pulse,
-    QueueChanged,
     RouterChanged,
     RunStarted,
+    SampleDiscarded,
     SamplesRemoved,
     Stalled,
     StepEnded,
     StepStarted,
     WriteFailed,
 )
-from miles_async.observability.diagnosis.staleness import StalenessTracker
 from miles_async.observability.diagnosis.verdict import Bottleneck
-from miles_async.observability.diagnosis.waste import WastedTokens
 from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.state.groups import ENDED, Group
+from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
 
 
-@dataclass(slots=True)
-class _LearnerIdle:
-    """Seconds outside optimizer steps since the run began."""
-
-    before: float = 0.0
-    """Idle seconds up to the last step."""
-    since: float | None = None
-    """When the current idle time began; None during a step and before the run."""
-
-    def total(self, now: float) -> float:
-        return self.before + (max(0.0, now - self.since) if self.since is not None else 0.0)
-
-    def step_started(self, now: float) -> None:
-        self.before, self.since = self.total(now), None
-
-
-@dataclass(slots=True)
-class _EngineIdle:
-    """Seconds without a request at the engines since the run began, extrapolated from the last EngineBusy event."""
-
-    began: float
-    reported_at: float
-    busy: float = 0.0
-    in_flight: int = 0
-
-    def total(self, now: float) -> float:
-        # While requests are in flight, busy seconds grow as fast as the clock, so idle seconds do not grow.
-        return (self.reported_at if self.in_flight else max(self.reported_at, now)) - self.began - self.busy
-
-
 class MetricsRecorder:
-    """Keeps the metrics of a run up to date. Pass every event to `observe`, and the time to `tick` once a second."""
+    """Keeps the metrics of a run up to date.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Pass every event that the view has applied to `observe`, and the time to `tick` once a second.
+    """
+
+    def __init__(self, registry: CollectorRegistry, view: RunView) -> None:
         self._metrics = Instruments(registry)
+        self._view = view
         self._bind_gauges()
-        self._staleness = StalenessTracker()
-        self._learner_idle = _LearnerIdle()
-        self._engine_idle: _EngineIdle | None = None
         self._counted: dict[Counter, float] = {}
         """The value of each counter that `_increase_to` sets."""
-        self._blocked_seconds: dict[str, float] = {}
-        """Seconds in which admission was blocked, by cause, without the time for which it is blocked now."""
-        self._idle: tuple[float, float] | None = None
-        """Seconds without progress that the rollout worker reported last, and the time of the report."""
-        self._routed: set[str] = set()
+        self._progress: dict[str, float] = {}
+        """When a kind of progress was last made."""
         self._lost: set[str] = set()
-        self._samples_per_group = 1
-        self._waste = WastedTokens()
+        """Engines that were lost."""
 
     def observe(self, event: Event) -> None:
-        self._count_tokens(event)
         match event:
             case GroupMoved():
                 self._group_moved(event)
             case GroupGenerated():
                 self._group_generated(event)
-            case QueueChanged():
-                self._depth, self._blocked = event.depth, event.blocked
+            case SampleDiscarded():
+                self._count_tokens(event.reason)
             case Pulse():
                 self._pulse(event)
             case LoopLag():
                 self._metrics.loop_lag_seconds.observe(event.seconds)
             case AdmissionBlocked():
-                self._blocked_seconds[event.cause] = self._blocked_seconds.get(event.cause, 0.0) + event.seconds
                 self._count_blocked(event.cause, 0.0)
             case EngineBusy():
-                self._engine_busy(event)
+                self._metrics.in_flight_requests.set(event.in_flight)
             case BatchDrained():
-                self._depth = event.depth
                 self._metrics.drain_wait_seconds.observe(event.waited)
             case StepStarted():
                 self._step_started(event)
             case StepEnded():
                 self._step_ended(event)
             case PublishStarted():
-                self._record_version(event.version, event.time)
+                self._metrics.trainer_version.set(event.version)
             case PublishEnded():
                 self._publish_ended(event)
             case EngineChanged():
@@ -147,18 +109,16 @@ class MetricsRecorder:
 
         Setting them at every event would take a lock for each of thousands of events a second.
         """
-        self._counts: Mapping[str, int] = {}
-        self._depth, self._blocked = 0, 0
-        self._progress: dict[str, float] = {}
+        view = self._view
         for state in LIVE:
             self._metrics.groups_by_state.labels(state).set_function(partial(self._count, state))
         self._metrics.in_flight_groups.set_function(partial(self._count, GroupState.IN_FLIGHT))
-        self._metrics.held_slots.set_function(lambda: sum(self._counts.values()))
-        self._metrics.queue_depth.set_function(lambda: self._depth)
-        self._metrics.blocked_groups.set_function(lambda: self._blocked)
+        self._metrics.held_slots.set_function(lambda: sum(view.groups.counts.values()))
+        self._metrics.queue_depth.set_function(lambda: view.queue.depth if view.queue is not None else 0)
+        self._metrics.blocked_groups.set_function(lambda: view.queue.blocked if view.queue is not None else 0)
 
     def _count(self, state: str) -> int:
-        return self._counts.get(state, 0)
+        return self._view.groups.counts.get(state, 0)
 
     def _observe_rare(self, event: Event) -> None:
         match event:
@@ -167,8 +127,6 @@ class MetricsRecorder:
             case ClusterReady():
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
                 self._metrics.warm_start_seconds.set(event.warm_start_seconds)
-                # Starting the cluster may take long, so a lack of progress counts as a stall only from here on.
-                self._idle = 0.0, event.time
                 self._record_progress("start", event.time)
             case GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
@@ -197,18 +155,15 @@ class MetricsRecorder:
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
-        if self._idle is not None:
-            seconds, reported_at = self._idle
-            self._metrics.since_progress_seconds.set(seconds + max(0.0, now - reported_at))
-        self._increase_to(self._metrics.learner_idle_seconds, self._learner_idle.total(now))
-        if self._engine_idle is not None:
-            self._increase_to(self._metrics.engine_idle_seconds, self._engine_idle.total(now))
-
-    def set_verdict(self, verdict: Bottleneck, trainer_seconds: Mapping[str, float]) -> None:
-        """Set the current verdict and the learner's time so far, in seconds by activity."""
+        view = self._view
+        if (progress := view.progress) is not None:
+            self._metrics.since_progress_seconds.set(progress.idle_seconds + max(0.0, now - progress.time))
+        self._increase_to(self._metrics.learner_idle_seconds, view.steps.idle_seconds(now))
+        self._increase_to(self._metrics.engine_idle_seconds, view.engine_use.idle_seconds(now))
+        verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
-        for doing, seconds in trainer_seconds.items():
+        for doing, seconds in view.learner.seconds.items():
             self._increase_to(self._metrics.trainer_seconds.labels(doing), seconds)
 
     def _increase_to(self, counter: Counter, total: float) -> None:
@@ -220,7 +175,7 @@ class MetricsRecorder:
             self._counted[counter] = total
 
     def _count_blocked(self, cause: str, still_waiting: float) -> None:
-        total = self._blocked_seconds.get(cause, 0.0) + still_waiting
+        total = self._view.blocked_seconds[cause] + still_waiting
         self._increase_to(self._metrics.admission_blocked_seconds.labels(cause), total)
 
     def _record_progress(self, what: str, now: float) -> None:
@@ -236,79 +191,66 @@ class MetricsRecorder:
             self._metrics.slots.set(event.slots)
         if event.staleness_limit is not None:
             self._metrics.staleness_limit.set(event.staleness_limit)
-        self._samples_per_group = event.samples_per_group
-        self._learner_idle.since = event.time
-        self._engine_idle = _EngineIdle(began=event.time, reported_at=event.time)
 
     def _group_moved(self, event: GroupMoved) -> None:
-        self._counts = event.counts
+        groups = self._view.groups
         if event.after == GroupState.QUEUED:
-            self._observe_age("queued", event)
+            self._observe_age("queued", groups.live.get(event.sequence), event.time)
             self._record_progress("queued", event.time)
-        elif event.after in (GroupState.PUBLISHED, GroupState.DROPPED):
+        elif event.after in ENDED:
             self._metrics.ended_groups.labels(event.after, event.reason or "").inc()
             if event.reason == DropReason.STALE:
                 self._metrics.recycled_groups.inc()
-                self._observe_age("recycled", event)
-            self._staleness.forget(event.sequence)
+                self._observe_age("recycled", groups.ended, event.time)
+            if event.reason is not None:
+                self._count_tokens(event.reason)
 
-    def _observe_age(self, groups: str, event: GroupMoved) -> None:
-        if age := self._staleness.age(event.sequence, event.time):
-            self._metrics.staleness_versions.labels(groups).observe(age[0])
-            self._metrics.staleness_seconds.labels(groups).observe(age[1])
+    def _observe_age(self, which: str, group: Group | None, now: float) -> None:
+        if group is not None and group.generated is not None:
+            versions, seconds = self._view.staleness.age(group.generated, now)
+            self._metrics.staleness_versions.labels(which).observe(versions)
+            self._metrics.staleness_seconds.labels(which).observe(seconds)
 
-    def _count_tokens(self, event: Event) -> None:
-        before = self._waste.generated
-        if (wasted := self._waste.observe(event)) is not None and wasted[1]:
-            reason, tokens = wasted
-            self._metrics.wasted_tokens.labels(reason).inc(tokens)
-        self._metrics.generated_tokens.inc(self._waste.generated - before)
+    def _count_tokens(self, wasted_for: str | None = None) -> None:
+        tokens = self._view.tokens
+        self._increase_to(self._metrics.generated_tokens, tokens.generated)
+        if wasted_for is not None and tokens.by_reason[wasted_for]:
+            self._increase_to(self._metrics.wasted_tokens.labels(wasted_for), tokens.by_reason[wasted_for])
 
     def _group_generated(self, event: GroupGenerated) -> None:
-        self._staleness.record_generation(event)
+        self._count_tokens()
         self._metrics.generation_seconds.observe(event.generation_seconds)
         self._metrics.reward_seconds.observe(event.reward_seconds)
         self._metrics.group_reward.observe(event.reward)
         self._metrics.group_response_tokens.observe(event.response_tokens)
-        self._metrics.generated_samples.inc(self._samples_per_group - event.missing)
+        samples = self._view.run.samples_per_group if self._view.run is not None else 1
+        self._metrics.generated_samples.inc(samples - event.missing)
         self._metrics.truncated_samples.inc(event.truncated)
         self._metrics.left_out_samples.inc(event.missing)
         self._metrics.unfinished_rewards.inc(event.unfinished_rewards)
 
     def _pulse(self, event: Pulse) -> None:
-        self._idle = event.idle_seconds, event.time
-        self._depth, self._blocked = event.queue, event.blocked
         self._metrics.head_age_seconds.set(event.head_seconds)
         self._metrics.oldest_request_seconds.set(event.oldest_seconds)
         self._metrics.rewarding_groups.set(event.rewarding)
         self._metrics.live_version.set(event.live_version)
-        self._record_version(event.trainer_version, event.time)
+        self._metrics.trainer_version.set(event.trainer_version)
         if event.waits_for is not None:
             self._count_blocked(event.waits_for, event.waits_seconds)
 
-    def _engine_busy(self, event: EngineBusy) -> None:
-        self._metrics.in_flight_requests.set(event.in_flight)
-        if self._engine_idle is not None:
-            self._engine_idle.reported_at, self._engine_idle.busy = event.time, event.busy
-            self._engine_idle.in_flight = event.in_flight
-
-    def _record_version(self, version: int, now: float) -> None:
-        self._staleness.record_version(version, now)
-        self._metrics.trainer_version.set(version)
-
     def _step_started(self, event: StepStarted) -> None:
-        self._record_version(event.version, event.time)
-        self._learner_idle.step_started(event.time)
+        self._metrics.trainer_version.set(event.version)
+        staleness, live = self._view.staleness, self._view.groups.live
         for sequence, versions in zip(event.groups, event.staleness, strict=True):
             self._metrics.staleness_versions.labels("trained").observe(versions)
-            if age := self._staleness.age(sequence, event.time):
-                self._metrics.staleness_seconds.labels("trained").observe(age[1])
-        for name, versions, seconds in self._staleness.parts(event):
-            self._metrics.staleness_part_versions.labels(name).observe(versions)
-            self._metrics.staleness_part_seconds.labels(name).observe(seconds)
+            if (group := live.get(sequence)) is None or group.generated is None:
+                continue
+            self._metrics.staleness_seconds.labels("trained").observe(event.time - group.generated.started)
+            for name, part_versions, seconds in staleness.parts(group.generated, event):
+                self._metrics.staleness_part_versions.labels(name).observe(part_versions)
+                self._metrics.staleness_part_seconds.labels(name).observe(seconds)
 
     def _step_ended(self, event: StepEnded) -> None:
-        self._learner_idle.since = event.time
         self._metrics.step_seconds.observe(event.seconds)
         self._metrics.step_tokens.inc(event.tokens)
         self._metrics.step_reward.set(event.reward)
@@ -328,15 +270,11 @@ class MetricsRecorder:
         self._metrics.publish_bytes.inc(event.bytes)
         if event.live:
             self._metrics.live_version.set(event.version)
-            for engine in self._routed.difference(event.fenced):
+            for engine in self._view.engines.routed:
                 self._metrics.engine_version.labels(engine).set(event.version)
             self._record_progress("publish", event.time)
 
     def _engine_changed(self, event: EngineChanged) -> None:
-        if event.state == "routed":
-            self._routed.add(event.engine)
-        else:
-            self._routed.discard(event.engine)
         self._metrics.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
             self._lost.add(event.engine)

@@ -24,6 +24,7 @@ from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 
 MAX_QUEUED_POINTS = 10_000
 CLOSE_SECONDS = 30.0
@@ -53,22 +54,15 @@ class Tracker(Protocol):
 class PointBuilder:
     """Converts events to points."""
 
-    def __init__(self, steps_per_rollout: int, *, always_train_step: bool) -> None:
+    def __init__(self, view: RunView, steps_per_rollout: int, *, always_train_step: bool) -> None:
+        self._view = view
         self._steps_per_rollout = steps_per_rollout
         self._always_train_step = always_train_step
-        self._started: StepStarted | None = None
-        self._drained: BatchDrained | None = None
-        self._rollout = 0
 
     def points(self, event: Event) -> Iterator[Point]:
         match event:
-            case BatchDrained():
-                self._drained = event
-            case StepStarted():
-                self._started = event
             case StepEnded():
-                self._rollout = event.rollout + 1
-                yield Point("train/step", self._rollout * self._steps_per_rollout, self._train(event))
+                yield Point("train/step", (event.rollout + 1) * self._steps_per_rollout, self._train(event))
                 yield self._over_rollouts(self._batch(event))
             case PublishEnded() if event.live:
                 yield self._over_rollouts(
@@ -97,10 +91,12 @@ class PointBuilder:
 
     def _over_rollouts(self, values: Mapping[str, float], rollout: int | None = None) -> Point:
         """The values after `rollout` rollouts, by default after those trained so far."""
-        rollouts = self._rollout if rollout is None else rollout
+        if rollout is None:
+            last = self._view.last(StepEnded)
+            rollout = last.rollout + 1 if last is not None else 0
         if self._always_train_step:
-            return Point("train/step", rollouts * self._steps_per_rollout, values)
-        return Point("rollout/step", rollouts, values)
+            return Point("train/step", rollout * self._steps_per_rollout, values)
+        return Point("rollout/step", rollout, values)
 
     def _train(self, event: StepEnded) -> dict[str, float]:
         seconds = event.seconds
@@ -112,10 +108,10 @@ class PointBuilder:
 
     def _batch(self, event: StepEnded) -> dict[str, float]:
         values = {"rollout/reward": event.reward, "rollout/response_length": event.response_length}
-        if (started := self._started) is not None:
+        if (started := self._view.last(StepStarted)) is not None:
             values["rollout/staleness_mean"] = sum(started.staleness) / len(started.staleness)
             values["rollout/staleness_max"] = max(started.staleness)
-        if (drained := self._drained) is not None:
+        if (drained := self._view.last(BatchDrained)) is not None:
             values |= {
                 "rollout/queue_size": drained.depth,
                 "rollout/recycled": drained.recycled,
@@ -213,9 +209,11 @@ class BackgroundTracker:
 class Trackers:
     """The trackers that the configuration enables."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, view: RunView, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
-        self._points = PointBuilder(steps_per_rollout(config), always_train_step=settings.wandb_always_use_train_step)
+        self._points = PointBuilder(
+            view, steps_per_rollout(config), always_train_step=settings.wandb_always_use_train_step
+        )
         self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:
             self._trackers.append(

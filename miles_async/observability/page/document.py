@@ -15,7 +15,9 @@ from typing import Any
 
 from miles_async.events import encode_json
 from miles_async.observability.page.earlier import comparison, earlier_runs
-from miles_async.observability.page.view import Span, View
+from miles_async.observability.page.status import status
+from miles_async.observability.state.charts import Span
+from miles_async.observability.view import RunView
 
 SOURCES = Path(__file__).parent / "html"
 
@@ -48,16 +50,21 @@ def _frame(template: str) -> tuple[bytes, bytes]:
 
 
 class LivePage:
-    """The live page, the state that it requests once a second, and the samples that it requests when they change."""
+    """The live page, the state that it requests once a second, and the samples that it requests when they change.
 
-    def __init__(self, view: View, folder: Path | None = None) -> None:
+    The threads of the HTTP server call the methods.
+    """
+
+    def __init__(self, view: RunView, folder: Path | None = None) -> None:
         """The page compares the run with earlier runs beside `folder`, the run folder; None compares with none."""
         self._view = view
         self._folder = folder
 
     def html(self, now: float) -> bytes:
         """Return the page with the current state embedded, so that the browser can draw it without a second request."""
-        return document("page.html", {"state": self._view.state("recent", now), "earlier": self._earlier()})
+        with self._view.lock:
+            state = page_state(self._view, "recent", now)
+        return document("page.html", {"state": state, "earlier": self._earlier()})
 
     def _earlier(self) -> dict[str, Any] | None:
         run = self._view.run
@@ -67,8 +74,23 @@ class LivePage:
 
     def state(self, span: Span, now: float) -> bytes:
         """Return the current state as JSON, with the series of `span`."""
-        return encode_json(self._view.state(span, now))
+        with self._view.lock:
+            state = page_state(self._view, span, now)
+        return encode_json(state)
 
     def samples(self) -> bytes:
-        """Return the newest samples as JSON, newest first."""
-        return encode_json(self._view.samples())
+        """Return the newest samples as JSON, newest first, and the revision that changes with them."""
+        with self._view.lock:
+            samples = {"revision": self._view.samples.revision, "samples": self._view.samples.newest()}
+        return encode_json(samples)
+
+
+def page_state(view: RunView, span: Span, now: float) -> dict[str, Any]:
+    """Return the status at `now` (wall-clock seconds) and the series of a span, as plain values for JSON."""
+    return {
+        "now": status(view, now),
+        "span": span,
+        "figures": view.charts.figures(span, view.until(now)),
+        "rewards": view.charts.rewards(),
+        "samples_revision": view.samples.revision,
+    }

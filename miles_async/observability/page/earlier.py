@@ -41,7 +41,7 @@ def configuration_id(config: RunConfig, entry: str) -> str:
 
 
 class EarlierRun(msgspec.Struct, kw_only=True):
-    """The figures of a `summary.json` that are compared; see `RunSummary` for their meaning."""
+    """The values of a `summary.json` that are compared; see `summarize` for their meaning."""
 
     run: str
     configuration: str

@@ -21,12 +21,12 @@ from miles_async.errors import UserError
 from miles_async.events import Event
 from miles_async.observability.diagnosis.verdict import KNOBS
 from miles_async.observability.output import protect_output
-from miles_async.observability.page.document import document
+from miles_async.observability.page.document import document, page_state
 from miles_async.observability.page.earlier import comparison, earlier_runs
-from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import summarize
 from miles_async.observability.trace.event_log import read_events
+from miles_async.observability.view import RunView
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,7 @@ class RunData:
     folder: Path
     config: dict[str, Any]
     """All settings by their dotted names."""
-    view: View
-    summary: RunSummary
-    until: float
-    """Time of the last event, in wall-clock seconds."""
+    view: RunView
 
     @staticmethod
     def read(folder: RunFolder) -> RunData:
@@ -54,28 +51,27 @@ class RunData:
     @staticmethod
     def from_events(folder: Path, config: dict[str, Any], events: Iterator[Event]) -> RunData:
         """Raises UserError if there are no events."""
-        view = View(recent=False)
-        summary = RunSummary()
-        until = 0.0
+        view = RunView(recent=False)
         for event in events:
-            view.observe(event)
-            summary.observe(event)
-            until = max(until, event.time)
-        if not until:
+            view.apply(event)
+        if not view.time:
             raise UserError(f"the events.jsonl of run {folder.name} is empty: wait until the run has started")
-        return RunData(folder, config, view, summary, until)
+        return RunData(folder, config, view)
 
     def values(self) -> dict[str, Any]:
         """Return the data for the scripts of the report."""
-        return {
-            "name": self.folder.name,
-            "config": self.config,
-            "state": self.view.state("whole", self.until),
-            "summary": self.summary.figures(),
-            "phases": self.view.phases(self.until),
-            "samples": self.view.samples()["samples"],
-            "earlier": comparison(earlier_runs(self.view.run, self.folder)) if self.view.run is not None else None,
-        }
+        view = self.view
+        earlier = comparison(earlier_runs(view.run, self.folder)) if view.run is not None else None
+        with view.lock:
+            return {
+                "name": self.folder.name,
+                "config": self.config,
+                "state": page_state(view, "whole", view.time),
+                "summary": summarize(view),
+                "phases": view.charts.verdicts(view.until(view.time)),
+                "samples": view.samples.newest(),
+                "earlier": earlier,
+            }
 
 
 def report(runs: Sequence[RunData]) -> bytes:

@@ -16,7 +16,6 @@ from miles_async.events import (
     AdmissionBlocked,
     Evaluated,
     Event,
-    GroupGenerated,
     GroupMoved,
     PublishEnded,
     PublishStarted,
@@ -27,7 +26,9 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
+from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.trace.trace_file import TraceFile
+from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import GroupState
 
 LEARNER, WEIGHTS, QUEUE, ADMISSION, EVALUATION, REQUESTS, GROUPS = range(1, 8)
@@ -53,17 +54,6 @@ COUNTER_SECONDS = 0.1
 
 
 @dataclass(slots=True)
-class _Life:
-    """What is known about a live group."""
-
-    row: int
-    feed_index: str
-    attempt: int
-    states: list[tuple[str, float]]
-    generated: GroupGenerated | None = None
-
-
-@dataclass(slots=True)
 class _Rows:
     """Row numbers for groups, so that live groups do not overlap. The smallest free number is used first."""
 
@@ -79,27 +69,28 @@ class _Rows:
 
 
 class PerfettoTrace:
-    """Writes the trace of a run. Pass every event to `observe` and the time to `tick`, and call `close` at the end."""
+    """Writes the trace of a run.
 
-    def __init__(self, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
+    Pass every event that the view has applied to `observe` and the time to `tick`, and call `close` at the end.
+    """
+
+    def __init__(self, view: RunView, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
         """Create the file at `path`, which grows to `max_bytes` at most. Raises OSError if it cannot be created.
 
         If it cannot be written later, `on_error` is called once, and the trace ends.
         """
         self._file = TraceFile(path, max_bytes, on_error=on_error)
+        self._view = view
         self._began: float | None = None
-        self._lives: dict[int, _Life] = {}
         self._rows = _Rows()
+        self._row_of: dict[int, int] = {}
+        """The row of each live group, by sequence number."""
         self._request_ends: list[float] = []
         """When the last request in each row ended."""
         self._phase: TrainerPhaseChanged | None = None
-        self._step: StepStarted | None = None
-        self._publish: PublishStarted | None = None
         self._counted_at = 0.0
-        self._last_time = 0.0
 
     def observe(self, event: Event) -> None:
-        self._last_time = max(self._last_time, event.time)
         match event:
             case RunStarted() if not self._began:
                 self._began = event.time
@@ -110,8 +101,6 @@ class PerfettoTrace:
                     )
             case GroupMoved():
                 self._moved(event)
-            case GroupGenerated() if event.sequence in self._lives:
-                self._lives[event.sequence].generated = event
             case RequestEnded():
                 self._request(event)
             case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
@@ -131,12 +120,8 @@ class PerfettoTrace:
             case TrainerPhaseChanged():
                 self._finish_phase(event.time)
                 self._phase = event
-            case StepStarted():
-                self._step = event
             case StepEnded():
                 self._stepped(event)
-            case PublishStarted():
-                self._publish = event
             case PublishEnded():
                 self._published(event)
             case AdmissionBlocked():
@@ -159,40 +144,42 @@ class PerfettoTrace:
 
     def close(self) -> None:
         """Write all open slices as ending at the last event, and close the file."""
-        self._finish_phase(self._last_time)
-        for sequence in list(self._lives):
-            self._write_group(sequence, self._last_time, "unfinished at the end of the run")
+        self._finish_phase(self._view.time)
+        for group in self._view.groups.live.values():
+            self._write_group(group, self._view.time, "unfinished at the end of the run")
         self._file.close()
 
     def _moved(self, event: GroupMoved) -> None:
-        if event.before is None:
-            row, new = self._rows.take()
-            if new:
-                self._name("thread_name", GROUPS, row, f"slot {row}")
-            self._lives[event.sequence] = _Life(row, event.feed_index, event.attempt, [(event.after, event.time)])
-        elif event.after in (GroupState.PUBLISHED, GroupState.DROPPED):
-            self._write_group(event.sequence, event.time, event.reason or event.after)
-        elif event.sequence in self._lives:
-            self._lives[event.sequence].states.append((event.after, event.time))
+        groups = self._view.groups
+        if event.after not in ENDED:
+            if event.sequence not in self._row_of:
+                self._take_row(event.sequence)
+        elif groups.ended is not None:
+            self._write_group(groups.ended, event.time, event.reason or event.after)
 
-    def _write_group(self, sequence: int, end: float, outcome: str) -> None:
-        life = self._lives.pop(sequence, None)
-        if life is None:
+    def _take_row(self, sequence: int) -> None:
+        self._row_of[sequence], new = row, _ = self._rows.take()
+        if new:
+            self._name("thread_name", GROUPS, row, f"slot {row}")
+
+    def _write_group(self, group: Group, end: float, outcome: str) -> None:
+        row = self._row_of.pop(group.sequence, None)
+        if row is None:
             return
-        heapq.heappush(self._rows.free, life.row)
-        facts: dict[str, Any] = {"feed_index": life.feed_index, "attempt": life.attempt, "outcome": outcome}
-        generated = life.generated
+        heapq.heappush(self._rows.free, row)
+        facts: dict[str, Any] = {"feed_index": group.feed_index, "attempt": group.attempt, "outcome": outcome}
+        generated = group.generated
         if generated is not None:
             facts |= {"reward": generated.reward, "response_tokens": generated.response_tokens}
             facts |= {"oldest_version": generated.versions[0], "newest_version": generated.versions[1]}
-        self._slice(GROUPS, life.row, f"group {sequence}", life.states[0][1], end, detail=True, **facts)
-        ends = [*(time for _, time in life.states[1:]), end]
-        for (state, start), phase_end in zip(life.states, ends, strict=True):
+        self._slice(GROUPS, row, f"group {group.sequence}", group.states[0][1], end, detail=True, **facts)
+        ends = [*(time for _, time in group.states[1:]), end]
+        for (state, start), phase_end in zip(group.states, ends, strict=True):
             if state in _PHASES:
-                self._slice(GROUPS, life.row, _PHASES[GroupState(state)], start, phase_end, detail=True)
+                self._slice(GROUPS, row, _PHASES[GroupState(state)], start, phase_end, detail=True)
         if generated is not None:
-            self._slice(GROUPS, life.row, "generate", generated.started, generated.generated, detail=True)
-            self._slice(GROUPS, life.row, "reward and filter", generated.generated, generated.time, detail=True)
+            self._slice(GROUPS, row, "generate", generated.started, generated.generated, detail=True)
+            self._slice(GROUPS, row, "reward and filter", generated.generated, generated.time, detail=True)
 
     def _request(self, event: RequestEnded) -> None:
         # Slices in one row must not overlap, so a request goes to the first row whose last request has ended.
@@ -214,14 +201,15 @@ class PerfettoTrace:
 
     def _stepped(self, event: StepEnded) -> None:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
-        if self._step is not None:
-            facts |= {"version": self._step.version, "staleness": self._step.staleness, "groups": self._step.groups}
+        if (step := self._view.last(StepStarted)) is not None:
+            facts |= {"version": step.version, "staleness": step.staleness, "groups": step.groups}
         self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.time, **facts)
 
     def _published(self, event: PublishEnded) -> None:
-        if self._publish is None:
+        started = self._view.last(PublishStarted)
+        if started is None or started.version != event.version:
             return
-        start = self._publish.time
+        start = started.time
         facts: dict[str, Any] = {
             "live": event.live,
             "bytes": event.bytes,
@@ -231,7 +219,6 @@ class PerfettoTrace:
         self._slice(WEIGHTS, 0, f"publish version {event.version}", start, event.time, **facts)
         paused = min(start + event.paused_seconds, event.time)
         self._slice(WEIGHTS, 0, "engines paused", start, paused, **dict[str, Any](event.pause))
-        self._publish = None
 
     def _slice(
         self, process: int, row: int, name: str, start: float, end: float, *, detail: bool = False, **facts: Any

@@ -13,9 +13,10 @@ from miles_async.config.checks.untested import UNTESTED, untested_arguments
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build, read_yaml
 from miles_async.config.server_args import known_arguments
-from miles_async.observability.page.status import RunStatus
+from miles_async.observability.page.status import status
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import summarize, summary_text
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 from workers.driver import run_started
@@ -123,23 +124,21 @@ def test_the_first_event_the_summary_and_the_page_name_the_untested_arguments(tm
     run = run_config(**RUNNABLE, sglang_server_args={"enable_lora": True}, allow_untested=["lora"])
     event = run_started(run, RunFolder(tmp_path / "run"), "train_async.py", "a model")
     assert event.untested == ("--sglang-enable-lora",)
-    summary, status = RunSummary(), RunStatus()
-    summary.observe(event)
-    status.observe(event)
-    assert summary.figures()["untested"] == ["--sglang-enable-lora"]
-    assert "untested" in summary.text()
-    assert status.figures(event.time)["notices"][-1]["text"] == (
+    view = RunView()
+    view.apply(event)
+    assert summarize(view)["untested"] == ["--sglang-enable-lora"]
+    assert "untested" in summary_text(view)
+    assert status(view, event.time)["notices"][-1]["text"] == (
         "SGLang's arguments --sglang-enable-lora were never tried"
     )
 
 
 def test_a_run_without_untested_arguments_does_not_mention_them() -> None:
-    summary, status = RunSummary(), RunStatus()
-    summary.observe(RUN)
-    status.observe(RUN)
-    assert summary.figures()["untested"] == []
-    assert "untested" not in summary.text()
-    assert status.figures(RUN.time)["notices"] == []
+    view = RunView()
+    view.apply(RUN)
+    assert summarize(view)["untested"] == []
+    assert "untested" not in summary_text(view)
+    assert status(view, RUN.time)["notices"] == []
 
 
 def test_the_documentation_lists_every_group() -> None:

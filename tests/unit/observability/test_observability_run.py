@@ -46,10 +46,12 @@ from miles_async.observability.console.program_lines import PlainLines
 from miles_async.observability.console.terminal import ProgressBar
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.state.charts import MAX_BATCHES
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.summary import MAX_BATCHES, RunSummary
+from miles_async.observability.summary import summarize, summary_text, write_summary
 from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import read_events
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.unit import example_events
 from tests.waiting import PATIENCE_SECONDS
@@ -155,11 +157,11 @@ def lines_of(*events: Event) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def summary_of(events: list[Event]) -> RunSummary:
-    summary = RunSummary()
+def view_of(events: list[Event]) -> RunView:
+    view = RunView()
     for event in events:
-        summary.observe(event)
-    return summary
+        view.apply(event)
+    return view
 
 
 def drained(recycled: int) -> BatchDrained:
@@ -223,7 +225,7 @@ def test_the_bar_is_not_shown_without_a_terminal_or_if_disabled(stream: io.Strin
 
 
 def test_the_summary_covers_the_whole_run_and_the_training_phase() -> None:
-    figures = summary_of(WHOLE_RUN).figures()
+    figures = summarize(view_of(WHOLE_RUN))
     assert figures["accuracy_before"] == 0.2
     assert figures["accuracy_after"] == 0.6
     assert figures["wall_seconds"] == 30
@@ -239,22 +241,22 @@ def test_the_summary_covers_the_whole_run_and_the_training_phase() -> None:
 def test_batches_that_a_lost_learner_undid_do_not_count_in_the_summary() -> None:
     steps = [event for event in WHOLE_RUN if isinstance(event, StepEnded)]
     restored = LearnerRestored(time=12.0, rollout=steps[0].rollout, kept_version=1, version=3, updates=0, groups=2)
-    assert summary_of([*steps, restored]).figures()["rollouts"] == 1
-    assert summary_of([*steps, restored, steps[1]]).figures()["rollouts"] == 2
+    assert summarize(view_of([*steps, restored]))["rollouts"] == 1
+    assert summarize(view_of([*steps, restored, steps[1]]))["rollouts"] == 2
 
 
 def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
-    figures = summary_of(WHOLE_RUN).figures()
+    figures = summarize(view_of(WHOLE_RUN))
     for name in ("accuracy_before", "accuracy_after"):
         low, high = figures[f"{name}_interval"]
         assert 0 < low < figures[name] < high < 1
-    assert summary_of([RUN]).figures()["accuracy_after_interval"] is None
+    assert summarize(view_of([RUN]))["accuracy_after_interval"] is None
 
 
 def test_the_summary_names_the_samples_of_the_last_evaluation_that_have_no_score() -> None:
-    summary = summary_of([RUN, evaluated(-1, 0.2), structs.replace(evaluated(9, 0.4), missing=3)])
-    assert summary.figures()["scores"]["eval/heldout-missing_samples"] == 3
-    assert "0.200 before, 0.400 after; 3 samples without a score are left out" in summary.text()
+    view = view_of([RUN, evaluated(-1, 0.2), structs.replace(evaluated(9, 0.4), missing=3)])
+    assert summarize(view)["scores"]["eval/heldout-missing_samples"] == 3
+    assert "0.200 before, 0.400 after; 3 samples without a score are left out" in summary_text(view)
 
 
 @pytest.mark.parametrize(
@@ -277,16 +279,16 @@ def test_the_interval_of_an_accuracy_is_that_of_wilson(correct: int, problems: i
 
 
 def test_the_summary_lists_the_reward_of_each_batch_or_of_several_batches_of_a_long_run() -> None:
-    assert summary_of(WHOLE_RUN).figures()["rewards"] == [0.25, 0.5]
+    assert summarize(view_of(WHOLE_RUN))["rewards"] == [0.25, 0.5]
     long = [RUN, *(event for i in range(2 * MAX_BATCHES) for event in step(i, 110.0 + i, 110.5 + i, [0]))]
-    figures = summary_of(long).figures()
+    figures = summarize(view_of(long))
     assert figures["batches_per_reward"] == 2
     assert len(figures["rewards"]) == MAX_BATCHES
     assert figures["rewards"][:3] == [0.375, 0.875, 1.375]
 
 
 def test_the_summary_counts_versions_staleness_and_drops() -> None:
-    figures = summary_of(WHOLE_RUN).figures()
+    figures = summarize(view_of(WHOLE_RUN))
     assert figures["versions"] == 2
     assert figures["weight_transfer"] == "p2p"
     assert figures["warm_start_seconds"] == 7.0
@@ -308,42 +310,42 @@ def test_the_summary_has_the_wasted_tokens_by_reason_and_a_bound_for_those_that_
         replace(dropped("worker_lost"), before="in_flight"),
         replace(dropped("worker_lost"), before="fed"),
     ]
-    figures = summary_of(events).figures()
+    figures = summarize(view_of(events))
     assert figures["wasted_tokens"] == {"stale": 70}
     assert figures["wasted_mainly"] == "groups were too old"
     assert "--max-weight-staleness" in figures["wasted_knob"]
     assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
-    assert "100.0% of 70 tokens, mainly because groups were too old; stale: 70" in summary_of(events).text()
+    assert "100.0% of 70 tokens, mainly because groups were too old; stale: 70" in summary_text(view_of(events))
 
 
 def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:
-    figures = summary_of([RUN, *step(0, 110.0, 112.0, [5, 5], finite=False), *step(1, 112.0, 114.0, [1])]).figures()
+    figures = summarize(view_of([RUN, *step(0, 110.0, 112.0, [5, 5], finite=False), *step(1, 112.0, 114.0, [1])]))
     assert figures["staleness_histogram"] == {"1": 1}
     assert figures["groups_per_second"] == 0.25
 
 
 def test_engine_busy_seconds_are_the_difference_between_two_reports() -> None:
     events = [RUN, *step(0, 110.0, 120.0, [0]), EngineBusy(time=130.0, busy=15.0, in_flight=1)]
-    assert summary_of(events).figures()["engine_idle_share"] == pytest.approx(0.5)
+    assert summarize(view_of(events))["engine_idle_share"] == pytest.approx(0.5)
 
 
 def test_a_run_without_a_completed_step_has_a_summary(tmp_path: Path) -> None:
-    summary = summary_of([RUN, RunEnded(time=103.0, reason="the engine died at start")])
-    summary.write(tmp_path / "summary.json")
+    view = view_of([RUN, RunEnded(time=103.0, reason="the engine died at start")])
+    write_summary(view, tmp_path / "summary.json")
     figures = json.loads((tmp_path / "summary.json").read_text())
     assert figures["wall_seconds"] == 3
     assert figures["accuracy_after"] is None
     assert figures["groups_per_second"] is None
-    assert "the engine died at start" in summary.text()
+    assert "the engine died at start" in summary_text(view)
 
 
 def test_the_summary_file_holds_exactly_the_figures_and_the_text_shows_them(tmp_path: Path) -> None:
-    summary = summary_of(WHOLE_RUN)
-    summary.write(tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary.figures()
+    view = view_of(WHOLE_RUN)
+    write_summary(view, tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text()) == summarize(view)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-    assert "0.200 before, 0.600 after" in summary.text()
-    assert "40 ms median, 50 ms max, p2p, version 2" in summary.text()
+    assert "0.200 before, 0.600 after" in summary_text(view)
+    assert "40 ms median, 50 ms max, p2p, version 2" in summary_text(view)
 
 
 def config_in(run_dir: Path, **observability: Any) -> RunConfig:

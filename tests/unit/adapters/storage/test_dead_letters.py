@@ -14,7 +14,8 @@ from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.events import DeadLettersUnwritten, Event
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import summarize, summary_text
+from miles_async.observability.view import RunView
 from miles_async.types import DropReason, Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import Trace
@@ -100,14 +101,14 @@ def unwritten(*prompts: str) -> DeadLettersUnwritten:
 
 
 def test_the_summary_names_the_prompts_whose_letters_are_not_written() -> None:
-    summary = RunSummary()
+    view = RunView()
     for event in (RUN, unwritten("sample_0_3"), unwritten("sample_0_3", "sample_0_8")):
-        summary.observe(event)
-    assert summary.figures()["unwritten_dead_letters"] == 2
-    assert summary.figures()["unwritten_prompts"] == ["sample_0_3", "sample_0_8"]
-    assert "dead letters of 2 prompts: sample_0_3, sample_0_8" in summary.text()
-    summary.observe(unwritten())
-    assert "sample_0_3" not in summary.text()
+        view.apply(event)
+    assert summarize(view)["unwritten_dead_letters"] == 2
+    assert summarize(view)["unwritten_prompts"] == ["sample_0_3", "sample_0_8"]
+    assert "dead letters of 2 prompts: sample_0_3, sample_0_8" in summary_text(view)
+    view.apply(unwritten())
+    assert "sample_0_3" not in summary_text(view)
 
 
 def test_unwritten_letters_are_logged_once_until_they_are_written(

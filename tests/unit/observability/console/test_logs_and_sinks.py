@@ -31,6 +31,7 @@ from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
 from miles_async.observability.output import VisibleOutput, controls_of, protected
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 
 STEP: list[Event] = [
@@ -81,8 +82,10 @@ def logged(capsys: pytest.CaptureFixture[str], _logging_restored: None) -> Calla
 
 
 def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
-    steps = StepLog()
+    view = RunView()
+    steps = StepLog(view)
     for event in STEP:
+        view.apply(event)
         steps.observe(event)
     (line,) = logged()
     assert line["event"] == "step"
@@ -95,7 +98,7 @@ def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
 
 
 def test_lines_after_a_step_began_are_bound_to_its_rollout_and_version(logged: Any) -> None:
-    steps = StepLog()
+    steps = StepLog(RunView())
     steps.observe(STEP[1])
     structlog.get_logger("miles_async.x").warning("something")
     (line,) = logged()
@@ -132,8 +135,13 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
 
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:
-    curves = PointBuilder(2, always_train_step=always_train_step)
-    return [point for event in events for point in curves.points(event)]
+    view = RunView()
+    curves = PointBuilder(view, 2, always_train_step=always_train_step)
+    found: list[Point] = []
+    for event in events:
+        view.apply(event)
+        found += curves.points(event)
+    return found
 
 
 def test_curves_have_the_names_of_slime_over_steps_and_rollouts() -> None:
@@ -167,8 +175,10 @@ def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
     kept = Kept()
     monkeypatch.setattr(trackers, "TensorBoardTracker", lambda folder: kept)
     config = run_config(use_tensorboard=True, wandb_always_use_train_step=True, run_dir=str(tmp_path))
-    run_trackers = trackers.Trackers(config, RunFolder.create(config))
+    view = RunView()
+    run_trackers = trackers.Trackers(view, config, RunFolder.create(config))
     for event in (*STEP, EVALUATED):
+        view.apply(event)
         run_trackers.observe(event)
     run_trackers.close()
     assert {point.axis for point in kept.points} == {"train/step"}

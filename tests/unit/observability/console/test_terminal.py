@@ -45,7 +45,8 @@ from miles_async.observability.console.terminal import LASTING_SECONDS, Progress
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.summary import RunSummary
+from miles_async.observability.summary import summarize, summary_text
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.unit import example_events
 
@@ -110,8 +111,10 @@ def config(**settings: Any) -> RunConfig:
 
 
 def shown(stream: io.StringIO, *events: Event, **settings: Any) -> Terminal:
-    terminal = Terminal(stream, config(**settings), RunFolder(Path("/runs/r")), PAGE)
+    view = RunView()
+    terminal = Terminal(view, stream, config(**settings), RunFolder(Path("/runs/r")), PAGE)
     for event in (RUN, *events):
+        view.apply(event)
         terminal.observe(event)
     return terminal
 
@@ -174,7 +177,7 @@ def test_the_names_of_the_columns_are_repeated_seldom() -> None:
     ],
 )
 def test_rows_have_the_same_width_whatever_their_figures_and_fit_eighty_columns(changes: dict[str, Any]) -> None:
-    table = BatchTable(RUN)
+    table = BatchTable(RUN, RunView())
     heading, *_ = rows = [table.row(ended).split("\n") for ended in (ended_batch(0), ended_batch(1, **changes))]
     assert {len(line) for row in rows for line in row if line} == {len(heading[1])}
     assert len(heading[1]) <= 80
@@ -501,8 +504,8 @@ def test_a_drained_run_reports_what_ended_and_warns_if_its_time_was_too_short(
 
 
 def test_the_summary_mentions_accuracy_only_if_something_was_evaluated() -> None:
-    summary = RunSummary()
+    view = RunView()
     for event in WHOLE_RUN:
-        summary.observe(event)
-    assert "accuracy" not in summary.text()
-    assert summary.figures()["accuracy_after"] is None
+        view.apply(event)
+    assert "accuracy" not in summary_text(view)
+    assert summarize(view)["accuracy_after"] is None

@@ -21,6 +21,7 @@ from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.page.report import RunData
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
+from miles_async.observability.summary import summary_text
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
@@ -203,4 +204,4 @@ def test_an_announcement_is_logged_and_is_in_metrics_page_summary_and_report(tmp
     report = RunData.read(folder).values()
     assert report["summary"]["collapse_announced_after_rollout"] == 12
     assert report["state"]["now"]["collapse"] is None
-    assert f"after rollout 12: {why}; lower --max-weight-staleness" in RunData.read(folder).summary.text()
+    assert f"after rollout 12: {why}; lower --max-weight-staleness" in summary_text(RunData.read(folder).view)

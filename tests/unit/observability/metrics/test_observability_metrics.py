@@ -44,7 +44,7 @@ from miles_async.observability.http_server import HttpServer
 from miles_async.observability.metrics.histogram import Histogram
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.document import LivePage
-from miles_async.observability.page.view import View
+from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
 
@@ -54,11 +54,13 @@ class Watched:
 
     def __init__(self, *events: Event) -> None:
         self.registry = CollectorRegistry()
-        self.metrics = MetricsRecorder(self.registry)
+        self.view = RunView()
+        self.metrics = MetricsRecorder(self.registry, self.view)
         self.observe(*events)
 
     def observe(self, *events: Event) -> None:
         for event in events:
+            self.view.apply(event)
             self.metrics.observe(event)
 
     def __call__(self, name: str, /, **labels: str) -> float | None:
@@ -225,7 +227,7 @@ def test_blocked_admission_is_counted_by_cause() -> None:
 
 def test_metrics_are_served_on_loopback_until_closed() -> None:
     watched = Watched(RUN, QueueChanged(time=101.0, depth=7, blocked=0))
-    server = HttpServer(watched.registry, LivePage(View()), port=0)
+    server = HttpServer(watched.registry, LivePage(RunView()), port=0)
     try:
         with urlopen(server.url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_queue_depth_groups 7.0" in response.read().decode()
@@ -239,7 +241,7 @@ def test_a_port_in_use_is_named_in_the_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"metrics_port {port} .*set --metrics-port"):
-            HttpServer(CollectorRegistry(), LivePage(View()), port)
+            HttpServer(CollectorRegistry(), LivePage(RunView()), port)
 
 
 def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
@@ -304,6 +306,7 @@ def test_staleness_is_the_sum_of_publish_lag_sampling_and_waiting() -> None:
         PublishStarted(time=100.0, version=0, queue=0),
         PublishStarted(time=104.0, version=1, queue=0),
         PublishStarted(time=107.0, version=2, queue=0),
+        moved("fed"),
         generated(0, started=105.0, ended=109.0, versions=(0, 1)),
         PublishStarted(time=110.0, version=3, queue=0),
         PublishStarted(time=112.0, version=4, queue=0),
@@ -320,6 +323,7 @@ def test_metrics_show_the_ages_of_recycled_and_queued_groups() -> None:
     see = Watched(
         RUN,
         PublishStarted(time=101.0, version=3, queue=0),
+        moved("fed"),
         generated(0, started=102.0, ended=103.0, versions=(1, 1)),
         moved("queued", time=104.0),
         moved("dropped", time=106.0, reason="stale"),
@@ -391,17 +395,20 @@ def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
 
 def test_one_verdict_is_set_at_a_time_and_trainer_seconds_never_decrease() -> None:
     see = Watched(RUN)
-    see.metrics.set_verdict(Bottleneck.WINDOW, {"window": 5.0, "step": 1.0})
+    see.view.learner.add(106.0, 5.0, "window", held_back=False)
+    see.view.learner.add(107.0, 1.0, "step", held_back=False)
+    see.metrics.tick(107.0)
     assert [see("verdict", verdict=kind) for kind in Bottleneck].count(1.0) == 1
     assert see("verdict", verdict="window-bound") == 1
-    see.metrics.set_verdict(Bottleneck.TRAINER, {"window": 4.0, "step": 3.0})
+    see.view.learner.seconds.update(window=4.0, step=3.0)
+    see.metrics.tick(108.0)
     assert see("trainer_seconds_total", doing="window") == 5.0
     assert see("trainer_seconds_total", doing="step") == 3.0
 
 
 def test_a_scrape_during_shutdown_ends_and_does_not_delay_it(capfd: pytest.CaptureFixture[str]) -> None:
     see = Watched(RUN)
-    server = HttpServer(see.registry, LivePage(View()), port=0)
+    server = HttpServer(see.registry, LivePage(RunView()), port=0)
     stopping = threading.Event()
     outcomes: list[str] = []
 

@@ -15,8 +15,8 @@ from miles_async.events import StepEnded, StepStarted, encode
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.earlier import MAX_RUNS, EarlierRun, comparison, configuration_id, earlier_runs
 from miles_async.observability.page.report import RunData
-from miles_async.observability.page.view import View
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 
@@ -157,13 +157,13 @@ def test_seeds_and_names_do_not_change_the_configuration_but_other_settings_do()
     assert len({of(**settings) for settings in different} | {of("train.py")}) == len(different) + 1
 
 
-def observed() -> View:
-    view = View()
-    view.observe(THIS)
+def observed() -> RunView:
+    view = RunView()
+    view.apply(THIS)
     for rollout, reward in enumerate((0.3, 0.4)):
         time = 1010.0 + rollout
-        view.observe(StepStarted(time=time, rollout=rollout, version=rollout, staleness=[0], groups=[rollout]))
-        view.observe(step_ended(time + 0.5, rollout, reward))
+        view.apply(StepStarted(time=time, rollout=rollout, version=rollout, staleness=[0], groups=[rollout]))
+        view.apply(step_ended(time + 0.5, rollout, reward))
     return view
 
 

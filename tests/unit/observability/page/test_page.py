@@ -20,8 +20,8 @@ from miles_async.events import EventSink, GroupMoved, SampleDisplayed, Segment, 
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import SOURCES, LivePage, document
-from miles_async.observability.page.samples import MAX_BYTES, MAX_SAMPLES, SampleLog
-from miles_async.observability.page.view import View
+from miles_async.observability.state.samples import MAX_BYTES, MAX_SAMPLES, SampleLog
+from miles_async.observability.view import RunView
 from miles_async.pipeline.sample_display import CHARACTERS_SHOWN, TOKENS_SHOWN, SampleDisplay, readable
 from miles_async.scheduling.admission import Blocked
 from miles_async.scheduling.ledger import LIVE
@@ -100,10 +100,10 @@ def shown(offered: Group) -> SampleDisplayed:
     return sink.events[0]
 
 
-def view_with(response: str) -> View:
-    view = View()
-    view.observe(replace(RUN, run="tested"))
-    view.observe(shown(group(response)))
+def view_with(response: str) -> RunView:
+    view = RunView()
+    view.apply(replace(RUN, run="tested"))
+    view.apply(shown(group(response)))
     return view
 
 
@@ -199,7 +199,7 @@ def test_a_sample_shows_the_version_that_trained_it_or_why_it_was_dropped() -> N
             time=2.0, sequence=19, feed_index="", attempt=0, before="queued", after="dropped", reason="stale", counts={}
         )
     )
-    found = [(each["sequence"], each["trained"], each["dropped"]) for each in log.figures()]
+    found = [(each["sequence"], each["trained"], each["dropped"]) for each in log.newest()]
     assert found == [(19, None, "stale"), (18, 5, None), (17, None, None)]
 
 
@@ -216,26 +216,26 @@ def test_the_newest_samples_are_kept_up_to_a_number_and_a_size() -> None:
     log = SampleLog()
     for sequence in range(3 * MAX_SAMPLES):
         log.observe(displayed(sequence))
-    assert [each["sequence"] for each in log.figures()] == list(range(3 * MAX_SAMPLES - 1, 2 * MAX_SAMPLES - 1, -1))
+    assert [each["sequence"] for each in log.newest()] == list(range(3 * MAX_SAMPLES - 1, 2 * MAX_SAMPLES - 1, -1))
     large = "x" * (MAX_BYTES // 5)
     for sequence in range(1000, 1010):
         log.observe(displayed(sequence, large))
-    assert [each["sequence"] for each in log.figures()] == [1009, 1008, 1007, 1006]
+    assert [each["sequence"] for each in log.newest()] == [1009, 1008, 1007, 1006]
     log.observe(displayed(2000, "x" * (2 * MAX_BYTES)))
-    assert [each["sequence"] for each in log.figures()] == [2000]
+    assert [each["sequence"] for each in log.newest()] == [2000]
 
 
 def test_html_in_a_sample_stays_inside_the_data_of_the_report() -> None:
-    html = document("report.html", {"samples": view_with(HOSTILE).samples()}).decode()
+    html = document("report.html", {"samples": view_with(HOSTILE).samples.newest()}).decode()
     assert HOSTILE not in html
     assert html.count("<script") == 2
     data = re.search(r'<script type="application/json" id="state">(.*?)</script>', html, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1])["samples"]["samples"][0]["response"] == HOSTILE
+    assert json.loads(data[1])["samples"][0]["response"] == HOSTILE
 
 
 def test_the_page_names_no_outside_resource_and_lets_only_its_own_script_run() -> None:
-    html = LivePage(View()).html(101.0).decode()
+    html = LivePage(RunView()).html(101.0).decode()
     assert re.findall(r'(?:src|href)="(?!data:)', html) == []
     assert [url for url in re.findall(r"https?://[\w.]+", html) if "w3.org" not in url] == []
     assert re.search(r"default-src 'none'; script-src 'sha256-[\w+/]+=';", html)
@@ -290,7 +290,7 @@ def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
     gauge = Gauge("miles_async_tested", "Something.", ["place"], registry=registry)
     for position in range(500):
         gauge.labels(str(position)).set(position)
-    server = HttpServer(registry, LivePage(View()), 0)
+    server = HttpServer(registry, LivePage(RunView()), 0)
     answers: list[bytes | None] = []
 
     def scrape() -> None:
@@ -316,6 +316,6 @@ def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
 
 def test_a_silent_client_does_not_delay_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
-    server = HttpServer(CollectorRegistry(), LivePage(View()), 0)
+    server = HttpServer(CollectorRegistry(), LivePage(RunView()), 0)
     with socket.create_connection(("127.0.0.1", server.port)):
         server.close()  # returns while the client is still connected

@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, GroupMoved, QueueChanged, decode, encode
+from miles_async.observability.console.stall_report import stall_facts
 from miles_async.observability.diagnosis.audit import Audit
-from miles_async.observability.diagnosis.stall_report import StallReport
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.report import RunData
 from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from miles_async.observability.trace.groups import by_state, life
+from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE
 from tests.configuration import run_config
 from tests.sim.world import World
@@ -204,16 +205,17 @@ def as_earlier_versions_wrote(event: Event) -> Event:
 def all_readers(events: list[Event]) -> dict[str, object]:
     """What each reader of the event log shows at the end."""
     registry = CollectorRegistry()
-    metrics, audit, stalls = MetricsRecorder(registry), Audit(3), StallReport(30.0)
+    view, audit = RunView(), Audit(3)
+    metrics = MetricsRecorder(registry, view)
     for event in events:
+        view.apply(event)
         metrics.observe(event)
         audit.observe(event)
-        stalls.observe(event, event.time)
     return {
         "report": RunData.from_events(Path("run"), {}, iter(events)).values(),
         "metrics": [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line],
         "audit": (audit.violations, audit.owed, audit.recycled),
-        "stall": stalls.facts(),
+        "stall": stall_facts(view),
         "states": list(by_state(events)),
         "life": list(life(lambda: iter(events), "sample_0_17")),
     }

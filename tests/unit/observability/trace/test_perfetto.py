@@ -23,6 +23,7 @@ from miles_async.events import (
 )
 from miles_async.observability.trace.perfetto import GROUPS, LEARNER, REQUESTS, WEIGHTS, PerfettoTrace
 from miles_async.observability.trace.trace_file import TraceFile
+from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN
 
 WAY = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
@@ -64,8 +65,10 @@ def fail(path: Path, error: OSError) -> None:
 
 
 def traced(tmp_path: Path, *events: Event, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
-    trace = PerfettoTrace(tmp_path / "trace.json", max_bytes, fail)
+    view = RunView()
+    trace = PerfettoTrace(view, tmp_path / "trace.json", max_bytes, fail)
     for event in (RUN, *events):
+        view.apply(event)
         trace.observe(event)
     trace.close()
     return read(tmp_path)
@@ -167,11 +170,14 @@ def test_steps_publishes_and_pauses_have_separate_lanes(tmp_path: Path) -> None:
 
 
 def test_the_file_is_valid_json_whenever_the_run_is_killed(tmp_path: Path) -> None:
-    trace = PerfettoTrace(tmp_path / "trace.json", 1 << 20, fail)
+    view = RunView()
+    trace = PerfettoTrace(view, tmp_path / "trace.json", 1 << 20, fail)
     assert read(tmp_path) == []
+    view.apply(RUN)
     trace.observe(RUN)
     for second in range(5):
         for event in life(second, 101.0 + second):
+            view.apply(event)
             trace.observe(event)
         trace.tick(200.0 + second)
         assert len([e for e in read(tmp_path) if e["name"].startswith("group ")]) == second + 1

@@ -14,10 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from miles_async.adapters.system.work_time import WorkTime
-from miles_async.events import ClusterReady, EngineChanged, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
-from miles_async.observability.diagnosis.stall_report import StallReport
+from miles_async.events import ClusterReady, EngineChanged, Event, GroupMoved, ProcessSilent, Pulse, TrainerPhaseChanged
+from miles_async.observability.console.stall_report import StallReport, stall_facts
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.stall import StallClock, dumps_stacks
 from tests.configuration import run_config
@@ -43,6 +44,20 @@ PULSE = Pulse(
     live_version=2,
     idle_seconds=10.0,
 )
+
+
+class Stalling:
+    """A stall report that takes in events and the times at which they arrive."""
+
+    def __init__(self, warn_seconds: float) -> None:
+        self.view = RunView()
+        self.report = StallReport(self.view, warn_seconds)
+
+    def observe(self, event: Event, now: float) -> None:
+        self.view.apply(event)
+        self.report.observe(event, now)
+
+
 MOVED: dict[str, Any] = {
     "sequence": 0,
     "feed_index": "f",
@@ -69,40 +84,40 @@ def test_stacks_are_dumped_with_the_second_warning_or_the_last_before_the_end(
 
 
 def test_a_stall_that_the_rollout_worker_cannot_report_is_reported_for_it() -> None:
-    report = StallReport(warn_seconds=5.0)
-    report.observe(READY, now=0.0)
-    report.observe(PULSE, now=10.0)
-    assert report.unreported_stall(20.0) is None
-    report.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0), now=21.0)
-    stalled = report.unreported_stall(21.0)
+    stalling = Stalling(warn_seconds=5.0)
+    stalling.observe(READY, now=0.0)
+    stalling.observe(PULSE, now=10.0)
+    assert stalling.report.unreported_stall(20.0) is None
+    stalling.observe(ProcessSilent(time=121.0, process="rollout", seconds=3.0), now=21.0)
+    stalled = stalling.report.unreported_stall(21.0)
     assert stalled is not None
     assert (stalled.seconds, stalled.queue, stalled.collected, stalled.wanted) == (21.0, 2, 1, 4)
-    assert report.unreported_stall(22.0) is None
-    report.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0), now=23.0)
-    assert report.unreported_stall(50.0) is None
+    assert stalling.report.unreported_stall(22.0) is None
+    stalling.observe(ProcessSilent(time=123.0, process="rollout", seconds=0.0), now=23.0)
+    assert stalling.report.unreported_stall(50.0) is None
 
 
 def test_the_driver_counts_the_seconds_without_progress_that_the_rollout_worker_counts() -> None:
-    report = StallReport(warn_seconds=5.0)
-    report.observe(READY, now=0.0)
+    stalling = Stalling(warn_seconds=5.0)
+    stalling.observe(READY, now=0.0)
     # An evaluation runs for 650 seconds; the rollout worker does not count them.
-    report.observe(replace(PULSE, idle_seconds=0.0), now=650.0)
-    assert report.stalled_for(651.0) == 0.0
-    assert report.stalled_for(656.0) == 6.0
+    stalling.observe(replace(PULSE, idle_seconds=0.0), now=650.0)
+    assert stalling.report.stalled_for(651.0) == 0.0
+    assert stalling.report.stalled_for(656.0) == 6.0
 
 
 @pytest.mark.parametrize("step", [600.0, -600.0])
 def test_a_jump_of_the_wall_clock_is_no_stall(step: float) -> None:
-    report = StallReport(warn_seconds=5.0)
-    report.observe(READY, now=0.0)
-    report.observe(replace(PULSE, time=PULSE.time + step, idle_seconds=1.0), now=10.0)
-    report.observe(GroupMoved(time=102.0, counts={}, **MOVED), now=11.0)
-    assert report.idle_seconds(12.0) == 3.0
-    assert report.stalled_for(12.0) == 0.0
+    stalling = Stalling(warn_seconds=5.0)
+    stalling.observe(READY, now=0.0)
+    stalling.observe(replace(PULSE, time=PULSE.time + step, idle_seconds=1.0), now=10.0)
+    stalling.observe(GroupMoved(time=102.0, counts={}, **MOVED), now=11.0)
+    assert stalling.report.idle_seconds(12.0) == 3.0
+    assert stalling.report.stalled_for(12.0) == 0.0
 
 
 def test_the_report_shows_the_state_of_every_part() -> None:
-    report = StallReport(warn_seconds=5.0)
+    stalling = Stalling(warn_seconds=5.0)
     for event in (
         READY,
         EngineChanged(time=101.0, engine="engine-0", state="routed", version=2, reason=None),
@@ -111,8 +126,8 @@ def test_the_report_shows_the_state_of_every_part() -> None:
         PULSE,
         ProcessSilent(time=111.0, process="engine-0", seconds=6.0),
     ):
-        report.observe(event, now=11.0)
-    facts = report.facts()
+        stalling.observe(event, now=11.0)
+    facts = stall_facts(stalling.view)
     assert repr(facts["groups"]) == "{'in_flight': 4, 'queued': 2}", "as it stands on the terminal"
     assert (facts["head"], facts["head_state"], facts["head_age"]) == (7, "in_flight", "10s")
     assert (facts["oldest_request"], facts["oldest_request_engine"]) == ("group 7, 9s", "engine-0")

@@ -20,9 +20,9 @@ from miles_async.events import (
     VerdictChanged,
     WriteFailed,
 )
-from miles_async.observability.page.charts import Charts
-from miles_async.observability.page.status import SLOTS_SHOWN, RunStatus
-from miles_async.observability.timeline import Timeline
+from miles_async.observability.page.status import SLOTS_SHOWN, status
+from miles_async.observability.state.timeline import Timeline
+from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN, moved
 
 
@@ -81,20 +81,20 @@ def test_a_value_that_is_not_finite_is_a_gap() -> None:
 
 
 def test_the_trainers_time_is_counted_up_to_now() -> None:
-    charts = Charts()
-    charts.observe(RUN)
-    charts.observe(TrainerPhaseChanged(time=100.0, to="batch"))
-    charts.observe(TrainerPhaseChanged(time=101.0, to="step"))
-    assert charts.figures("whole", 103.0)["series"]["trainer:batch"]["mean"][:2] == [1.0, 1.0]
-    assert sum(charts.figures("whole", 104.0)["series"]["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
+    view = RunView()
+    view.apply(RUN)
+    view.apply(TrainerPhaseChanged(time=100.0, to="batch"))
+    view.apply(TrainerPhaseChanged(time=101.0, to="step"))
+    assert view.charts.figures("whole", 103.0)["series"]["trainer:batch"]["mean"][:2] == [1.0, 1.0]
+    assert sum(view.charts.figures("whole", 104.0)["series"]["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
 
 
 def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None:
-    charts = Charts()
-    charts.observe(RUN)
+    view = RunView()
+    view.apply(RUN)
     for finite in (True, False):
-        charts.observe(StepStarted(time=100.0, rollout=0, version=0, staleness=[0, 1, 1, 2], groups=[0, 1, 2, 3]))
-        charts.observe(
+        view.apply(StepStarted(time=100.0, rollout=0, version=0, staleness=[0, 1, 1, 2], groups=[0, 1, 2, 3]))
+        view.apply(
             StepEnded(
                 time=100.2,
                 rollout=0,
@@ -106,30 +106,30 @@ def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None
                 metrics={"loss": 0.1},
             )
         )
-    series = charts.figures("recent", 100.5)["series"]
+    series = view.charts.figures("recent", 100.5)["series"]
     assert series["trained"]["mean"] == [4.0]
     assert (series["staleness"]["low"], series["staleness"]["high"]) == ([0.0], [2.0])
     assert series["step:loss"]["mean"] == [0.1]
 
 
 def test_a_phase_has_the_verdict_of_most_of_its_time() -> None:
-    charts = Charts()
-    charts.observe(RUN)
-    charts.observe(verdict(100.0, "rollout-bound"))
-    charts.observe(verdict(103.0, "balanced"))
-    charts.observe(verdict(103.1, "trainer-bound"))
-    assert charts.verdicts(105.0) == [(0.0, 3.0, "rollout-bound"), (3.0, 5.0, "trainer-bound")]
+    view = RunView()
+    view.apply(RUN)
+    view.apply(verdict(100.0, "rollout-bound"))
+    view.apply(verdict(103.0, "balanced"))
+    view.apply(verdict(103.1, "trainer-bound"))
+    assert view.charts.verdicts(105.0) == [(0.0, 3.0, "rollout-bound"), (3.0, 5.0, "trainer-bound")]
 
 
 def test_the_snapshot_lists_live_groups_oldest_first_and_marks_the_head() -> None:
-    status = RunStatus()
-    status.observe(RUN)
+    view = RunView()
+    view.apply(RUN)
     for sequence in range(3):
-        status.observe(moved(sequence, None, "fed"))
+        view.apply(moved(sequence, None, "fed"))
     for before, after in (("fed", "in_flight"), ("in_flight", "finished"), ("finished", "queued")):
-        status.observe(moved(0, before, after, time=104.0))
-    status.observe(moved(2, "fed", "dropped", "stale"))
-    figures = status.figures(106.0)
+        view.apply(moved(0, before, after, time=104.0))
+    view.apply(moved(2, "fed", "dropped", "stale"))
+    figures = status(view, 106.0)
     assert figures["slots"]["live"] == [[0, "queued", 2.0, 0, "sample_0_0"], [1, "fed", 5.0, 0, "sample_0_1"]]
     assert figures["slots"]["head"] == 1
     assert figures["outcomes"] == {"stale": 1}
@@ -137,18 +137,18 @@ def test_the_snapshot_lists_live_groups_oldest_first_and_marks_the_head() -> Non
 
 
 def test_live_groups_beyond_the_limit_are_counted_and_not_listed() -> None:
-    status = RunStatus()
-    status.observe(RUN)
+    view = RunView()
+    view.apply(RUN)
     for sequence in range(SLOTS_SHOWN + 7):
-        status.observe(moved(sequence, None, "fed"))
-    slots = status.figures(102.0)["slots"]
+        view.apply(moved(sequence, None, "fed"))
+    slots = status(view, 102.0)["slots"]
     assert (len(slots["live"]), slots["counts"]) == (SLOTS_SHOWN, {"fed": SLOTS_SHOWN + 7})
 
 
 def test_the_snapshot_shows_the_version_of_each_engine_and_a_fenced_engine_stays_behind() -> None:
-    status = RunStatus()
+    view = RunView()
     for name in ("engine-0", "engine-1"):
-        status.observe(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
+        view.apply(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
     publish = PublishEnded(
         time=101.0,
         version=5,
@@ -162,40 +162,40 @@ def test_the_snapshot_shows_the_version_of_each_engine_and_a_fenced_engine_stays
         queue=0,
         fenced=["engine-1"],
     )
-    status.observe(publish)
-    status.observe(ProcessSilent(time=103.0, process="engine-1", seconds=2.0))
-    figures = status.figures(104.0)
+    view.apply(publish)
+    view.apply(ProcessSilent(time=103.0, process="engine-1", seconds=2.0))
+    figures = status(view, 104.0)
     assert [(engine.engine, engine.state, engine.version) for engine in figures["engines"]] == [
         ("engine-0", "routed", 5),
         ("engine-1", "fenced", None),
     ]
     assert figures["silent"] == {"engine-1": 2.0}
-    status.observe(ProcessSilent(time=105.0, process="engine-1", seconds=0.0))
-    assert status.figures(106.0)["silent"] == {}
+    view.apply(ProcessSilent(time=105.0, process="engine-1", seconds=0.0))
+    assert status(view, 106.0)["silent"] == {}
 
 
 def test_the_router_and_failed_writes_are_logged() -> None:
-    status = RunStatus()
-    status.observe(RUN)
-    status.observe(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
+    view = RunView()
+    view.apply(RUN)
+    view.apply(RouterChanged(time=101.0, up=True, engines=2, healthy=1))
     failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", transport=None)
-    status.observe(failed)
-    figures = status.figures(103.0)
+    view.apply(failed)
+    figures = status(view, 103.0)
     assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
     assert figures["notices"] == [{"at": 2.0, "text": "writing version 4 to engine-1 failed (timed out): fence"}]
 
 
 def test_ages_stop_growing_after_the_end_of_the_run() -> None:
-    status = RunStatus()
-    status.observe(RUN)
-    status.observe(moved(0, None, "fed", time=101.0))
-    status.observe(RunEnded(time=103.0, reason="done"))
-    figures = status.figures(500.0)
+    view = RunView()
+    view.apply(RUN)
+    view.apply(moved(0, None, "fed", time=101.0))
+    view.apply(RunEnded(time=103.0, reason="done"))
+    figures = status(view, 500.0)
     assert (figures["elapsed"], figures["slots"]["live"][0][2], figures["ended"]) == (3.0, 2.0, "done")
 
 
 def test_the_snapshot_has_the_first_and_the_last_score_of_a_data_set() -> None:
-    status = RunStatus()
+    view = RunView()
     for rollout in (-1, 4, 9):
         score = Evaluated(
             time=100.0,
@@ -208,15 +208,15 @@ def test_the_snapshot_has_the_first_and_the_last_score_of_a_data_set() -> None:
             truncated=0,
             versions=(0, 0),
         )
-        status.observe(score)
-    assert [score["rollout"] for score in status.figures(101.0)["scores"]["math"]] == [-1, 9]
+        view.apply(score)
+    assert [score["rollout"] for score in status(view, 101.0)["scores"]["math"]] == [-1, 9]
 
 
 def test_the_number_of_user_defined_names_is_limited() -> None:
-    status, charts = RunStatus(), Charts()
-    charts.observe(RUN)
+    view = RunView()
+    view.apply(RUN)
     for number in range(200):
-        status.observe(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
+        view.apply(GroupFiltered(time=101.0, sequence=number, reason=f"reason {number}"))
         score = Evaluated(
             time=100.0,
             name=f"set {number}",
@@ -228,22 +228,22 @@ def test_the_number_of_user_defined_names_is_limited() -> None:
             truncated=0,
             versions=(0, 0),
         )
-        charts.observe(score)
-    outcomes = status.figures(102.0)["outcomes"]
+        view.apply(score)
+    outcomes = status(view, 102.0)["outcomes"]
     assert (len(outcomes), outcomes["filtered: other"], sum(outcomes.values())) == (41, 160, 200)
-    assert sum(name.startswith("eval:") for name in charts.figures("whole", 102.0)["series"]) == 24
+    assert sum(name.startswith("eval:") for name in view.charts.figures("whole", 102.0)["series"]) == 24
 
 
 def test_a_run_without_events_can_be_drawn() -> None:
-    assert RunStatus().figures(5.0)["elapsed"] == 0.0
-    assert Charts().figures("recent", 5.0)["series"] == {}
-    assert Charts().verdicts(5.0) == []
+    assert status(RunView(), 5.0)["elapsed"] == 0.0
+    assert RunView().charts.figures("recent", 5.0)["series"] == {}
+    assert RunView().charts.verdicts(5.0) == []
 
 
 def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> None:
-    charts = Charts()
-    charts.observe(RUN)
-    charts.observe(QueueChanged(time=100.0, depth=7, blocked=2))
+    view = RunView()
+    view.apply(RUN)
+    view.apply(QueueChanged(time=100.0, depth=7, blocked=2))
     pulse = Pulse(
         time=100.0,
         generating=1,
@@ -263,6 +263,6 @@ def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> Non
         live_version=2,
         idle_seconds=0.0,
     )
-    charts.observe(pulse)
-    series = charts.figures("whole", 100.5)["series"]
+    view.apply(pulse)
+    series = view.charts.figures("whole", 100.5)["series"]
     assert [series[name]["mean"][0] for name in ("queue", "blocked", "head_seconds", "version_lag")] == [7, 2, 4, 1]

@@ -11,7 +11,7 @@ of the group enters its training step, the staleness is the sum of three parts:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from miles_async.events import GroupGenerated, StepStarted
@@ -28,58 +28,39 @@ class Part(NamedTuple):
     seconds: float
 
 
-class _Generated(NamedTuple):
-    started: float
-    ended: float
-    oldest: int
-
-
-class StalenessTracker:
-    """Remembers when groups were generated and when the last versions were staged."""
+class Staleness:
+    """Remembers when the last versions were staged, and counts the ages of trained groups."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, _Generated] = {}
         self._staged_at: deque[float] = deque(maxlen=REMEMBERED_VERSIONS)
         """When each of the last versions was first reported, oldest first. The last element belongs to `version`."""
         self.version = -1
         """The learner's weight version."""
+        self.trained: Counter[int] = Counter()
+        """Number of trained groups by their staleness in versions."""
 
     def record_version(self, version: int, now: float) -> None:
         while self.version < version:
             self.version += 1
             self._staged_at.append(now)
 
-    def record_generation(self, event: GroupGenerated) -> None:
-        self._groups[event.sequence] = _Generated(event.started, event.generated, event.versions[0])
+    def age(self, generated: GroupGenerated, now: float) -> tuple[int, float]:
+        """Return the age of a group in versions and in seconds."""
+        return self.version - generated.versions[0], now - generated.started
 
-    def forget(self, sequence: int) -> None:
-        self._groups.pop(sequence, None)
-
-    def age(self, sequence: int, now: float) -> tuple[int, float] | None:
-        """Return the age of a group in versions and in seconds; None if its generation was not recorded."""
-        group = self._groups.get(sequence)
-        return (self.version - group.oldest, now - group.started) if group is not None else None
-
-    def parts(self, step: StepStarted) -> list[Part]:
-        """Return the three parts for each group of the batch, in the order of the batch."""
-        return [
-            part
-            for sequence in step.groups
-            if (group := self._groups.get(sequence))
-            for part in self._parts(group, step)
-        ]
-
-    def _parts(self, group: _Generated, step: StepStarted) -> list[Part]:
+    def parts(self, generated: GroupGenerated, step: StepStarted) -> list[Part]:
+        """Return the three parts for a group of the batch."""
+        started, ended, oldest = generated.started, generated.generated, generated.versions[0]
         # Between its start and its first token a group may wait for a request permit or for the end of a pause. Its
         # tokens can then be newer than the version at its start, hence the maximum.
-        at_start, at_end = max(self._version_at(group.started), group.oldest), self._version_at(group.ended)
+        at_start, at_end = max(self._version_at(started), oldest), self._version_at(ended)
         # If the group continues tokens of an earlier attempt, all versions before this attempt count as publish lag.
-        behind_since = self._when_staged(group.oldest + 1)
-        lag = max(0.0, group.started - behind_since) if behind_since is not None else 0.0
+        behind_since = self._when_staged(oldest + 1)
+        lag = max(0.0, started - behind_since) if behind_since is not None else 0.0
         return [
-            Part("publish_lag", at_start - group.oldest, lag),
-            Part("sampling", at_end - at_start, group.ended - group.started),
-            Part("waiting", step.version - at_end, step.time - group.ended),
+            Part("publish_lag", at_start - oldest, lag),
+            Part("sampling", at_end - at_start, ended - started),
+            Part("waiting", step.version - at_end, step.time - ended),
         ]
 
     def _version_at(self, time: float) -> int:

@@ -25,14 +25,14 @@ class _Entry(msgspec.Struct):
 
 
 class SampleLog:
-    """Pass every event to `observe`; `figures` returns the samples, newest first."""
+    """Pass every event to `observe`; `newest` returns the samples."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         """By sequence number of the group, oldest first."""
         self._size = 0
         self.revision = 0
-        """Changes whenever `figures` changes."""
+        """Changes whenever `newest` changes."""
 
     def observe(self, event: Event) -> None:
         match event:
@@ -63,7 +63,7 @@ class SampleLog:
         if (entry := self._entries.pop(sequence, None)) is not None:
             self._size -= entry.size
 
-    def figures(self) -> list[dict[str, Any]]:
+    def newest(self) -> list[dict[str, Any]]:
         """Return the samples as plain values for JSON, newest first.
 
         The age of a token is `trained` minus the version of its segment.

@@ -1,4 +1,4 @@
-"""Counts the response tokens that were generated and are not trained, by reason, and names the setting to change.
+"""The generated response tokens, and the wasted ones by reason, with the setting to change.
 
 The reason is the `DropReason` of a dropped group or of a discarded sample, or `publish` for requests that a publish
 aborted.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from miles_async.events import Event, GroupGenerated, GroupMoved, Pulse, RunStarted, SampleDiscarded
+from miles_async.events import GroupGenerated, GroupMoved, RunStarted, SampleDiscarded
+from miles_async.observability.state.groups import Group
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -49,8 +50,8 @@ CAUSES: dict[str, Cause] = {
 }
 
 
-class WastedTokens:
-    """Counts wasted tokens from the event stream.
+class Tokens:
+    """Counts generated and wasted tokens.
 
     A request that is not answered returns no tokens. The tokens that a rollout worker was waiting for when it was lost,
     and that are generated twice, are therefore estimated: from the time that the group had been generated for, and the
@@ -59,33 +60,42 @@ class WastedTokens:
 
     def __init__(self) -> None:
         self.by_reason: Counter[str] = Counter()
+        """Wasted tokens by reason."""
         self._generated = 0
         self._longest_group = 0
-        self._started: dict[int, float] = {}
-        """When each group in flight was started, by sequence number."""
         self._generating = 0.0
         """When groups were at the engines last."""
         self._finished_tokens = 0
         self._finished_seconds = 0.0
+        self._lost_groups = 0
+        """Groups that were being generated when a rollout worker was lost."""
 
-    def observe(self, event: Event) -> tuple[str, int] | None:
-        """Count an event. Returns the reason and the tokens that were wasted now, if any were."""
-        match event:
-            case RunStarted():
-                self._longest_group = event.longest_group
-            case Pulse() if event.generating:
-                self._generating = event.time
-            case GroupGenerated():
-                self._generated += event.response_tokens
-                self._finished_tokens += event.response_tokens
-                self._finished_seconds += event.generation_seconds
-            case SampleDiscarded():
-                return self._add(event.reason, event.tokens, counted=False)
-            case GroupMoved():
-                return self._moved(event)
-            case _:
-                pass
-        return None
+    def start_run(self, event: RunStarted) -> None:
+        self._longest_group = event.longest_group
+
+    def generating_at(self, time: float) -> None:
+        """Remember that groups were at the engines at this time."""
+        self._generating = time
+
+    def generate(self, event: GroupGenerated) -> None:
+        self._generated += event.response_tokens
+        self._finished_tokens += event.response_tokens
+        self._finished_seconds += event.generation_seconds
+
+    def discard(self, event: SampleDiscarded) -> None:
+        self._waste(event.reason, event.tokens, counted=False)
+
+    def drop(self, event: GroupMoved, group: Group | None) -> None:
+        """Count the tokens of a dropped group. `group` is what was known of it before it was dropped, if anything."""
+        if event.reason is None:
+            return
+        tokens = event.discarded_tokens
+        if event.was_lost_in_flight:
+            self._lost_groups += 1
+            tokens = self._lost_tokens(group)
+        # A group is counted as generated before it is filtered and before it leaves `in_flight`.
+        ungenerated = event.before in (GroupState.FED, GroupState.IN_FLIGHT) and event.reason != DropReason.FILTERED
+        self._waste(event.reason, tokens, counted=not ungenerated)
 
     @property
     def generated(self) -> int:
@@ -110,25 +120,17 @@ class WastedTokens:
         reasons.pop(DropReason.FILTERED, None)
         return max(reasons, key=lambda reason: reasons[reason], default=None)
 
-    def _moved(self, event: GroupMoved) -> tuple[str, int] | None:
-        if event.after == GroupState.IN_FLIGHT:
-            self._started[event.sequence] = event.time
-            return None
-        started = self._started.pop(event.sequence, None)
-        if event.after != GroupState.DROPPED or event.reason is None:
-            return None
-        tokens = self._lost_tokens(started) if event.was_lost_in_flight else event.discarded_tokens
-        # A group is counted as generated before it is filtered and before it leaves `in_flight`.
-        ungenerated = event.before in (GroupState.FED, GroupState.IN_FLIGHT) and event.reason != DropReason.FILTERED
-        return self._add(event.reason, tokens, counted=not ungenerated)
+    @property
+    def lost_at_most(self) -> int:
+        """Upper bound of the tokens that were lost with rollout workers, which are estimated."""
+        return self._lost_groups * self._longest_group
 
-    def _add(self, reason: str, tokens: int, *, counted: bool) -> tuple[str, int]:
+    def _waste(self, reason: str, tokens: int, *, counted: bool) -> None:
         self.by_reason[reason] += tokens
         self._generated += 0 if counted else tokens
-        return reason, tokens
 
-    def _lost_tokens(self, started: float | None) -> int:
-        if started is None or not self._finished_seconds:
+    def _lost_tokens(self, group: Group | None) -> int:
+        if group is None or group.state != GroupState.IN_FLIGHT or not self._finished_seconds:
             return 0
-        seconds = max(0.0, self._generating - started)
+        seconds = max(0.0, self._generating - group.since)
         return min(self._longest_group, round(seconds * self._finished_tokens / self._finished_seconds))

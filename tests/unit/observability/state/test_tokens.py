@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from miles_async.events import Event, GroupGenerated, SampleDiscarded
-from miles_async.observability.diagnosis.waste import WastedTokens
+from miles_async.observability.state.tokens import Tokens
+from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN, moved
 from tests.unit.observability.metrics.test_observability_metrics import pulse
 
@@ -24,12 +25,11 @@ def generated(time: float, sequence: int, seconds: float, tokens: int) -> GroupG
     )
 
 
-def counted(*events: Event, longest_response: int = 500) -> WastedTokens:
-    waste = WastedTokens()
-    waste.observe(replace(RUN, longest_response=longest_response))
-    for event in events:
-        waste.observe(event)
-    return waste
+def counted(*events: Event, longest_response: int = 500) -> Tokens:
+    view = RunView()
+    for event in (replace(RUN, longest_response=longest_response), *events):
+        view.apply(event)
+    return view.tokens
 
 
 def test_tokens_of_groups_that_were_generated_before_they_were_dropped_are_counted_once() -> None:

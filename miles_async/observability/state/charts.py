@@ -8,9 +8,8 @@ family, such as `trainer:step`, `verdict:rollout-bound`, `eval:held_out` or `ste
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from miles_async.events import (
     AdmissionBlocked,
@@ -29,16 +28,20 @@ from miles_async.events import (
     TrainerPhaseChanged,
     VerdictChanged,
 )
-from miles_async.observability.summary import MAX_BATCHES
-from miles_async.observability.timeline import Timeline
+from miles_async.observability.state.groups import Groups
+from miles_async.observability.state.timeline import Timeline
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
+
+Span = Literal["recent", "whole"]
 
 WHOLE_RUN_BUCKETS = 600
 """As many buckets as a wide screen can show."""
 RECENT_SECONDS, RECENT_BUCKETS = 300.0, 300
 COUNT_SECONDS = 0.1
 """Shortest time between two samples of the group counts, because groups change state thousands of times a second."""
+MAX_BATCHES = 256
+"""Most batches whose rewards are listed one by one. In a longer run, each value is the mean over several batches."""
 MAX_NAMES = 24
 """Most series per family whose members are named by users or libraries (learner metrics and evaluated data sets)."""
 
@@ -52,13 +55,13 @@ class _Phase:
 class Charts:
     """Pass every event to `observe`; `figures` returns the series up to a given time."""
 
-    def __init__(self, *, recent: bool = True) -> None:
-        """`recent` selects whether the last minutes are also kept at a finer resolution."""
+    def __init__(self, groups: Groups, *, recent: bool) -> None:
+        """`groups` are those of the run. `recent` selects whether the last minutes are also kept at a finer
+        resolution."""
+        self._groups = groups
         self._recent = recent
-        self._timelines: dict[str, Timeline] = {}
+        self._timelines: dict[Span, Timeline] = {}
         self._samples_per_group = 1
-        self._counts: Mapping[str, int] = {}
-        """Live groups by state, from the last event that carried them."""
         self._counted_at = 0.0
         self._busy: EngineBusy | None = None
         self._batch = 0
@@ -117,8 +120,8 @@ class Charts:
             case _:
                 pass
 
-    def figures(self, span: str, now: float) -> dict[str, Any]:
-        """Return the series of the span `whole` or `recent`; there are none before the run starts."""
+    def figures(self, span: Span, now: float) -> dict[str, Any]:
+        """Return the series of a span; there are none before the run starts."""
         if not self._timelines:
             return {"start": 0.0, "width": 1.0, "series": {}}
         self._advance(now)
@@ -151,7 +154,6 @@ class Charts:
         self._phases[family] = _Phase(name, time)
 
     def _moved(self, event: GroupMoved) -> None:
-        self._counts = event.counts
         if abs(event.time - self._counted_at) >= COUNT_SECONDS:
             self._counted_at = event.time
             self._set_counts(event.time)
@@ -160,8 +162,8 @@ class Charts:
             self._count("recycled" if stale else "dropped", event.time, 1)
 
     def _set_counts(self, time: float) -> None:
-        self._set_value("generating", time, self._counts.get(GroupState.IN_FLIGHT, 0))
-        self._set_value("slots", time, sum(self._counts.values()))
+        self._set_value("generating", time, self._groups.counts.get(GroupState.IN_FLIGHT, 0))
+        self._set_value("slots", time, sum(self._groups.counts.values()))
 
     def _engines_busy(self, event: EngineBusy) -> None:
         self._set_value("requests", event.time, event.in_flight)

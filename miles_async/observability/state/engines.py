@@ -1,0 +1,107 @@
+"""The engines of a run: their state and weight version, and the time in which they had requests."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from miles_async.events import EngineBusy, EngineChanged, PublishEnded
+
+MAX_REPORTS = 1024
+"""Most reports of busy seconds that are kept in memory."""
+
+
+class Engines:
+    """The last known state of each engine."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, EngineChanged] = {}
+        """The last change of each engine. The version of a routed engine is that of the last publish."""
+        self.versions: dict[str, int | None] = {}
+        """The last known weight version of each engine that is not lost."""
+
+    def change(self, event: EngineChanged) -> None:
+        self.known[event.engine] = event
+        if event.state == "lost":
+            self.versions.pop(event.engine, None)
+        elif event.version is not None or event.engine not in self.versions:
+            self.versions[event.engine] = event.version
+
+    def publish(self, event: PublishEnded) -> None:
+        for name in event.fenced:
+            self.known[name] = EngineChanged(
+                time=event.time, engine=name, state="fenced", version=None, reason="a weight write failed"
+            )
+        if event.live:
+            for name in self.routed:
+                self.known[name] = msgspec.structs.replace(self.known[name], version=event.version)
+                self.versions[name] = event.version
+
+    @property
+    def routed(self) -> list[str]:
+        return [name for name, engine in self.known.items() if engine.state == "routed"]
+
+
+class EngineUse:
+    """The time in which the engines were busy.
+
+    Engines report their busy seconds now and then, so the values between two reports are interpolated.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self.last: EngineBusy | None = None
+        self._reports: deque[tuple[float, float]] = deque(maxlen=MAX_REPORTS)
+        """Time and busy seconds of the reports that may still be needed, oldest first."""
+        self._reported = 0
+        self._start: float | None = None
+        """When the first training step began."""
+        self._busy_at_start: float | None = None
+        """Known as soon as there is a report after the start."""
+
+    def start_run(self, time: float) -> None:
+        self._began, self.last = time, None
+        self._add(time, 0.0)
+
+    def report(self, event: EngineBusy) -> None:
+        self.last = event
+        self._add(event.time, event.busy)
+
+    def start_step(self, time: float) -> None:
+        if self._start is None:
+            self._start = time
+
+    def end_step(self, time: float) -> None:
+        # All later steps end later, so they need no report before the last one up to this time.
+        while self._busy_at_start is not None and len(self._reports) > 1 and self._reports[1][0] <= time:
+            self._reports.popleft()
+
+    def idle_seconds(self, now: float) -> float:
+        """Return the seconds without a request since the run began, extrapolated from the last report."""
+        if self._began is None:
+            return 0.0
+        if self.last is None:
+            return max(0.0, now - self._began)
+        # While requests are in flight, busy seconds grow as fast as the clock, so idle seconds do not grow.
+        until = self.last.time if self.last.in_flight else max(self.last.time, now)
+        return until - self._began - self.last.busy
+
+    def busy_seconds(self, until: float) -> float | None:
+        """Return the busy seconds from the first step to the end of the last step; None without reports."""
+        if self._reported < 2 or self._start is None:
+            return None
+        start = self._busy_at_start if self._busy_at_start is not None else self._at(self._start)
+        return self._at(until) - start
+
+    def _add(self, time: float, busy: float) -> None:
+        self._reports.append((time, busy))
+        self._reported += 1
+        if self._busy_at_start is None and self._start is not None and time >= self._start:
+            self._busy_at_start = self._at(self._start)
+
+    def _at(self, time: float) -> float:
+        """Return the busy seconds at a time between two reports; those of the nearest report outside them."""
+        times, busy = zip(*self._reports, strict=True)
+        return float(np.interp(time, times, busy))

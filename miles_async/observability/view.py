@@ -1,0 +1,278 @@
+"""The one fold of a run: everything that is derived from its events and shown to users.
+
+The live page, the report, the metrics, the lines on the terminal, the summary, the verdict and the trace are
+projections of a `RunView`: they read it and do not count events again. (The audit in `diagnosis/audit.py` shares no
+code with it on purpose.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from threading import Lock
+from typing import NamedTuple, TypeVar
+
+from miles_async.events import (
+    AdmissionBlocked,
+    BatchDrained,
+    ClusterReady,
+    CollapseRiskChanged,
+    EngineBusy,
+    EngineChanged,
+    Evaluated,
+    Event,
+    EventsMissing,
+    GroupFiltered,
+    GroupGenerated,
+    GroupMoved,
+    LearnerRestored,
+    ProcessSilent,
+    PublishEnded,
+    PublishStarted,
+    Pulse,
+    QueueChanged,
+    RunEnded,
+    RunStarted,
+    SampleDiscarded,
+    StepEnded,
+    StepStarted,
+    TrainerPhaseChanged,
+)
+from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, find, what_a_batch_waits_for
+from miles_async.observability.state.charts import Charts
+from miles_async.observability.state.engines import Engines, EngineUse
+from miles_async.observability.state.groups import Groups
+from miles_async.observability.state.learner import LearnerTime, Steps
+from miles_async.observability.state.notices import Notices
+from miles_async.observability.state.publishes import Publishes
+from miles_async.observability.state.samples import SampleLog
+from miles_async.observability.state.staleness import Staleness
+from miles_async.observability.state.tokens import Tokens
+from miles_async.scheduling.ledger import GroupState
+from miles_async.types import DropReason
+
+E = TypeVar("E", bound=Event)
+
+
+class Queue(NamedTuple):
+    depth: int
+    """Number of queued groups."""
+    blocked: int
+    """Number of finished groups outside the window."""
+
+
+class Progress(NamedTuple):
+    """What the rollout worker reported last about progress."""
+
+    idle_seconds: float
+    """Seconds since the last progress."""
+    time: float
+    """When it was reported."""
+
+
+class RunView:
+    """Pass every event to `apply`, in order. Memory does not grow with the length of the run.
+
+    One thread applies events. Other threads hold `lock` while they read, so that they see no event half applied.
+    """
+
+    def __init__(self, *, recent: bool = True) -> None:
+        """`recent` selects whether the charts also keep the last minutes at a finer resolution."""
+        self.lock = Lock()
+        self.time = 0.0
+        """The newest time stamp of an event."""
+        self.run: RunStarted | None = None
+        """The start of the run. A driver that continues the run emits the event again."""
+        self.ended: RunEnded | None = None
+        self.groups = Groups()
+        self.tokens = Tokens()
+        self.staleness = Staleness()
+        self.queue: Queue | None = None
+        self.blocked_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds in which admission was blocked, by cause, without the time for which it is blocked now."""
+        self.steps = Steps()
+        self.learner = LearnerTime()
+        self.verdict_seconds: dict[Bottleneck, float] = {}
+        """Seconds for which each verdict has held since the first batch was requested."""
+        self.engines = Engines()
+        self.engine_use = EngineUse()
+        self.publishes = Publishes()
+        self.progress: Progress | None = None
+        self.silent: dict[str, float] = {}
+        """Processes that do not answer, and for how many seconds."""
+        self.evaluations: dict[str, list[Evaluated]] = {}
+        """First and last evaluation, by data set."""
+        self.before_training: Evaluated | None = None
+        """The last evaluation of the first data set before training, and after some training."""
+        self.after_training: Evaluated | None = None
+        self.collapse: CollapseRiskChanged | None = None
+        """The first announcement of a collapse."""
+        self.notices = Notices()
+        self.samples = SampleLog()
+        self.charts = Charts(self.groups, recent=recent)
+        self._last: dict[type[Event], Event] = {}
+        self._filtered: deque[bool] = deque(maxlen=64)
+        """For each of the last generated groups, whether a filter dropped it."""
+
+    def last(self, kind: type[E]) -> E | None:
+        """Return the last event of a type, and None if there was none."""
+        event = self._last.get(kind)
+        assert event is None or isinstance(event, kind)
+        return event
+
+    def apply(self, event: Event) -> None:
+        with self.lock:
+            self.time = max(self.time, event.time)
+            self._apply(event)
+            self._last[type(event)] = event
+            self.samples.observe(event)
+            self.charts.observe(event)
+            self.notices.observe(event)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case GroupMoved():
+                self._group_moved(event)
+            case GroupGenerated():
+                self.groups.generate(event)
+                self.tokens.generate(event)
+            case QueueChanged():
+                self.queue = Queue(event.depth, event.blocked)
+            case Pulse():
+                self._pulse(event)
+            case EngineBusy():
+                self.engine_use.report(event)
+            case SampleDiscarded():
+                self.tokens.discard(event)
+            case GroupFiltered():
+                self.groups.filter(event)
+            case AdmissionBlocked():
+                self.blocked_seconds[event.cause] += event.seconds
+            case BatchDrained():
+                self.queue = Queue(event.depth, self.queue.blocked if self.queue is not None else 0)
+            case TrainerPhaseChanged():
+                self._enter_phase(event.to, event.time)
+            case StepStarted():
+                self._step_started(event)
+            case StepEnded():
+                self._step_ended(event)
+            case PublishStarted():
+                self._account(event.time)
+                self.publishes.start(event)
+                self.staleness.record_version(event.version, event.time)
+            case PublishEnded():
+                self._account(event.time)
+                self.publishes.end(event)
+                self.engines.publish(event)
+            case ProcessSilent():
+                self._process_silent(event)
+            case EngineChanged():
+                self.engines.change(event)
+            case Evaluated():
+                self._evaluated(event)
+            case _:
+                self._apply_rare(event)
+
+    def _apply_rare(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.run, self.ended = self.run or event, None
+                self.tokens.start_run(event)
+                self.steps.start_run(event.time)
+                self.engine_use.start_run(event.time)
+            case ClusterReady():
+                # Starting the cluster may take long, so a lack of progress counts as a stall only from here on.
+                self.progress = Progress(0.0, event.time)
+            case CollapseRiskChanged():
+                self.collapse = self.collapse or event
+            case LearnerRestored():
+                self.steps.restore(event)
+            case EventsMissing():
+                self.groups.forget()
+            case RunEnded():
+                self.ended = event
+                self._enter_phase(None, event.time)
+            case _:
+                pass
+
+    def _group_moved(self, event: GroupMoved) -> None:
+        if event.after == GroupState.DROPPED:
+            self.tokens.drop(event, self.groups.live.get(event.sequence))
+        if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
+            self._filtered.append(event.reason == DropReason.FILTERED)
+        self.groups.move(event)
+
+    def _pulse(self, event: Pulse) -> None:
+        self._account(event.time)
+        self.queue = Queue(event.queue, event.blocked)
+        self.progress = Progress(event.idle_seconds, event.time)
+        self.staleness.record_version(event.trainer_version, event.time)
+        if event.generating:
+            self.tokens.generating_at(event.time)
+
+    def _enter_phase(self, phase: str | None, time: float) -> None:
+        self._account(time)
+        self.learner.phase = phase
+
+    def _step_started(self, event: StepStarted) -> None:
+        self._enter_phase("step", event.time)
+        self.steps.start(event)
+        self.engine_use.start_step(event.time)
+        self.staleness.record_version(event.version, event.time)
+
+    def _step_ended(self, event: StepEnded) -> None:
+        self.learner.end_step(event.time)
+        self.steps.end(event)
+        self.engine_use.end_step(event.time)
+        if event.finite and (started := self.last(StepStarted)) is not None:
+            self.staleness.trained.update(started.staleness)
+
+    def _process_silent(self, event: ProcessSilent) -> None:
+        self._account(event.time)
+        if event.seconds:
+            self.silent[event.process] = event.seconds
+        else:
+            self.silent.pop(event.process, None)
+
+    def _evaluated(self, event: Evaluated) -> None:
+        self.evaluations[event.name] = [*self.evaluations.get(event.name, [])[:1], event]
+        if event.name != next(iter(self.evaluations)):
+            return
+        if event.rollout < 0:
+            self.before_training = event
+        else:
+            self.after_training = event
+
+    def _account(self, now: float) -> None:
+        """Assign the time since the previous call to what the learner did in it, and to the verdict on it."""
+        seconds, phase = self.learner.unaccounted(now), self.learner.phase
+        if seconds and phase is not None:
+            pulse = self.last(Pulse)
+            held_back = pulse is not None and pulse.waits_for in ("slots", "queue")
+            self.learner.add(now, seconds, self._awaited() if phase == "batch" else phase, held_back=held_back)
+            verdict = self.finding.verdict
+            self.verdict_seconds[verdict] = self.verdict_seconds.get(verdict, 0.0) + seconds
+
+    def _awaited(self) -> str:
+        """Return what the learner waits for while it waits for a batch."""
+        return what_a_batch_waits_for(
+            self.last(Pulse),
+            publishing=self.publishes.running is not None,
+            finished=self.groups.counts.get(GroupState.FINISHED, 0),
+            filtered=sum(self._filtered) / max(len(self._filtered), 1),
+            wasted=self.tokens.avoidable,
+        )
+
+    @property
+    def finding(self) -> Finding:
+        """The current verdict."""
+        synchronous = self.run is not None and self.run.entry == "train.py"
+        return find(self.learner, self.tokens, self.silent, synchronous=synchronous)
+
+    @property
+    def verdict(self) -> Bottleneck | None:
+        """The verdict that held longest; None before the first batch is requested."""
+        return max(self.verdict_seconds, key=lambda kind: self.verdict_seconds[kind], default=None)
+
+    def until(self, now: float) -> float:
+        """Return `now`, or the time at which the run ended if it has ended."""
+        return self.ended.time if self.ended is not None else now
