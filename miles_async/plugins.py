@@ -64,6 +64,18 @@ class Plugin:
         """The first paragraph of the docstring, on one line."""
         return " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
 
+    def problems(self, settings: Any) -> Iterator[str]:
+        """What is wrong with the plug-in's settings, in sentences that say what to change.
+
+        `settings` is an instance of `Settings`.
+        """
+        yield from ()
+
+
+def name_of(plugin: Plugin) -> str:
+    """The name of a plug-in in error messages, as its entry point spells it: `module:Class`."""
+    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+
 
 P = TypeVar("P", bound=Plugin)
 

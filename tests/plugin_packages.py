@@ -13,12 +13,18 @@ from miles_async.plugins import Kind
 
 def write_package(folder: Path, kind: Kind[Any], name: str, entry_point: str, source: str, package: str) -> Path:
     """Write the module of `entry_point` (`module:Class`) and the metadata of `package`; return the folder of both."""
+    return write_plugins(folder, entry_point.partition(":")[0], source, package, (kind, name, entry_point))
+
+
+def write_plugins(folder: Path, module: str, source: str, package: str, *plugins: tuple[Kind[Any], str, str]) -> Path:
+    """Write a package of one module with several plug-ins, each with its kind, its name and its entry point."""
     site = folder / f"site-packages-of-{package}"
     metadata = site / f"{package}-1.0.dist-info"
     metadata.mkdir(parents=True)
-    (site / f"{entry_point.partition(':')[0]}.py").write_text(source)
+    (site / f"{module}.py").write_text(source)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{kind.group}]\n{name} = {entry_point}\n")
+    groups = (f"[{kind.group}]\n{name} = {entry_point}\n" for kind, name, entry_point in plugins)
+    (metadata / "entry_points.txt").write_text("".join(groups))
     return site
 
 

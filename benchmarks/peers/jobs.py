@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.learner_step import SMOLLM2_SHAPE
 from miles_async.config.derived import FULLY_ASYNC_FUNCTION
-from miles_async.config.objectives import clip_range
+from miles_async.config.losses import clip_range
 from miles_async.events import ClusterReady, StepEnded
 from miles_async.observability.trace.event_log import read_events
 from miles_async.types import Sample

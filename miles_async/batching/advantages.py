@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import hypot, isfinite, nan, sqrt
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.config.derived import penalizes_before_normalization
-from miles_async.config.objectives import loss_aggregation
+from miles_async.config.losses import estimator_of, loss_aggregation, normalizes_on_rank
 from miles_async.config.schema import Algorithm
-from miles_async.errors import TrajectoryError
+from miles_async.errors import TrajectoryError, UserError
+from miles_async.losses.advantages.estimator import AdvantageEstimator
+from miles_async.losses.advantages.statistics import whiten
+from miles_async.plugins import name_of
 from miles_async.types import Group, Sample
-
-EPSILON = 1e-6
-"""Added to standard deviations, so that almost equal rewards do not give huge advantages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,8 @@ class ScoredSample:
     trajectory: int
     """Number of the sample's trajectory in the batch."""
     advantage: float
-    """Advantage of every trained token of the sample. Under `ppo`, and under REINFORCE++ with a KL penalty, the reward
-    from which the learner computes the advantages."""
+    """Advantage of every trained token of the sample. With a critic, and with REINFORCE++ and a KL penalty, the
+    reward from which the learner computes the advantages."""
     loss_weight: float = 1.0
     """Factor of each trained token in the loss's sum over tokens."""
 
@@ -43,9 +40,10 @@ def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_le
     A segment has the reward of its trajectory, or its own. Every trajectory counts once in the statistics of its group,
     however many segments it has. `max_response_len` is the response limit in tokens, which the overlong penalty needs.
 
-    Raises TrajectoryError if a sample has no numeric reward, or if its columns have inconsistent lengths.
+    Raises TrajectoryError if a sample has no numeric reward, or if its columns have inconsistent lengths, and UserError
+    if a plug-in does not return one advantage per sample.
     """
-    estimator, scored = algorithm.advantage_estimator, []
+    estimator, scored = estimator_of(algorithm), []
     first = 0
     for number, group in enumerate(groups):
         trajectories = group.trajectories
@@ -57,21 +55,29 @@ def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_le
             weights += [1 / len(segments)] * len(segments)
             owners += [owner] * len(segments)
         first += len(trajectories)
-        if estimator in ("reinforce_plus_plus", "ppo"):
-            advantages = rewards  # compared with the whole batch below, or with a critic's values on the rank
-        else:
-            # REINFORCE++-baseline subtracts the group's mean here, and is normalized over the batch later.
-            divide = algorithm.grpo_std_normalization and estimator != "reinforce_plus_plus_baseline"
-            advantages = group_advantages(rewards, weights, std_normalization=divide)
+        advantages = _advantages(estimator, rewards, weights, algorithm)
         scored += [
             ScoredSample(sample, number, owner, advantage)
             for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
         ]
-    if not estimator.startswith("reinforce_plus_plus") or penalizes_before_normalization(algorithm):
+    if not estimator.normalizes_batch or normalizes_on_rank(algorithm):
         return scored
     token_counts = [len(trained_positions(one.sample)) for one in scored]
     normalized = whiten([one.advantage for one in scored], token_counts)
     return [replace(one, advantage=advantage) for one, advantage in zip(scored, normalized, strict=True)]
+
+
+def _advantages(
+    estimator: AdvantageEstimator, rewards: Sequence[float], weights: Sequence[float], algorithm: Algorithm
+) -> Sequence[float]:
+    """The advantages of a group's samples."""
+    advantages = estimator.advantages(rewards, weights, algorithm)
+    if len(advantages) != len(rewards):
+        raise UserError(
+            f"{name_of(estimator)} returned {len(advantages)} advantages for {len(rewards)} samples: return one per "
+            "sample"
+        )
+    return advantages
 
 
 def weight_samples(
@@ -115,41 +121,6 @@ def trained_positions(sample: Sample) -> NDArray[np.int64]:
             "log-probabilities one entry per response token, and the prompt at least one token"
         )
     return np.flatnonzero(np.array(mask, np.int64))
-
-
-def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_normalization: bool) -> list[float]:
-    """Subtract the group's mean from each reward and, with `std_normalization`, divide by the standard deviation.
-
-    `rewards` belong to the samples of one prompt, and `weights` are their weights in both statistics. Equal rewards
-    give zeros. If any reward is not finite, all advantages are NaN, so that the learner skips the step.
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300). Without the division it is Dr. GRPO (arXiv 2503.20783), which shows
-    that dividing favours prompts that are nearly solved or nearly hopeless.
-    """
-    if std_normalization:
-        return whiten(rewards, weights)
-    if not all(map(isfinite, rewards)):
-        return [nan] * len(rewards)
-    if max(rewards) == min(rewards):
-        return [0.0] * len(rewards)  # the mean of equal floats may be off by one bit
-    mean = fmean(rewards, weights)
-    return [reward - mean for reward in rewards]
-
-
-def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Shift and scale `values` to a weighted mean of 0 and a weighted variance of 1.
-
-    With the number of trained tokens of each sample as weight this is the normalization over all tokens of the batch
-    of REINFORCE++ (arXiv 2501.03262). Equal values give zeros. If any value is not finite, all results are NaN.
-    """
-    if not all(map(isfinite, values)):
-        return [nan] * len(values)
-    total = sum(weights)
-    if not total or max(values) == min(values):
-        return [0.0] * len(values)
-    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-    deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
-    scale = hypot(*deviations) + EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
-    return [(value - mean) / scale for value in values]
 
 
 def _length_penalty(segments: Sequence[Sample], algorithm: Algorithm, max_response_len: int) -> float:

@@ -11,8 +11,8 @@ from typing import Any
 from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.objectives import described, policy_objective
-from miles_async.config.schema import Algorithm, Learner, Model, RunConfig
+from miles_async.config.losses import described, estimator_of, objective_name, objective_of
+from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -122,28 +122,21 @@ def keeps_reference(config: RunConfig) -> bool:
     return config.algorithm.use_kl_loss or config.algorithm.kl_coef > 0
 
 
-def penalizes_before_normalization(algorithm: Algorithm) -> bool:
-    """Whether the learner normalizes the returns of REINFORCE++, because a KL penalty is part of them.
-
-    Only the learner knows the log-probabilities under the reference model. Without a penalty the driver normalizes.
-    """
-    return algorithm.advantage_estimator.startswith("reinforce_plus_plus") and algorithm.kl_coef > 0
-
-
 def skips_zero_advantages(config: RunConfig) -> bool:
     """Whether samples whose advantage is zero need no pass through the model.
 
     This holds if every term of the loss is a multiple of the advantage, and no token affects the terms of other
-    samples. It does not hold for
+    samples, as the objective declares. It does not hold for
 
     - supervised fine-tuning, which has no advantages;
-    - `ppo`: the advantages come from the critic, which trains on all samples;
+    - a critic, from which the advantages come and which trains on all samples;
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
     return (
         config.learner.loss_type == "policy_loss"
-        and algorithm.advantage_estimator != "ppo"
+        and objective_of(algorithm).scales_with_advantage
+        and not estimator_of(algorithm).trains_critic
         and not keeps_reference(config)
         and algorithm.entropy_coef == 0
     )
@@ -421,7 +414,7 @@ def table(config: RunConfig, entry: str) -> str:
 def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
     if config.learner.loss_type != "policy_loss":
         return []
-    return [("objective", policy_objective(config.algorithm), described(config.algorithm))]
+    return [("objective", objective_name(config.algorithm), described(config.algorithm))]
 
 
 def _reason_of_schedule(config: RunConfig, entry: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from miles_async.config.schema import RunConfig, Section
+from miles_async.plugins import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class Setting:
     element: type
     """Type of the elements of a list; `str` if the setting is not a list."""
     choices: tuple[str, ...]
-    """The values that a Literal allows; empty if the setting is not a Literal."""
+    """The values that a Literal allows, or the names of plug-ins; empty for any other setting."""
     default: Any
     help: str
-    """The field's docstring, on one line."""
+    """The field's docstring and the help of the plug-ins that it can name, on one line."""
+    plugins: Kind[Any] | None = None
+    """The plug-ins that the setting names."""
 
     @property
     def dotted(self) -> str:
@@ -59,21 +62,38 @@ def _sections(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[s
 
 def _setting(path: tuple[str, ...], name: str, field: FieldInfo) -> Setting:
     alternatives = _alternatives(field.annotation)
+    plugins = next((mark for mark in _marks(field) if isinstance(mark, Kind)), None)
+    literals = tuple(name for kind in alternatives if get_origin(kind) is Literal for name in get_args(kind))
     elements = [get_args(kind)[0] for kind in alternatives if get_origin(kind) in (list, tuple)]
     return Setting(
         path=path,
         name=name,
         kinds=frozenset(_kind(alternative) for alternative in alternatives),
         element=elements[0] if elements else str,
-        choices=tuple(name for kind in alternatives if get_origin(kind) is Literal for name in get_args(kind)),
+        choices=literals if plugins is None else tuple(plugins.names),
         default=field.get_default(call_default_factory=True),
-        help=(field.description or "").replace("\n", " "),
+        help=" ".join([(field.description or "").replace("\n", " "), *_help_of(plugins)]),
+        plugins=plugins,
     )
+
+
+def _marks(field: FieldInfo) -> Iterator[Any]:
+    """What annotates a field, or one of its alternatives."""
+    yield from field.metadata
+    for alternative in get_args(field.annotation):
+        if get_origin(alternative) is Annotated:
+            yield from alternative.__metadata__
+
+
+def _help_of(plugins: Kind[Any] | None) -> Iterator[str]:
+    for name, plugin in () if plugins is None else sorted(plugins.usable().items()):
+        yield f"{name}: {plugin.help()}"
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, such as (int, NoneType) for `int | None`; any other annotation alone."""
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(get_args(member)[0] if get_origin(member) is Annotated else member for member in members)
 
 
 def _kind(annotation: Any) -> type:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from miles_async.losses.advantages.estimator import ADVANTAGES
+from miles_async.losses.corrections.correction import CORRECTIONS
+from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.models.plugin import MODELS
 from miles_async.plugins import Kind
 from miles_async.section import Section
 
 S = TypeVar("S", bound=Section)
 
-KINDS: Sequence[Kind[Any]] = (MODELS,)
+KINDS: Sequence[Kind[Any]] = (MODELS, OBJECTIVES, CORRECTIONS, ADVANTAGES)
 """All kinds of plug-ins."""
 
 
@@ -23,24 +26,29 @@ class PluginSettings:
         self._owners = {
             section.flag_prefix + name: "miles_async" for section in sections for name in section.model_fields
         }
+        self._added: set[type[Section]] = set()
 
     def added_to(self, section: type[S], *kinds: Kind[Any]) -> type[S]:
         """The section with the settings of all plug-ins of these kinds."""
-        added = [settings for kind in kinds for settings in self._of_kind(kind)]
+        # Plug-ins that derive from each other may have the same settings.
+        added = list(dict.fromkeys(settings for kind in kinds for settings in self._of_kind(kind)))
+        # The package of the schema exports the class, and pickle looks for it there.
+        content = {"__module__": section.__module__.rpartition(".")[0], "__doc__": section.__doc__}
         # The first base has the last fields, so the section's own settings come first in `--help`.
-        content = {"__module__": section.__module__, "__doc__": section.__doc__}
         return type(section.__name__, (*reversed(added), section), content) if added else section
 
     def _of_kind(self, kind: Kind[Any]) -> Iterator[type[Section]]:
         for name, plugin in kind.usable().items():
             if plugin.Settings is None:
                 continue
-            owner, settings = kind.origin(name), plugin.Settings.model_fields.keys()
-            if taken := sorted(settings & self._owners.keys()):
-                clash = f"declares the setting {taken[0]}, which {self._owners[taken[0]]} has too: rename the setting"
-                kind.refuse(name, f"{owner} {clash}")
-                continue
-            self._owners |= dict.fromkeys(settings, owner)
+            if plugin.Settings not in self._added:
+                owner, settings = kind.origin(name), plugin.Settings.model_fields.keys()
+                if taken := sorted(settings & self._owners.keys()):
+                    clash = f"declares the setting {taken[0]}, which {self._owners[taken[0]]} has too: rename it"
+                    kind.refuse(name, f"{owner} {clash}")
+                    continue
+                self._owners |= dict.fromkeys(settings, owner)
+                self._added.add(plugin.Settings)
             yield plugin.Settings
 
 

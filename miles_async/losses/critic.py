@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from miles_async.losses.objectives import value_loss
-
 CRITIC_SUMS = ("tokens", "loss", "clipped", "value", "squared_error", "return", "return_squared")
 """Order of the sums that `critic_loss` returns."""
 
@@ -71,6 +69,15 @@ def critic_loss(
         )
         sums = torch.stack([entry.sum() for entry in entries])
     return per_token.sum() / total_tokens, sums
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: float) -> Tensor:
+    """[m] half the larger of two squared errors: of the value, and of the value clipped around the old one.
+
+    Source: PPO's reference implementation; Engstrom et al. 2020 (arXiv 2005.12729), section 3.
+    """
+    clipped = old_values + (values - old_values).clamp(-eps_clip, eps_clip)
+    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
 
 
 def critic_metrics(sums: Tensor) -> Mapping[str, float]:

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from miles_async.config.objectives import clip_range, policy_objective
+from miles_async.config.losses import clip_range, correction_of, estimator_of, objective_of
 from miles_async.config.schema import Algorithm
-from miles_async.config.schema.algorithm import PolicyObjective
-from miles_async.losses.correction import CorrectionSettings, importance_weights
-from miles_async.losses.objectives import (
-    cispo_objective,
-    clipped_objective,
-    divergence_objective,
-    geometric_mean_objective,
-    kl_penalty,
-    second_moment_objective,
-    sequence_ratio,
-    soft_gate_objective,
-    suffix_sum,
-)
+from miles_async.errors import UserError
+from miles_async.losses.corrections.correction import Correction
+from miles_async.losses.divergence import kl_penalty, suffix_sum
+from miles_async.losses.objectives.objective import Objective, PolicyTokens
+from miles_async.plugins import name_of
+from miles_async.section import Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossSettings:
     """Choice of the objective and its coefficients."""
 
-    objective: PolicyObjective
-    """How far a token may move away from the policy before the step, or from the policy that sampled it."""
+    objective: Objective
+    correction: Correction
+    own: Section
+    """The section from which objective and correction read their own settings."""
     eps_clip: float
     eps_clip_high: float
-    sapo_temperatures: tuple[float, float]
-    dppo_threshold: float
-    m2po_budget: float
-    correction: CorrectionSettings
     entropy_coef: float
     kl_loss_coef: float
     """Coefficient of the KL penalty that is added to the loss."""
@@ -50,19 +41,15 @@ class PolicyLossSettings:
         """The loss of an advantage estimator, with the coefficients of the configuration."""
         low, high = clip_range(algorithm)
         return cls(
-            objective=policy_objective(algorithm),
+            objective=objective_of(algorithm),
+            correction=correction_of(algorithm),
+            own=algorithm,
             eps_clip=low,
             eps_clip_high=high,
-            sapo_temperatures=algorithm.sapo_temperatures,
-            dppo_threshold=algorithm.dppo_threshold,
-            m2po_budget=algorithm.m2po_budget,
-            correction=CorrectionSettings(
-                method=algorithm.off_policy_correction, upper=algorithm.tis_clip, band=algorithm.icepop_band
-            ),
             entropy_coef=algorithm.entropy_coef,
             kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
             # Otherwise the penalty is already a part of the returns from which advantages are computed.
-            kl_reward_coef=algorithm.kl_coef if algorithm.advantage_estimator in ("grpo", "gspo", "cispo") else 0.0,
+            kl_reward_coef=0.0 if estimator_of(algorithm).penalizes_rewards else algorithm.kl_coef,
             kl_estimator=algorithm.kl_loss_type,
         )
 
@@ -108,20 +95,23 @@ def policy_loss(
     *,
     total_tokens: int,
     settings: PolicyLossSettings,
-    m2po_bound: float = float("inf"),
+    prepared: Any = None,
 ) -> tuple[Tensor, TokenSums]:
     """Compute this micro-batch's part of the loss: its weighted sum over tokens divided by `total_tokens` of the step.
 
     `logprobs` and `entropy` [m] are under the weights being trained. The parts of all micro-batches and ranks add up to
     the loss of the step, independently of how samples are grouped into micro-batches: `columns.loss_weights` alone
-    determines how tokens and samples are averaged. `m2po_bound` is the step's `second_moment_bound`.
+    determines how tokens and samples are averaged. `prepared` is the result of the objective's `prepare_step`.
+
+    Raises UserError if a plug-in returns tensors of another shape.
     """
-    old, advantages = columns.old_logprobs.detach(), penalized_advantages(columns, settings)
     # The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
     # the policy before those steps and the one that sampled.
-    log_ratio = old - columns.rollout_log_probs
-    weight, bounded = importance_weights(log_ratio, columns.sequences, settings.correction)
-    objective, clipped = _objective(logprobs, advantages, weight == 0, columns, settings, m2po_bound)
+    log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
+    correction = settings.correction
+    weight, bounded = _per_token(correction, correction.weights(log_ratio, columns.sequences, settings.own), log_ratio)
+    tokens = _policy_tokens(logprobs, columns, weight == 0, settings, prepared)
+    objective, clipped = _per_token(settings.objective, settings.objective.compute(tokens, settings.own), log_ratio)
     per_token = weight * objective + settings.entropy_coef * entropy
     kl = torch.zeros_like(log_ratio)
     if columns.reference_logprobs is not None:
@@ -134,11 +124,47 @@ def policy_loss(
         ratio = log_ratio.clamp(-20, 20).exp()
         gap = log_ratio.abs()
         entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap, entropy, kl)
-        stacked = torch.stack(entries, 1)
-        classes = columns.staleness.clamp(0, STALENESS_CLASSES - 1)
-        sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
-        maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)  # amax of no token would raise
-    return loss, TokenSums(sums=sums, maximum=maximum)
+        return loss, token_sums(entries, columns.staleness)
+
+
+def token_sums(entries: Sequence[Tensor], staleness: Tensor) -> TokenSums:
+    """Add up `entries`, one tensor [m] per name in SUMS. `staleness` [m] is that of each token."""
+    stacked = torch.stack(tuple(entries), 1)
+    classes = staleness.clamp(0, STALENESS_CLASSES - 1)
+    sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
+    gap = entries[SUMS.index("gap")]
+    maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)  # amax of no token would raise
+    return TokenSums(sums=sums, maximum=maximum)
+
+
+def _policy_tokens(
+    logprobs: Tensor, columns: TokenColumns, excluded: Tensor, settings: PolicyLossSettings, prepared: Any
+) -> PolicyTokens:
+    """The objective's view of a micro-batch. `excluded` [m] are the tokens that the correction leaves out."""
+    old = columns.old_logprobs.detach()
+    return PolicyTokens(
+        logprobs=logprobs,
+        # The ratio of an excluded token may overflow. Its weight of 0 would then give NaN, in the loss and its
+        # gradient.
+        ratio=(torch.where(excluded, old, logprobs) - old).exp(),
+        old_logprobs=old,
+        rollout_log_probs=columns.rollout_log_probs,
+        advantages=penalized_advantages(columns, settings),
+        sequences=columns.sequences,
+        clip=(settings.eps_clip, settings.eps_clip_high),
+        prepared=prepared,
+    )
+
+
+def _per_token(plugin: Objective | Correction, values: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `values` if both have one entry per token."""
+    shapes = [list(value.shape) for value in values]
+    if shapes != [[len(like)]] * 2:
+        raise UserError(
+            f"{name_of(plugin)} returned tensors of the shapes {shapes} for {len(like)} tokens: return two with one "
+            "entry per token"
+        )
+    return values
 
 
 def penalized_advantages(columns: TokenColumns, settings: PolicyLossSettings) -> Tensor:
@@ -148,36 +174,6 @@ def penalized_advantages(columns: TokenColumns, settings: PolicyLossSettings) ->
     # A penalty on the reward of a token counts for every earlier token of the response too.
     penalty = kl_penalty(columns.old_logprobs.detach(), columns.reference_logprobs, settings.kl_estimator)
     return columns.advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
-
-
-def _objective(
-    logprobs: Tensor,
-    advantages: Tensor,
-    excluded: Tensor,
-    columns: TokenColumns,
-    settings: PolicyLossSettings,
-    m2po_bound: float,
-) -> tuple[Tensor, Tensor]:
-    """[m] objective of each token, and [m] 1 where a bound removed or limited its gradient."""
-    low, high, sequences = settings.eps_clip, settings.eps_clip_high, columns.sequences
-    old = columns.old_logprobs.detach()
-    # The ratio of an excluded token may overflow. Its weight of 0 would then give NaN, in the loss and its gradient.
-    ratio = (torch.where(excluded, old, logprobs) - old).exp()
-    match settings.objective:
-        case "ppo":
-            return clipped_objective(ratio, advantages, low, high)
-        case "gspo":
-            return clipped_objective(sequence_ratio(logprobs, old, sequences), advantages, low, high)
-        case "cispo":
-            return cispo_objective(logprobs, ratio, advantages, low, high)
-        case "gmpo":
-            return geometric_mean_objective(logprobs, old, advantages, sequences, low, high)
-        case "sapo":
-            return soft_gate_objective(ratio, advantages, settings.sapo_temperatures)
-        case "dppo":
-            return divergence_objective(logprobs, columns.rollout_log_probs, advantages, settings.dppo_threshold)
-        case "m2po":
-            return second_moment_objective(logprobs, columns.rollout_log_probs, advantages, m2po_bound)
 
 
 def objective_sum(sums: Tensor) -> float:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import UserError
 from miles_async.json_values import shown_error
-from miles_async.plugins import Kind, Plugin
+from miles_async.plugins import Kind, Plugin, name_of
 from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
@@ -221,11 +221,6 @@ class ModelPlugin(Plugin):
 
 
 MODELS = Kind("model plug-in", ModelPlugin, "miles_async.models", by_path=False)
-
-
-def name_of(plugin: ModelPlugin) -> str:
-    """The name of a plug-in in error messages, as its entry point spells it: `module:Class`."""
-    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from miles_async.config.derived import min_samples_per_group
-from miles_async.config.objectives import clip_range, loss_aggregation
+from miles_async.config.losses import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig, Section
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.identity import IdentityMap, identity_set

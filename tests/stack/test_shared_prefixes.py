@@ -15,7 +15,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Algorithm, RunConfig, TinyModel
-from miles_async.config.schema.algorithm import LossAggregation
+from miles_async.losses.objectives.objective import LossAggregation
 from tests.configuration import run_config
 from tests.stack.learning import learning, prompted_groups
 from tests.stack.test_learner_parallel import gradients_of

@@ -8,23 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from miles_async.config.schema.algorithm import PolicyObjective
-from miles_async.losses.correction import Correction, CorrectionSettings, importance_weights
+from miles_async.config.schema import Algorithm
+from miles_async.losses.corrections.correction import CORRECTIONS
+from miles_async.losses.critic import value_loss
+from miles_async.losses.divergence import kl_penalty, suffix_sum
 from miles_async.losses.logprobs import KeptTokens, kept_token_logprobs, token_logprobs
-from miles_async.losses.objectives import (
-    cispo_objective,
-    clipped_objective,
-    divergence_objective,
-    geometric_mean_objective,
-    kl_penalty,
-    second_moment_bound,
-    second_moment_objective,
-    sequence_mean,
-    sequence_ratio,
-    soft_gate_objective,
-    suffix_sum,
-    value_loss,
-)
+from miles_async.losses.objectives.cispo import Cispo
+from miles_async.losses.objectives.dppo import Dppo
+from miles_async.losses.objectives.gmpo import Gmpo
+from miles_async.losses.objectives.gspo import sequence_ratio
+from miles_async.losses.objectives.m2po import M2po, second_moment_bound
+from miles_async.losses.objectives.objective import OBJECTIVES, Objective, PolicyTokens
+from miles_async.losses.objectives.ppo import Ppo
+from miles_async.losses.objectives.sapo import Sapo
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -34,18 +30,45 @@ from miles_async.losses.policy import (
     policy_loss,
     policy_metrics,
 )
+from miles_async.losses.sequences import sequence_mean
 from miles_async.losses.supervised import supervised_loss
 from tests.torch.recorded_losses import recorded
 
 
-def settings(
-    objective: PolicyObjective = "ppo", method: Correction = "tis", upper: float = 2.0, **others: Any
-) -> PolicyLossSettings:
-    correction = CorrectionSettings(method=method, upper=upper, band=(0.5, 1.8))
+def settings(objective: str = "ppo", method: str = "tis", upper: float = 2.0, **others: Any) -> PolicyLossSettings:
     usual: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
     usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
-    usual |= {"sapo_temperatures": (1.0, 1.05), "dppo_threshold": 0.2, "m2po_budget": 0.04}
-    return PolicyLossSettings(objective=objective, correction=correction, **usual | others)
+    own = {"sapo_temperatures": (1.0, 1.05), "dppo_threshold": 0.2, "tis_clip": upper, "icepop_band": (0.5, 1.8)}
+    plugins: dict[str, Any] = {"objective": OBJECTIVES.find(objective), "correction": CORRECTIONS.find(method)}
+    return PolicyLossSettings(own=Algorithm.model_validate(own), **plugins, **usual | others)
+
+
+def terms(
+    objective: Objective,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    old: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
+    ratio: torch.Tensor | None = None,
+    sequences: torch.Tensor | None = None,
+    clip: tuple[float, float] = (0.2, 0.3),
+    prepared: Any = None,
+    **own: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The objective of tokens in sequences of their own, and where a bound changed it."""
+    zeros = torch.zeros_like(logprobs)
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        ratio=logprobs.exp() if ratio is None else ratio,
+        old_logprobs=zeros if old is None else old,
+        rollout_log_probs=zeros if sampled is None else sampled,
+        advantages=advantages,
+        sequences=torch.arange(len(logprobs)) if sequences is None else sequences,
+        clip=clip,
+        prepared=prepared,
+    )
+    return objective.compute(tokens, Algorithm.model_validate(own))
 
 
 def inputs(n: int = 40) -> dict[str, torch.Tensor]:
@@ -78,7 +101,7 @@ def loss_of(tensors: dict[str, torch.Tensor], total_tokens: int, how: PolicyLoss
         columns(tensors),
         total_tokens=total_tokens,
         settings=how,
-        m2po_bound=0.4,
+        prepared=0.4,
     )
 
 
@@ -128,16 +151,14 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize("objective, method", COMBINATIONS)
-def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: PolicyObjective, method: Correction) -> None:
+def test_the_loss_agrees_with_the_formula_written_out_in_numpy(objective: str, method: str) -> None:
     tensors = inputs()
     loss, _ = loss_of(tensors, 100, settings(objective, method, kl_loss_coef=0.1))
     assert loss.item() == pytest.approx(in_numpy(tensors, objective, method), rel=1e-9)
 
 
 @pytest.mark.parametrize("objective, method", COMBINATIONS)
-def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
-    objective: PolicyObjective, method: Correction
-) -> None:
+def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(objective: str, method: str) -> None:
     tensors = inputs(12)
     tensors["logprobs"].requires_grad_()
     tensors["entropy"].requires_grad_()
@@ -145,11 +166,11 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
     fixed = tensors["logprobs"].detach().clone()
     sampled = tensors["rollout_log_probs"]
 
-    def factor(logprobs: torch.Tensor, how: PolicyLossSettings) -> torch.Tensor:
+    def factor(logprobs: torch.Tensor) -> torch.Tensor:
         if objective == "cispo":
             return (logprobs - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
         moved = logprobs.exp() - sampled.exp()
-        outside = torch.where(tensors["advantages"] > 0, moved, -moved) > how.dppo_threshold
+        outside = torch.where(tensors["advantages"] > 0, moved, -moved) > 0.2
         return torch.where(outside, 0.0, (logprobs - sampled).exp())
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -157,8 +178,8 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(
         actual, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
         if objective not in ("cispo", "dppo"):
             return actual
-        change = factor(fixed, how) - factor(logprobs.detach(), how)
-        weight, _ = importance_weights(tensors["old_logprobs"] - sampled, tensors["sequences"], how.correction)
+        change = factor(fixed) - factor(logprobs.detach())
+        weight, _ = how.correction.weights(tensors["old_logprobs"] - sampled, tensors["sequences"], how.own)
         difference = weight * change * tensors["advantages"] * logprobs * tensors["loss_weights"]
         return actual - difference.sum() / 12
 
@@ -199,7 +220,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
 
 def test_the_clip_stops_only_gradients_that_move_the_ratio_further_away() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0], requires_grad=True)
-    objective, clipped = clipped_objective(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), 0.2, 0.3)
+    objective, clipped = terms(Ppo(), ratio.log(), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), ratio=ratio)
     objective.sum().backward()
     assert clipped.tolist() == [1, 0, 0, 1, 0]
     assert ratio.grad is not None
@@ -209,7 +230,7 @@ def test_the_clip_stops_only_gradients_that_move_the_ratio_further_away() -> Non
 def test_cispo_keeps_the_gradient_of_tokens_whose_weight_it_clips() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     ratio = torch.tensor([3.0, 1.0, 0.1])
-    objective, clipped = cispo_objective(logprobs, ratio, torch.ones(3), 0.2, 0.3)
+    objective, clipped = terms(Cispo(), logprobs, torch.ones(3), ratio=ratio)
     objective.sum().backward()
     assert clipped.tolist() == [1, 0, 1]
     assert logprobs.grad is not None
@@ -230,7 +251,7 @@ def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
     how = settings("sapo", "icepop", entropy_coef=0.0)
     for objective in ("ppo", "cispo", "sapo"):
         logprobs.grad = None
-        changed = dataclasses.replace(how, objective=objective)
+        changed = dataclasses.replace(how, objective=OBJECTIVES.find(objective))
         loss, _ = policy_loss(logprobs, torch.zeros(2), excluded, total_tokens=2, settings=changed)
         loss.backward()
         assert loss.isfinite()
@@ -241,14 +262,15 @@ def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
 def test_gmpo_clips_the_log_ratio_only_in_the_direction_of_the_advantage() -> None:
     logprobs = torch.tensor([1.0, 0.1, -1.0, -1.0, 1.0], requires_grad=True)
     advantages, sequences = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0]), torch.tensor([0, 0, 1, 2, 3])
-    objective, clipped = geometric_mean_objective(logprobs, torch.zeros(5), advantages, sequences, 0.4, 0.4)
+    objective, clipped = terms(Gmpo(), logprobs, advantages, sequences=sequences, clip=(0.4, 0.4))
     assert clipped.tolist() == [1, 0, 0, 1, 0]
     assert objective.tolist() == pytest.approx([np.exp(0.25), np.exp(0.25), np.exp(-1.0), -np.exp(-0.4), 0.0])
 
 
 def test_sapo_has_the_gradient_of_the_ratio_on_policy_and_less_away_from_it() -> None:
     ratio = torch.tensor([1.0, 1.0, 3.0, 3.0], requires_grad=True)
-    objective, _ = soft_gate_objective(ratio, torch.tensor([1.0, -1.0, 1.0, -1.0]), (1.0, 2.0))
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    objective, _ = terms(Sapo(), ratio.log(), advantages, ratio=ratio, sapo_temperatures=(1.0, 2.0))
     objective.sum().backward()
     assert ratio.grad is not None
     # 4 s (1 - s) with the sigmoid s of t (r - 1), which is 2 for positive and 4 for negative advantages.
@@ -258,7 +280,8 @@ def test_sapo_has_the_gradient_of_the_ratio_on_policy_and_less_away_from_it() ->
 def test_dppo_stops_only_gradients_that_would_increase_a_change_beyond_the_threshold() -> None:
     sampled = torch.tensor([0.6, 0.6, 0.6, 0.6, 0.001]).log()
     logprobs = torch.tensor([0.9, 0.3, 0.3, 0.9, 0.01]).log().requires_grad_()
-    objective, clipped = divergence_objective(logprobs, sampled, torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0]), 0.2)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
+    objective, clipped = terms(Dppo(), logprobs, advantages, sampled=sampled, dppo_threshold=0.2)
     objective.sum().backward()
     assert clipped.tolist() == [1, 0, 1, 0, 0], "a rare token may change by any factor"
     assert logprobs.grad is not None
@@ -271,7 +294,7 @@ def test_m2po_trains_the_tokens_that_its_authors_train(case: dict[str, Any]) -> 
     sampled = torch.full_like(log_ratios, -3.0)
     logprobs = (sampled + log_ratios).requires_grad_()
     bound = second_moment_bound(log_ratios, advantages, budget=0.04)
-    objective, clipped = second_moment_objective(logprobs, sampled, advantages, bound)
+    objective, clipped = terms(M2po(), logprobs, advantages, sampled=sampled, prepared=bound)
     [gradients] = torch.autograd.grad(objective.sum(), logprobs)
     assert np.exp(bound) >= case["highest_ratio"] - 1e-6 or bound == 0.2
     # The authors put the clip on the largest token that they keep, and rounding decides whether it has a gradient.
@@ -293,7 +316,8 @@ def test_m2po_counts_only_tokens_that_moved_in_the_direction_of_their_advantage(
 def test_m2po_trains_harmless_tokens_however_far_they_have_moved() -> None:
     sampled = torch.full((4,), -4.0)
     logprobs = (sampled + torch.tensor([-1.0, 0.05, -0.05, 1.0])).requires_grad_()
-    objective, clipped = second_moment_objective(logprobs, sampled, torch.tensor([1.0, 1.0, -1.0, -1.0]), 0.2)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    objective, clipped = terms(M2po(), logprobs, advantages, sampled=sampled, prepared=0.2)
     objective.sum().backward()
     assert clipped.tolist() == [0, 0, 0, 0]
     assert logprobs.grad is not None
@@ -302,7 +326,8 @@ def test_m2po_trains_harmless_tokens_however_far_they_have_moved() -> None:
 
 def test_m2po_gives_a_clipped_ratio_that_overflows_no_gradient() -> None:
     logprobs = torch.tensor([-0.5, -0.5], requires_grad=True)
-    objective, clipped = second_moment_objective(logprobs, torch.tensor([-200.0, -0.6]), torch.ones(2), 0.2)
+    sampled = torch.tensor([-200.0, -0.6])
+    objective, clipped = terms(M2po(), logprobs, torch.ones(2), sampled=sampled, prepared=0.2)
     objective.sum().backward()
     assert clipped.tolist() == [1, 0]
     assert logprobs.grad is not None
@@ -328,9 +353,10 @@ def test_all_tokens_of_a_sequence_share_its_ratio() -> None:
     ("sequence", ([0.1, 2.0, 2.0], [0, 1, 1])),
     ("none", ([1.0, 1.0, 1.0], [0, 0, 0])),
 ])  # fmt: skip
-def test_a_correction_weights_tokens_by_the_ratio_of_their_policies(method: Correction, expected: Any) -> None:
+def test_a_correction_weights_tokens_by_the_ratio_of_their_policies(method: str, expected: Any) -> None:
     gap = torch.tensor([0.1, 1.0, 5.0]).log()
-    weights, bounded = importance_weights(gap, torch.tensor([0, 1, 1]), settings(method=method).correction)
+    how = settings(method=method)
+    weights, bounded = how.correction.weights(gap, torch.tensor([0, 1, 1]), how.own)
     assert weights.tolist() == pytest.approx(expected[0])
     assert bounded.tolist() == expected[1]
 

@@ -16,8 +16,8 @@ from miles_async.config.derived import (
     reference_batching,
     restarts_learner,
 )
+from miles_async.config.losses import clip_range, correction_of, estimator_of, objective_name, objective_of
 from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
-from miles_async.config.objectives import clip_range, clips_ratios, compares_with_sampling_policy, policy_objective
 from miles_async.config.schema import RunConfig
 from miles_async.models.plugin import MODELS
 
@@ -96,9 +96,10 @@ def _critic(config: RunConfig) -> Iterator[str]:
     critic = algorithm.critic_load
     if critic is not None and hub_name(critic) is None and (complaint := _unusable("critic_load", critic)) is not None:
         yield complaint
-    if algorithm.advantage_estimator == "ppo":
+    if estimator_of(algorithm).trains_critic:
         if config.learner.loss_type == "sft_loss":
-            yield "advantage_estimator ppo trains a critic, but loss_type sft_loss does not use it: unset one of them"
+            estimator = f"advantage_estimator {algorithm.advantage_estimator}"
+            yield f"{estimator} trains a critic, but loss_type sft_loss does not use it: unset one of them"
         return
     unused = sorted(algorithm.model_dump(exclude_defaults=True).keys() & _CRITIC_SETTINGS)
     if unused:
@@ -196,26 +197,26 @@ def _loss(config: RunConfig) -> Iterator[str]:
             f"overlong_buffer_len {algorithm.overlong_buffer_len} is above rollout_max_response_len {longest}; "
             f"set it to {longest} or less"
         )
-    estimator, objective = algorithm.advantage_estimator, policy_objective(algorithm)
-    if estimator in ("gspo", "cispo") and objective != estimator:
+    name, objective = objective_name(algorithm), objective_of(algorithm)
+    selected = estimator_of(algorithm).objective
+    if selected not in (None, name):
+        same = estimator_of(algorithm).same_advantages
+        advice = "" if same is None else f"set advantage_estimator to {same}, which computes the same advantages, or "
         yield (
-            f"advantage_estimator {estimator} selects policy_objective {estimator}, not {objective}: set "
-            f"advantage_estimator to grpo, which computes the same advantages, or unset policy_objective"
+            f"advantage_estimator {algorithm.advantage_estimator} selects policy_objective {selected}, not {name}: "
+            f"{advice}unset policy_objective"
         )
-    if compares_with_sampling_policy(algorithm) and algorithm.off_policy_correction != "none":
+    if objective.corrects and correction_of(algorithm).corrects:
         yield (
-            f"policy_objective {objective} already uses the ratio to the policy that sampled, so off_policy_correction "
+            f"policy_objective {name} already uses the ratio to the policy that sampled, so off_policy_correction "
             f"{algorithm.off_policy_correction} would apply the correction twice: set off_policy_correction to none"
         )
     low, _ = clip_range(algorithm)
-    if clips_ratios(algorithm) and objective != "gmpo" and low > 1:
+    if objective.clip is not None and not objective.clips_log_ratios and low > 1:
         yield (
             f"eps_clip {low:g} sets no lower bound, because 1 - eps_clip is negative and ratios never are: set it to "
             "less than 1, or to 1 for no lower bound"
         )
-    low, high = algorithm.icepop_band
-    if not 0 <= low < 1 < high:
-        yield f"icepop_band [{low:g}, {high:g}] does not contain the ratio 1; set it to [0.5, 5], for example"
 
 
 CHECKS = (_checkpoint, _reference, _critic, _folders, _resume, _exports, _recomputation, _dynamic_batching, _loss)

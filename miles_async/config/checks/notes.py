@@ -13,14 +13,14 @@ from miles_async.config.derived import (
     steps_per_rollout,
     trains_only,
 )
-from miles_async.config.objectives import compares_with_sampling_policy, differences
+from miles_async.config.losses import correction_of, differences, objective_of
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    is_corrected = config.algorithm.off_policy_correction != "none" or compares_with_sampling_policy(config.algorithm)
+    is_corrected = correction_of(config.algorithm).corrects or objective_of(config.algorithm).corrects
     if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "

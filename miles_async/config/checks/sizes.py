@@ -16,6 +16,7 @@ from miles_async.config.derived import (
     samples_per_step,
     steps_per_rollout,
 )
+from miles_async.config.losses import estimator_of
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Bounds
 
@@ -78,7 +79,7 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
         )
     uses_advantages = config.learner.loss_type == "policy_loss"
     estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator not in ("reinforce_plus_plus", "ppo") and uses_advantages:
+    if rollout.n_samples_per_prompt == 1 and estimator_of(config.algorithm).compares_samples and uses_advantages:
         yield (
             f"n_samples_per_prompt 1 gives no training signal: advantage_estimator {estimator} compares the samples of "
             "a group; set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"

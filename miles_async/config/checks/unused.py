@@ -7,14 +7,17 @@ beside a file that sets them up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from typing import Any
 
 from miles_async.config.derived import evaluates, generates_by_user, keeps_reference, serves_agents
-from miles_async.config.fields import SETTINGS
-from miles_async.config.objectives import clips_ratios, policy_objective
+from miles_async.config.fields import SETTINGS, Setting
+from miles_async.config.losses import estimator_of, objective_name, objective_of
 from miles_async.config.schema import RunConfig
+from miles_async.losses.objectives.objective import OBJECTIVES
+from miles_async.section import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +43,41 @@ def _own_rewards(config: RunConfig) -> bool:
     return config.rollout.custom_rm_path is not None or config.data.environment is not None or generates_by_user(config)
 
 
+def _of_plugins() -> Iterator[Needs]:
+    """The settings of plug-ins, which need the setting that selects one of the plug-ins with these settings."""
+    for setting in SETTINGS.values():
+        owners: dict[type[Section], list[str]] = {}
+        for name, plugin in () if setting.plugins is None else setting.plugins.usable().items():
+            if plugin.Settings is not None:
+                owners.setdefault(plugin.Settings, []).append(name)
+        for section, names in owners.items():
+            used = partial(_selects, setting, names)
+            yield Needs(" ".join(section.model_fields), used, _either(setting.name, names))
+
+
+def _selects(setting: Setting, names: Sequence[str], config: RunConfig) -> bool:
+    """Whether a setting names one of these plug-ins."""
+    selected = objective_name(config.algorithm) if setting.plugins is OBJECTIVES else _value(config, setting)
+    return selected in names
+
+
+def _either(setting: str, names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{setting} {', '.join(others)} or {last}" if others else f"{setting} {last}"
+
+
 NEEDS = (
     Needs(
         "gamma lambd normalize_advantages critic_env_vars",
-        lambda c: c.algorithm.advantage_estimator == "ppo",
+        lambda c: estimator_of(c.algorithm).trains_critic,
         "advantage_estimator ppo",
     ),
     Needs(
-        "grpo_std_normalization",
-        lambda c: c.algorithm.advantage_estimator in ("grpo", "gspo", "cispo"),
-        "advantage_estimator grpo, gspo or cispo",
+        "eps_clip eps_clip_high",
+        lambda c: objective_of(c.algorithm).clip is not None,
+        _either("policy_objective", (name for name, plugin in OBJECTIVES.usable().items() if plugin.clip is not None)),
     ),
-    Needs("sapo_temperatures", lambda c: policy_objective(c.algorithm) == "sapo", "policy_objective sapo"),
-    Needs("dppo_threshold", lambda c: policy_objective(c.algorithm) == "dppo", "policy_objective dppo"),
-    Needs("m2po_budget", lambda c: policy_objective(c.algorithm) == "m2po", "policy_objective m2po"),
-    Needs("eps_clip eps_clip_high", lambda c: clips_ratios(c.algorithm), "policy_objective ppo, gspo, cispo or gmpo"),
-    Needs(
-        "tis_clip",
-        lambda c: c.algorithm.off_policy_correction in ("tis", "sequence"),
-        "off_policy_correction tis or sequence",
-    ),
-    Needs("icepop_band", lambda c: c.algorithm.off_policy_correction == "icepop", "off_policy_correction icepop"),
+    *_of_plugins(),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
     # Scripts for slime often set it to 0 and leave the loss off.
     Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
@@ -151,4 +168,8 @@ def _listed(names: list[str]) -> str:
 
 def _is_changed(config: RunConfig, name: str) -> bool:
     setting = SETTINGS[name]
-    return bool(reduce(getattr, setting.path, config) != setting.default)
+    return bool(_value(config, setting) != setting.default)
+
+
+def _value(config: RunConfig, setting: Setting) -> Any:
+    return reduce(getattr, setting.path, config)

@@ -4,11 +4,15 @@
 command line all set the same value. Field names are unique across sections, so flags need no section prefix; the skip
 sections, whose fields share names, define a `flag_prefix`. Sections are immutable: the `config.yaml` in the run folder
 describes exactly the run that wrote it. The docstring under a field is the help text of its flag.
+Plug-ins add their own settings to the sections that name them.
 """
 
 from __future__ import annotations
 
-from miles_async.config.schema.algorithm import Algorithm
+from typing import TYPE_CHECKING
+
+from miles_async.config.plugins import PluginSettings
+from miles_async.config.schema import algorithm
 from miles_async.config.schema.data import Data
 from miles_async.config.schema.faults import Fault, Faults
 from miles_async.config.schema.learner import Learner
@@ -17,7 +21,19 @@ from miles_async.config.schema.observability import Debug, Observability
 from miles_async.config.schema.rollout import EvalDataset, Rollout
 from miles_async.config.schema.serving import Cluster, Engine, Weights
 from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, SkipRollout
+from miles_async.losses.advantages.estimator import ADVANTAGES
+from miles_async.losses.corrections.correction import CORRECTIONS
+from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.section import Section
+
+if TYPE_CHECKING:
+    from miles_async.config.schema.algorithm import Algorithm
+else:
+    _plugins = PluginSettings(
+        *(algorithm.Algorithm, Cluster, Data, Debug, Engine, Faults, Learner, Model, Observability, Rollout),
+        *(Skip, SkipAsyncRollout, SkipRole, SkipRollout, TinyModel, WarmStart, Weights),
+    )
+    Algorithm = _plugins.added_to(algorithm.Algorithm, OBJECTIVES, CORRECTIONS, ADVANTAGES)
 
 __all__ = [
     "Algorithm",

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
+from miles_async.losses.advantages.estimator import ADVANTAGES
+from miles_async.losses.corrections.correction import CORRECTIONS
+from miles_async.losses.objectives.objective import OBJECTIVES, LossAggregation
 from miles_async.section import Section
-
-PolicyObjective = Literal["ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po"]
-LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 class Algorithm(Section):
     """The policy-gradient algorithm: advantages, clipping, off-policy correction and KL regularization."""
 
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-    ] = "grpo"
-    """How rewards become advantages. grpo, gspo and cispo compare the samples of a group; gspo and cispo also set
-    policy_objective to their own name. reinforce_plus_plus normalizes rewards over the batch, and
-    reinforce_plus_plus_baseline first subtracts the mean of the group. ppo trains a critic and estimates generalized
-    advantages (GAE)."""
-    policy_objective: PolicyObjective | None = None
-    """Objective of the policy update, which limits how far a batch may move the policy. ppo clips the ratio of each
-    token, gspo (arXiv 2507.18071) the ratio of the whole sequence. cispo (arXiv 2506.13585) clips the weight of each
-    token's gradient and keeps the gradient. gmpo (arXiv 2507.20673) takes the geometric mean of a sequence's clipped
-    ratios. sapo (arXiv 2511.20347) replaces the clip by a smooth gate. dppo (arXiv 2602.04879) limits the change of a
-    token's probability, and m2po (arXiv 2510.01161) the second moment of the log-ratios of an optimizer step; both
-    measure the change from the policy that sampled, so they need off_policy_correction none. If unset, gspo or cispo
-    with the advantage_estimator of that name, and otherwise ppo."""
-    sapo_temperatures: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.05)
-    """Temperatures of the gate of policy_objective sapo, for positive and for negative advantages. A higher temperature
-    makes the gradient fade sooner as the ratio moves away from 1."""
-    dppo_threshold: float = Field(0.2, gt=0, le=1)
-    """Change of a token's probability beyond which policy_objective dppo stops its gradient."""
-    m2po_budget: float = Field(0.04, gt=0)
-    """Largest mean square of log-ratios in an optimizer step with policy_objective m2po, over the tokens that moved in
-    the direction of their advantage. Their ratios are clipped at the bound that brings the mean down to this budget."""
+    advantage_estimator: Annotated[str, ADVANTAGES] = "grpo"
+    """How rewards become advantages."""
+    policy_objective: Annotated[str, OBJECTIVES] | None = None
+    """Objective of the policy update, which limits how far a batch may move the policy. If unset, gspo or cispo with
+    the advantage_estimator of that name, and otherwise ppo."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
     lambd: float = Field(1.0, ge=0, le=1)
@@ -59,9 +41,6 @@ class Algorithm(Section):
     """Peak learning rate of the critic. It follows lr_decay_style like the policy's. If unset, lr is used."""
     critic_lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the critic's learning rate rises linearly from 0 to its peak."""
-    grpo_std_normalization: bool = True
-    """Divide the advantages of a group by the standard deviation of its rewards. Turn this off for Dr. GRPO (arXiv
-    2503.20783)."""
     loss_aggregation: LossAggregation | None = None
     """How token losses are averaged over an optimizer step: token_mean is the mean over all tokens (DAPO),
     sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
@@ -76,15 +55,9 @@ class Algorithm(Section):
     """Upper clip range of the policy ratio: ratios are clipped at 1 + eps_clip_high. With policy_objective gmpo,
     log-ratios are clipped at eps_clip_high. If unset, eps_clip is used, or if that is unset too, 4e-4 for gspo, 0.4 for
     gmpo, otherwise 0.2. A larger value is DAPO's clip-higher (arXiv 2503.14476)."""
-    off_policy_correction: Literal["tis", "decoupled", "icepop", "sequence", "none"] = "tis"
-    """Importance weight of tokens that older weights or a different engine sampled: tis is the truncated ratio of each
-    token, decoupled the ratio without truncation, icepop the ratio inside icepop_band and 0 outside it, sequence the
-    truncated ratio of the whole sequence. none trains such tokens as if they were on-policy."""
-    tis_clip: float = Field(2.0, gt=0)
-    """Upper bound of the importance weight with off_policy_correction tis or sequence."""
-    icepop_band: tuple[float, float] = (0.5, 5.0)
-    """Range [low, high] of importance ratios that off_policy_correction icepop trains on. Tokens outside this range are
-    excluded from the loss."""
+    off_policy_correction: Annotated[str, CORRECTIONS] = "tis"
+    """Importance weight of tokens that older weights or a different engine sampled, by the ratio of their
+    probabilities."""
     overlong_buffer_len: int | None = Field(None, ge=1)
     """Number of tokens before rollout_max_response_len over which the penalty on long responses grows from 0 to
     overlong_penalty (soft overlong punishment, DAPO, arXiv 2503.14476). If unset, long responses are not penalized."""

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from miles_async.batching.advantages import group_advantages, overlong_penalty, whiten
+from miles_async.batching.advantages import overlong_penalty
+from miles_async.losses.advantages.statistics import group_advantages, whiten
 
 
 def test_an_advantage_is_the_difference_to_the_mean_reward_of_the_group() -> None:

@@ -63,7 +63,7 @@ def test_a_setting_can_be_written_in_four_ways(argv: list[str]) -> None:
 
 
 def test_switches_can_be_turned_on_and_off() -> None:
-    assert load("--grpo-std-normalization").algorithm.grpo_std_normalization is True
+    assert load("--normalize-advantages").algorithm.normalize_advantages is True
     assert load("--no-progress-bar", "--num-rollout", "3").observability.progress_bar is False
     assert load("--progress-bar=false").observability.progress_bar is False
     assert load("--progress-bar", "false").observability.progress_bar is False

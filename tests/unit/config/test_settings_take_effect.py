@@ -436,7 +436,10 @@ def test_forward_only_passes_have_separate_row_lengths_and_limits() -> None:
 
 
 def test_an_unknown_estimator_is_refused() -> None:
-    with pytest.raises(UserError, match=r"advantage_estimator: input should be 'grpo', .*, got 'vpg'"):
+    with pytest.raises(
+        UserError,
+        match=r"advantage_estimator: no advantage estimator is called 'vpg': use one of cispo, grpo, .*, got 'vpg'",
+    ):
         run_config(advantage_estimator="vpg")
 
 

@@ -32,7 +32,8 @@ from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, name_of, plugin_errors
+from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, plugin_errors
+from miles_async.plugins import name_of
 
 _CPU_MODEL = {
     # Fused kernels need CUDA.

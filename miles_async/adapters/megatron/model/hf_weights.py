@@ -32,9 +32,9 @@ from miles_async.models.plugin import (
     ModelPlugin,
     QueryKeyValue,
     Same,
-    name_of,
     plugin_errors,
 )
+from miles_async.plugins import name_of
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc(\d)\.weight(\d*)$")

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.batching.advantages import EPSILON
 from miles_async.batching.batch import TrainStep
 from miles_async.config.schema import Algorithm
-from miles_async.losses.objectives import kl_penalty, suffix_sum
+from miles_async.losses.advantages.statistics import EPSILON
+from miles_async.losses.divergence import kl_penalty, suffix_sum
 
 
 def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm) -> list[Tensor]:

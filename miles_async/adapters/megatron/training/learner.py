@@ -50,12 +50,12 @@ from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, super
 from miles_async.config.derived import (
     keeps_reference,
     learning_rate,
-    penalizes_before_normalization,
     reference_batching,
     shares_prefixes,
 )
+from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
-from miles_async.losses.objectives import second_moment_bound
+from miles_async.losses.objectives.objective import StepTokens
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
@@ -107,7 +107,7 @@ class MegatronLearner:
         self._algorithm = config.algorithm
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
-        self._penalizes_returns = penalizes_before_normalization(config.algorithm)
+        self._penalizes_returns = normalizes_on_rank(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
@@ -122,7 +122,7 @@ class MegatronLearner:
         self._model = build_model(config.learner, hf_checkpoint)
         self._critic = None
         self._critic_only = config.algorithm.num_critic_only_steps
-        if config.algorithm.advantage_estimator == "ppo":
+        if estimator_of(config.algorithm).trains_critic:
             self._critic = Critic(config, hf_checkpoint, self._device)
         self._reference = None
         if keeps_reference(config):
@@ -213,24 +213,24 @@ class MegatronLearner:
             advantages = penalized_returns(step, penalties, self._device)
         return PreStepValues(advantages, old, reference, critic_output)
 
-    def _m2po_bound(self, step: TrainStep, values: PreStepValues) -> float:
-        """Compute the log-ratio at which M2PO clips this step; infinity for other losses.
+    def _prepare_step(self, step: TrainStep, values: PreStepValues) -> Any:
+        """What the objective needs to know of the whole step.
 
-        The budget holds for the whole step, so ranks and micro-batches share one bound. Earlier steps on the batch have
-        moved the policy, so the ratios come from a forward pass with the current weights.
+        Earlier steps on the batch have moved the policy, so the log-probabilities come from a forward pass with the
+        current weights.
         """
-        if self._settings.loss_type == "sft_loss" or self._loss.objective != "m2po":
-            return math.inf
-        log_ratios, advantages = [torch.zeros(0, device=self._device)], [torch.zeros(0, device=self._device)]
+        objective = self._loss.objective
+        if self._settings.loss_type == "sft_loss" or not objective.reads_step:
+            return None
+        empty = torch.zeros(0, device=self._device)
+        rows = [(empty, empty, empty, empty)]
         for number, logprobs in enumerate(self._policy_logprobs(step)):
             columns = self._token_columns(step.micro_batches[number], logprobs, values, number)
-            log_ratios.append(logprobs - columns.rollout_log_probs)
-            advantages.append(penalized_advantages(columns, self._loss))
-        return second_moment_bound(
-            gather_over_data_parallel(torch.cat(log_ratios)),
-            gather_over_data_parallel(torch.cat(advantages)),
-            self._loss.m2po_budget,
-        )
+            advantages = penalized_advantages(columns, self._loss)
+            rows.append((logprobs, columns.old_logprobs, columns.rollout_log_probs, advantages))
+        names = ("logprobs", "old_logprobs", "rollout_log_probs", "advantages")
+        gathered = (gather_over_data_parallel(torch.cat(column)) for column in zip(*rows, strict=True))
+        return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
@@ -266,7 +266,7 @@ class MegatronLearner:
 
     def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor]:
         """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
-        bound = self._m2po_bound(step, values)
+        prepared = self._prepare_step(step, values)
         clear_gradients(self._model)
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
@@ -275,7 +275,7 @@ class MegatronLearner:
                 return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
             columns = self._token_columns(model_input.batch, logprobs, values, number)
             total = step.total_tokens
-            return policy_loss(logprobs, entropy, columns, total_tokens=total, settings=self._loss, m2po_bound=bound)
+            return policy_loss(logprobs, entropy, columns, total_tokens=total, settings=self._loss, prepared=prepared)
 
         parts = run_forward_backward(self._model, self._inputs(step), loss)
         # Only the last stage of a pipeline computes losses. The other stages receive the result from it.

@@ -1,0 +1,45 @@
+"""Statistics of rewards: differences to the mean of a group, and normalization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import hypot, isfinite, nan, sqrt
+from statistics import fmean
+
+EPSILON = 1e-6
+"""Added to standard deviations, so that almost equal rewards do not give huge advantages."""
+
+
+def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_normalization: bool) -> list[float]:
+    """Subtract the group's mean from each reward and, with `std_normalization`, divide by the standard deviation.
+
+    `rewards` belong to the samples of one prompt, and `weights` are their weights in both statistics. Equal rewards
+    give zeros. If any reward is not finite, all advantages are NaN, so that the learner skips the step.
+    Source: GRPO, DeepSeekMath (arXiv 2402.03300). Without the division it is Dr. GRPO (arXiv 2503.20783), which shows
+    that dividing favours prompts that are nearly solved or nearly hopeless.
+    """
+    if std_normalization:
+        return whiten(rewards, weights)
+    if not all(map(isfinite, rewards)):
+        return [nan] * len(rewards)
+    if max(rewards) == min(rewards):
+        return [0.0] * len(rewards)  # the mean of equal floats may be off by one bit
+    mean = fmean(rewards, weights)
+    return [reward - mean for reward in rewards]
+
+
+def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Shift and scale `values` to a weighted mean of 0 and a weighted variance of 1.
+
+    With the number of trained tokens of each sample as weight this is the normalization over all tokens of the batch
+    of REINFORCE++ (arXiv 2501.03262). Equal values give zeros. If any value is not finite, all results are NaN.
+    """
+    if not all(map(isfinite, values)):
+        return [nan] * len(values)
+    total = sum(weights)
+    if not total or max(values) == min(values):
+        return [0.0] * len(values)
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+    deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
+    scale = hypot(*deviations) + EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
+    return [(value - mean) / scale for value in values]

@@ -1,0 +1,29 @@
+"""Sums and means over the tokens of each sequence. This module does not import torch, so plug-ins can import it.
+
+All tensors are [m], with one entry per trained token. `sequences` is the number of each token's sequence in the
+micro-batch, ascending.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
+    """[m] for every token, the mean of `values` over its sequence."""
+    counts = _sums(values.new_ones(len(values)), sequences).clamp_min(1)
+    return (_sums(values, sequences) / counts)[sequences]
+
+
+def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
+    """[m] for every token, the sum of `values` over its sequence."""
+    return _sums(values, sequences)[sequences]
+
+
+def _sums(values: Tensor, sequences: Tensor) -> Tensor:
+    """[n] sums over each of n sequences."""
+    count = int(sequences[-1]) + 1 if len(sequences) else 0
+    return values.new_zeros(count).index_add(0, sequences, values)
