@@ -1,6 +1,6 @@
 """The contract of `ports.Learner`, for the real learner over ranks that compute nothing, and for the simulator's.
 
-`tests/stack/test_learner_*.py` run the same calls with Megatron.
+`tests/stack/test_contracts_of_learners.py` checks it on Megatron.
 """
 
 from __future__ import annotations

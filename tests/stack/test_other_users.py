@@ -56,6 +56,11 @@ VARIABLES = {
 """Variables that processes of a run have and its driver has not, and why they may."""
 SHARED = re.compile(r"/(tmp|dev/shm)/")
 AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+OPEN_TO_ALL = {
+    r"sglang|engine_process": r"/health|/health_generate|/metrics",
+    r"router_process": r"/health|/health_generate|/liveness|/readiness|/metrics|/get_model_info|/v1/models",
+}
+"""Paths that servers answer without a key, by words in the command of the server; SECURITY.md says why."""
 CONNECT = """
 import socket, sys
 for name in sys.argv[1:]:
@@ -66,6 +71,29 @@ for name in sys.argv[1:]:
             continue
         print(name)
 """
+
+ASK = """
+import http.client, sys
+READS = "/", "/metrics", "/health", "/health_generate", "/liveness", "/readiness", "/get_model_info", "/v1/models"
+READS += "/get_server_info", "/workers", "/list_workers", "/state.json", "/samples.json", "/api/version", "/logs"
+CHANGES = "/flush_cache", "/abort_request", "/pause_generation", "/update_weights_from_disk", "/generate", "/workers"
+CHANGES += "/sessions", "/trajectories", "/api/jobs/", "/update_weights_from_tensor", "/open_session", "/start_profile"
+for port in map(int, sys.argv[1:]):
+    for method, path in [*(("GET", path) for path in READS), *(("POST", path) for path in CHANGES)]:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+        try:
+            client.request(method, path, body="{}" if method == "POST" else None)
+            answer = client.getresponse()
+        except TimeoutError:
+            break  # it speaks another protocol
+        except (OSError, http.client.HTTPException):
+            continue
+        finally:
+            client.close()
+        if answer.status < 400 or answer.status == 422:
+            print(port, method, path, flush=True)
+"""
+"""Sends requests without a key. A request that is refused for its content (422) was not refused for want of a key."""
 
 ATTACK_OF_A_PAGE = """async (ports) => {
   const read = [], limit = () => ({ signal: AbortSignal.timeout(3000) });
@@ -105,7 +133,9 @@ class Seen:
     texts: dict[str, bytes] = field(default_factory=dict)
     """Command line and environment of each process, by command."""
     opened_by_nobody: list[str] = field(default_factory=list)
-    """What another user could read, or connect to."""
+    """What another user could read, write, or connect to."""
+    answered_without_a_key: list[str] = field(default_factory=list)
+    """Words in the command of a server, and the requests of another user that it answered."""
     read_by_a_page: list[str] = field(default_factory=list)
     """Answers that a web page could read."""
     violations: list[str] = field(default_factory=list)
@@ -158,6 +188,7 @@ def seen(stack: Stack) -> Seen:
         found.keys = [cluster._key.encode(), (Path.home() / ".ray" / "auth_token").read_bytes()]
         if os.geteuid() == 0:
             found.opened_by_nobody = opened_by_nobody(found, processes)
+            found.answered_without_a_key = answered_without_a_key(found.listeners)
         with ThreadPoolExecutor() as thread:  # Playwright needs a thread without an event loop
             found.read_by_a_page = thread.submit(read_by_a_page, {entry.port for entry in found.listeners}).result()
 
@@ -207,19 +238,39 @@ OF_THE_TESTS = shared_files_of([psutil.Process()])
 
 
 def opened_by_nobody(found: Seen, processes: list[psutil.Process]) -> list[str]:
-    """Let another user connect to Unix sockets, and read files and what the kernel shows of processes."""
+    """Let another user connect to Unix sockets, and read and write files, folders and the memory of processes."""
     connect = [*AS_NOBODY, sys.executable, "-c", CONNECT, *found.unix_sockets]
     connected = subprocess.run(connect, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
-    secret = [str(Path.home() / ".ray" / "auth_token"), str(found.folder / "config.yaml")]
-    secret += [f"/proc/{process.pid}/{file}" for process in processes for file in ("environ", "mem", "maps")]
-    secret += [name for name, _ in found.files if Path(name).is_file()]
+    files = [str(Path.home() / ".ray" / "auth_token"), str(found.folder / "config.yaml")]
+    files += [f"/proc/{process.pid}/{file}" for process in processes for file in ("environ", "mem", "maps")]
+    files += [name for name, _ in found.files if Path(name).is_file()]
     folders = [str(found.folder), str(found.folder / "logs"), *(name for name, _ in found.files if Path(name).is_dir())]
-    script = 'for name; do head -c 1 "$name" > /dev/null && echo "$name"; done 2> /dev/null'
-    listing = 'for name; do ls "$name" > /dev/null && echo "$name"; done 2> /dev/null'
-    for program, names in ((script, secret), (listing, folders)):
+    attempts = (
+        (files, 'head -c 1 "$name" > /dev/null'),
+        (files, '(: >> "$name")'),
+        (folders, 'ls "$name" > /dev/null'),
+        (folders, 'touch "$name/of-another-user"'),
+    )
+    for names, attempt in attempts:
+        program = f'for name; do {attempt} && echo "$name"; done 2> /dev/null'
         command = [*AS_NOBODY, "sh", "-c", program, "sh", *names]
         connected += subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
     return connected
+
+
+def answered_without_a_key(listeners: list[Listener]) -> list[str]:
+    """Let another user send requests without a key to all ports, and return what was answered.
+
+    The port with the metrics of the router has nothing else, and answers every path.
+    """
+    processes = {
+        str(listener.port): listener.process
+        for listener in listeners
+        if f'"prometheus_port": {listener.port}' not in listener.process
+    }
+    command = [*AS_NOBODY, sys.executable, "-c", ASK, *processes]
+    answered = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS).stdout.splitlines()
+    return [f"{processes[line.split()[0]]}: {line}" for line in answered]
 
 
 def test_every_process_that_listens_is_known(seen: Seen) -> None:
@@ -256,6 +307,15 @@ def test_another_user_can_open_nothing_of_a_run(seen: Seen) -> None:
     assert seen.opened_by_nobody == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_without_a_key_servers_answer_only_what_says_nothing_of_the_run(seen: Seen) -> None:
+    allowed = [f"({command}).*: [0-9]+ GET ({paths})" for command, paths in OPEN_TO_ALL.items()]
+    assert [
+        line for line in seen.answered_without_a_key if not any(re.fullmatch(f".*{one}", line) for one in allowed)
+    ] == []
+    assert any("/health" in line for line in seen.answered_without_a_key)
+
+
 def test_a_web_page_reads_nothing_and_the_run_goes_on(seen: Seen) -> None:
     assert seen.read_by_a_page == []
     assert (seen.steps, seen.violations) == (4, [])
@@ -282,12 +342,18 @@ def test_a_web_page_would_read_what_permits_it() -> None:
 def test_the_attempts_of_another_user_would_succeed_on_what_is_open(tmp_path: Path) -> None:
     """Otherwise the test above could not fail."""
     name = f"/tmp/open-to-all-{os.getpid()}"
+    file = Path(f"{name}.txt")
+    file.touch()
+    file.chmod(0o666)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(name)
         os.chmod(name, 0o777)
         server.listen()
         try:
-            found = Seen(folder=Path("/"), unix_sockets=[name], files=[("/etc/passwd", 0o644)])
-            assert {name, "/etc/passwd", "/"} <= set(opened_by_nobody(found, []))
+            found = Seen(folder=Path("/"), unix_sockets=[name], files=[("/etc/passwd", 0o644), (str(file), 0o666)])
+            opened = opened_by_nobody(found, [])
+            assert {name, "/etc/passwd", "/"} <= set(opened)
+            assert opened.count(str(file)) == 2  # read and written
         finally:
             os.unlink(name)
+            file.unlink()

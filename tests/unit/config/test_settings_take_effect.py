@@ -22,6 +22,7 @@ from tests.sim.engines import Engines
 from tests.sim.world import World
 from workers.learner import LearnerRank
 from workers.specs import (
+    ENVIRONMENT,
     ROUTER_GRACE_SECONDS,
     engine_spec,
     eval_sampling_of,
@@ -150,6 +151,12 @@ def test_a_configured_ray_cluster_is_joined_and_otherwise_a_local_one_is_started
     started = ray_arguments(run_config())
     assert (started["address"], started["_node_ip_address"]) == ("local", "127.0.0.1")
     assert started["_system_config"] == {"worker_niceness": 0}
+
+
+def test_the_processes_of_a_run_download_nothing_and_send_no_statistics() -> None:
+    theirs = ray_arguments(run_config(ray_address="auto"))["runtime_env"]
+    for variables in (ENVIRONMENT, theirs["env_vars"]):
+        assert (variables["HF_HUB_OFFLINE"], variables["RAY_USAGE_STATS_ENABLED"]) == ("1", "0")
 
 
 def test_processes_on_an_external_ray_cluster_get_the_environment_and_the_folder_of_the_run(
