@@ -12,10 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Two test processes. All tests of a file, and all tests that share a cluster, run in the same one (tests/conftest.py).
 BOTH_CORES := --numprocesses 2 --no-loadscope-reorder
+# In the order of their longest tests.
+FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts tests/guides tests/unit
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -60,13 +62,16 @@ run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report
 	@bash requirements/browser.sh
 
-test: $(READY) browser ## Run all tests (about 13 minutes on two idle cores)
-	@$(VENV_PYTHON) -m pytest tests/stack tests/torch tests/sim tests/contracts tests/processes tests/guides tests/unit $(BOTH_CORES) $(ARGS)
+test: $(READY) ## Run the tests that every change must pass: all tiers but tests/stack (at most 8 minutes on two idle cores)
+	@$(VENV_PYTHON) -m pytest $(FAST_TIERS) $(BOTH_CORES) $(ARGS)
+
+test-all: $(READY) browser ## Run all tests (at most 25 minutes on two idle cores)
+	@$(VENV_PYTHON) -m pytest tests/stack $(FAST_TIERS) $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of guides
 	@$(VENV_PYTHON) -m pytest tests/unit tests/contracts tests/guides $(BOTH_CORES) $(ARGS)
 
-test-stack: $(READY) browser ## Run the tests on the real engines
+test-stack: $(READY) browser ## Run the tests that `make test` leaves out: tests/stack
 	@$(VENV_PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
 test-environments: setup-verifiers setup-openenv ## Run the tests of environments with the real libraries

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install Debian's Chromium for the tests of the live page and the run report. `make test` calls this script. The script
-# never fails, because the tests that need a browser report that it is missing.
+# Install Debian's Chromium for the tests of the live page and the run report. `make test-stack` calls this script. The
+# script never fails, because the tests that need a browser report that it is missing.
 set -euo pipefail
 for name in chromium-headless-shell chromium google-chrome; do
     command -v "$name" >/dev/null && exit 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Write requirements/*.lock: cpu-3.11.lock and cpu-3.12.lock from pyproject.toml and cpu.in, the others from their own
-# *.in. Versions change only where they have to; `make lock ARGS=--upgrade` takes the newest ones. Run `make test` with
-# both Pythons and `make test-environments` afterwards, because a lock is only as good as the tests that passed on it.
+# *.in. Versions change only where they have to; `make lock ARGS=--upgrade` takes the newest ones. Run `make test-all`
+# with both Pythons and `make test-environments` afterwards, because a lock is only as good as the tests that pass on it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)

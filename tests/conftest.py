@@ -1,4 +1,4 @@
-"""Settings for all tests: the marker of `stack/`, the event loop of async tests, and repeatable examples."""
+"""Settings for all tests: the time limit of real runs, the event loop of async tests, and repeatable examples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from tests.sim.virtual_time import VirtualTimeLoop
 from tests.waiting import START_SECONDS
 
 ROOT = Path(__file__).parents[1]
-STACK = Path(__file__).parent / "stack"
-STACK_TIMEOUT_SECONDS = 4 * START_SECONDS
-"""Ends a test of `stack/` that hangs. The test's own limits are shorter and name what did not happen."""
+TESTS = Path(__file__).parent
+REAL = (TESTS / "run", TESTS / "stack")
+"""The tiers whose tests start engines, learners or whole runs."""
+REAL_TIMEOUT_SECONDS = 4 * START_SECONDS
+"""Ends such a test if it hangs. The test's own limits are shorter and name what did not happen."""
 SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
 """Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
 
@@ -42,9 +44,8 @@ def pytest_collection() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if STACK in item.path.parents:
-            item.add_marker(pytest.mark.stack)
-            item.add_marker(pytest.mark.timeout(STACK_TIMEOUT_SECONDS))
+        if any(folder in item.path.parents for folder in REAL):
+            item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_SECONDS))
 
 
 def pytest_collection_finish() -> None:

@@ -62,8 +62,9 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def tier(test: str) -> str:
-    return test.partition("/")[0]
+def is_slow(test: str) -> bool:
+    """Whether the test needs real engines or torch."""
+    return test.partition("/")[0] in ("run", "stack", "torch")
 
 
 def survivors(named: Mapping[str, str], limit: float) -> Iterator[str]:
@@ -101,7 +102,7 @@ def main() -> int:
     chosen = {
         name: test
         for name, test in NAMED.items()
-        if (name in options.names if options.names else (tier(test) == "stack") == (options.tier == "stack"))
+        if (name in options.names if options.names else is_slow(test) == (options.tier == "stack"))
         and name not in options.skip
     }
     found = list(survivors(chosen, options.limit))

@@ -1,4 +1,7 @@
-"""The official clients of OpenAI and Anthropic at the endpoint, and SGLang's parsers in their process."""
+"""The official clients of OpenAI and Anthropic at the endpoint, and SGLang's parsers in their process.
+
+Each test imports the clients that it calls, because their import takes seconds and each test process imports this file.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -35,6 +36,8 @@ TOOL = [{"type": "function", "function": {"name": "calculate", "parameters": SCH
 
 async def plays_chat(agent: Agent, url: str) -> tuple[str, str]:
     """Call the tool and answer. Return the expression and the answer, as all the functions below do."""
+    import openai
+
     async with openai.AsyncOpenAI(base_url=url, api_key=agent.endpoint.key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "6*7?"}]
         request: Any = {"model": "gpt-5", "tools": TOOL}
@@ -48,6 +51,8 @@ async def plays_chat(agent: Agent, url: str) -> tuple[str, str]:
 
 
 async def plays_responses(agent: Agent, url: str) -> tuple[str, str]:
+    import openai
+
     async with openai.AsyncOpenAI(base_url=url, api_key=agent.endpoint.key, max_retries=0) as client:
         history: list[Any] = [{"role": "user", "content": "6*7?"}]
         request: Any = {"model": "gpt-5", "tools": [{"type": "function", "name": "calculate", "parameters": SCHEMA}]}
@@ -61,6 +66,8 @@ async def plays_responses(agent: Agent, url: str) -> tuple[str, str]:
 
 
 async def plays_anthropic(agent: Agent, url: str) -> tuple[str, str]:
+    import anthropic
+
     root = url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=root, api_key=agent.endpoint.key, max_retries=0) as client:
         history: list[Any] = [{"role": "user", "content": "6*7?"}]
@@ -87,6 +94,9 @@ async def test_an_official_client_calls_a_tool_and_every_sampled_token_is_traine
 
 
 async def test_official_clients_raise_the_sentence_of_a_refusal() -> None:
+    import anthropic
+    import openai
+
     async with connected_agent() as agent, agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as client:
             with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):

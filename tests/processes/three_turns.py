@@ -23,7 +23,6 @@ import msgspec
 
 from miles_async.adapters.agents.conversation import Conversation
 from miles_async.adapters.agents.messages import Message
-from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed, Parsers, Question, prepare_imports
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -142,6 +141,9 @@ def read(output: str) -> dict[str, Played]:
 
 
 def checkpoint(folder: Path, dialect: Dialect, template: str) -> None:
+    # The test that reads the output of this program needs no torch.
+    from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
+
     tokenizer = byte_tokenizer()
     texts = template + dialect.chat_template + "".join(dialect.ends)
     tokenizer.add_tokens(sorted(set(_TOKENS.findall(texts)) | set(dialect.ends)), special_tokens=True)

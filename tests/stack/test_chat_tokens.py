@@ -24,8 +24,6 @@ from tests.configuration import run_config
 from tests.stack.tokenizer_families import FAMILIES, save_family
 from workers.preflight import preflight
 
-pytestmark = pytest.mark.stack
-
 QUESTION = [{"role": "user", "content": "hi 12, So?"}]
 CHAT = [*QUESTION, {"role": "assistant", "content": "So hi"}, {"role": "user", "content": "hi"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "fine So."}]

@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks.gpu_check import job
 from benchmarks.gpu_check.report import Report
 from miles_async.events import EngineChanged
 from tests.stack.conftest import Stack
-
-pytestmark = pytest.mark.stack
 
 
 def test_colocated_engines_resume_with_the_right_weights_and_cache(stack: Stack, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
 from tests.stack import grader_attacks
 
-pytestmark = pytest.mark.stack
 EVALUATES = "tests.stack.isolated_rewards.evaluates"
 GIGABYTE = 10**9
 COUNTDOWN = {"question": "", "answer": "1+2", "metadata": {"numbers": [1, 2], "target": 3}}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.errors import FatalError
+from miles_async.errors import FatalError, UserError
 from miles_async.events import (
     DataSkipped,
     Event,
@@ -16,12 +16,12 @@ from miles_async.events import (
     PublishEnded,
     SamplesRemoved,
     StepEnded,
+    WarningRaised,
     decode,
     encode,
 )
 from tests.stack.conftest import Played, Stack
 
-pytestmark = pytest.mark.stack
 ROLLOUTS, BATCH, OFFERED = 4, 4, 6
 
 
@@ -105,3 +105,12 @@ def test_batches_with_a_reward_that_is_not_finite_are_skipped_until_there_are_to
     assert {event.version for event in events if isinstance(event, PublishEnded)} == {0}
     dead_lettered = [json.loads(line) for line in (tmp_path / "latest" / "dead_letters.jsonl").read_text().splitlines()]
     assert [letter["reason"] for letter in dead_lettered] == ["nonfinite"] * 8
+
+
+def test_a_reward_that_fails_for_every_sample_is_announced_and_ends_the_run_with_its_exception(stack: Stack) -> None:
+    events: list[Event] = []
+    said = "reward tests.stack.user_functions.reward_of_another_schema raised KeyError: 'score'"
+    with pytest.raises(UserError, match="attempts to generate a group failed; correct the function or the") as ended:
+        stack.play("train_async.py", "--eval-size", "0", "--custom-rm-path", said.split()[1], watch=events.append)
+    assert said in str(ended.value)
+    assert any(said in event.text for event in events if isinstance(event, WarningRaised))

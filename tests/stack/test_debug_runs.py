@@ -14,7 +14,6 @@ from miles_async.types import SampleStatus
 from tests.stack.job import ROOT, job
 from tests.waiting import START_SECONDS
 
-pytestmark = pytest.mark.stack
 SMALL = (
     *("--warm-start-max-steps", "0", "--eval-size", "0", "--num-rollout", "2", "--learner-threads", "1"),
     *("--rollout-batch-size", "4", "--over-sampling-batch-size", "8", "--lr", "1e-3"),

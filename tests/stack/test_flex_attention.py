@@ -22,8 +22,6 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.shared_prefixes import Pack
 from tests.configuration import run_config
 
-pytestmark = pytest.mark.stack
-
 PREFIXES = Pack.of(np.array([150, 140, 160, 160, 90, 7]), np.array([0, 130, 135, 160, 40, 0]))
 """Sequences with common prefixes, two of them equal, and padding, which is a sequence too."""
 PACKS = {

@@ -19,8 +19,6 @@ from miles_async.types import Sample
 from tests.stack.conftest import Stack
 from tests.waiting import START_SECONDS
 
-pytestmark = pytest.mark.stack
-
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "--rollout-batch-size",

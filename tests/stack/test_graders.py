@@ -19,7 +19,6 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.scoring import scored
 
-pytestmark = pytest.mark.stack
 REWARDS = "tests.stack.isolated_rewards"
 ISOLATED: dict[str, Any] = {"custom_rm_isolated": True, "reward_timeout_seconds": 60.0}
 

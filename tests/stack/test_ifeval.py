@@ -12,7 +12,6 @@ from miles_async.rewards.instructions import follows, ifeval
 from miles_async.types import Sample
 from tests.oracles.ifeval import DIFFERENT, VERDICTS, generated_inputs
 
-pytestmark = pytest.mark.stack
 RECORDED: dict[str, Any] = json.loads(VERDICTS.read_text(encoding="utf-8"))
 
 

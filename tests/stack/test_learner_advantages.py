@@ -19,8 +19,6 @@ from tests.stack.learning import learning
 from tests.stack.test_learner_settings import SMALL, batch, config
 from tests.torch.recorded_losses import recorded
 
-pytestmark = pytest.mark.stack
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

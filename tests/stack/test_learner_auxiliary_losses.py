@@ -15,8 +15,6 @@ from miles_async.models.experts import Qwen3Moe
 from tests.configuration import run_config
 from tests.stack.learning import create_experts, learning, uneven_groups
 
-pytestmark = pytest.mark.stack
-
 BALANCE, SIZE = 0.01, 0.002
 """Coefficients of the load-balancing loss and of the z-loss."""
 

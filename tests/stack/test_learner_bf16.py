@@ -21,8 +21,6 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.learning import learning, save_state, weights_of
 
-pytestmark = pytest.mark.stack
-
 SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 # Micro-batches of two sequences, so that gradients are added up over several.
 LEARNER = {"lr": 1e-3, "precision": "bf16", "max_tokens_per_gpu": 16}

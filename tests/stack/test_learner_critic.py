@@ -16,8 +16,6 @@ from miles_async.config.schema import RunConfig, TinyModel
 from tests.stack.learning import learning, save_state, weights_of
 from tests.stack.test_learner_settings import SMALL, batch, config, same
 
-pytestmark = pytest.mark.stack
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

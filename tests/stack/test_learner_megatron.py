@@ -29,8 +29,6 @@ from miles_async.types import Group, Sample, VersionSpan
 from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
 
-pytestmark = pytest.mark.stack
-
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
 CONFIG = run_config(lr=0.001, max_tokens_per_gpu=400, eps_clip=0.01)
 TEMPERATURE = 0.7

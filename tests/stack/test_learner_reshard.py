@@ -23,8 +23,6 @@ from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import save_state, uneven_groups, weights_of
 
-pytestmark = pytest.mark.stack
-
 STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "tensor parallel": (2, {"tensor_model_parallel_size": 2}),

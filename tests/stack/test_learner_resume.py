@@ -18,8 +18,6 @@ from tests.configuration import run_config
 from tests.disks import files_at_most
 from tests.stack.learning import learning, save_state, weights_of
 
-pytestmark = pytest.mark.stack
-
 SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 STOPPED, AFTER = 3, 10
 

@@ -19,8 +19,6 @@ from tests.configuration import run_config
 from tests.stack.learning import create_experts, learning, weights_of
 from tests.stack.test_learner_parallel import gradients_of
 
-pytestmark = pytest.mark.stack
-
 ROUNDING = 1e-5
 """Largest relative difference of gradients that rounding explains."""
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

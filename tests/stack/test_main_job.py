@@ -22,7 +22,6 @@ SLOW_ROLLOUT = ("--sglang-server-concurrency", "32")
 """A quarter of a batch is sampled at a time."""
 HELD = ("--custom-rm-path", "tests.stack.user_functions.held_until_a_publish", "--no-progress-abort-seconds", "60")
 """The second batch cannot be complete before the weights of the first step are live, on any machine."""
-pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")

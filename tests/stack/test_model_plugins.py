@@ -46,8 +46,6 @@ from tests.stack.learning import learning, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
 from workers.learner import LearnerRank
 
-pytestmark = pytest.mark.stack
-
 SIZES: dict[str, Any] = {
     "vocab_size": 319,  # two tensor-parallel ranks pad it
     "hidden_size": 32,

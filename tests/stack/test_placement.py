@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import ray
 
 from tests.stack.conftest import Stack
 from tests.stack.job import ROOT
 from tests.waiting import START_SECONDS
-
-pytestmark = pytest.mark.stack
 
 
 def test_a_run_is_placed_by_node_and_device_or_refused(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from miles_async import SlimeRecipe, TrainConfig
 
-pytestmark = pytest.mark.stack
-
 
 def test_a_recipe_trains_the_tiny_model_and_returns_its_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,6 @@ from tests.oracles.answer_pairs import chosen, lines, pairs
 from tests.oracles.slime_reasons import REASONS
 from tests.oracles.slime_rewards import VERDICTS, cases
 
-pytestmark = pytest.mark.stack
 RECORDED: dict[str, Any] = json.loads(VERDICTS.read_text(encoding="utf-8"))
 REWARDS: dict[str, Callable[[Any, Sample], Any]] = {
     "math": math,

@@ -8,16 +8,12 @@ import threading
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout import fully_async
 from miles_async.rollout.sglang_rollout import GenerateState, generate_and_rm_group
 from miles_async.types import Group, Sample
 from tests.stack.conftest import Stack
-
-pytestmark = pytest.mark.stack
 
 ROLLOUTS, BATCH, CONCURRENCY = 6, 4, 6
 finished: queue.Queue[list[Sample]] = queue.Queue()

@@ -12,8 +12,6 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_prog
 from miles_async.events import GroupMoved, StepEnded
 from tests.stack.conftest import Stack
 
-pytestmark = pytest.mark.stack
-
 
 def test_a_resumed_run_trains_the_remaining_rollouts_and_prompts(stack: Stack, tmp_path: Path) -> None:
     saved = tmp_path / "saved"

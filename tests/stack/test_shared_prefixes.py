@@ -20,8 +20,6 @@ from tests.configuration import run_config
 from tests.stack.learning import learning, prompted_groups
 from tests.stack.test_learner_parallel import gradients_of
 
-pytestmark = pytest.mark.stack
-
 ESTIMATORS = get_args(Algorithm.model_fields["advantage_estimator"].annotation)
 AGGREGATIONS = get_args(LossAggregation)
 OBJECTIVES = ("ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po")

@@ -6,15 +6,12 @@ import re
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, StepEnded
 from tests.stack.conftest import Played, Stack
 
 ROLLOUTS, BATCH = 4, 8
-pytestmark = pytest.mark.stack
 
 
 def play(stack: Stack, entry: str, folder: Path, role: str, *flags: str, rollouts: int = ROLLOUTS) -> Played:

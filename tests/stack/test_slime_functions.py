@@ -25,7 +25,6 @@ from tests.sim.world import Trace, World
 from workers.batches import BatchPreparation
 from workers.preflight import dynamic_filter, rollout_function
 
-pytestmark = pytest.mark.stack
 MINE = "tests.stack.slime_functions"
 
 

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 SHORT = "--num-rollout 2 --rollout-batch-size 2 --n-samples-per-prompt 4 --eval-size 4"
-pytestmark = pytest.mark.stack
 
 
 def commands() -> list[str]:

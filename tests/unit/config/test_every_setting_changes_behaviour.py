@@ -329,10 +329,6 @@ SKIP = "sim/test_skip.py"
 SKIP_MANAGER = "unit/skip/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
-LOST_WORKER = (
-    "stack/test_lost_rollout_worker.py::"
-    "test_a_lost_rollout_worker_is_replaced_until_no_batch_is_trained_between_two_losses"
-)
 LEARNER = "stack/test_learner_settings.py"
 LAYOUTS = "unit/batching/test_layouts.py"
 STORAGE = "unit/adapters/storage"
@@ -349,10 +345,12 @@ NAMED: dict[str, str] = {
         "unit/config/test_untested_arguments.py::test_an_untested_argument_is_refused_with_the_flag_that_allows_it"
     ),
     # the rollout worker
-    "max_restarts": LOST_WORKER,
+    "max_restarts": (
+        "stack/test_posted_groups.py::test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_between_them"
+    ),
     "resume": "stack/test_chaos.py::test_a_run_that_is_started_again_continues_in_its_folder",
     "off_lineage": "sim/test_lost_workers.py::test_learner_and_rollout_worker_may_be_lost_together",
-    "store_dir": LOST_WORKER,
+    "store_dir": "run/test_run_with_faults.py::test_the_groups_that_a_drained_run_keeps_are_in_its_store",
     "drain_seconds": "sim/test_drain.py::test_groups_that_take_longer_than_the_drain_are_interrupted",
     # model and warm start
     "hf_checkpoint": "unit/workers/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",

@@ -176,6 +176,18 @@ def test_a_raylet_that_stays_stopped_ends_the_run_with_an_error_message(
         asyncio.run(cluster.watch_ray())
 
 
+def test_a_run_without_checkpoints_says_what_it_needs_to_survive_the_loss_of_its_learner(cluster: Cluster) -> None:
+    async def death() -> str:
+        return "learner-0 died"
+
+    learner: Any = SimpleNamespace(death=death)
+    cluster.learner = learner
+    with pytest.raises(
+        FatalError, match=r"learner-0 died\. .*With --save and --save-interval, a run .* continues from"
+    ):
+        asyncio.run(cluster._replace_learner())
+
+
 def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
