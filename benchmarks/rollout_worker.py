@@ -286,15 +286,21 @@ async def wait_until_healthy(url: str) -> None:
     raise SystemExit("the fake engine did not start")
 
 
+async def start_graders(rewards: RunRewards) -> None:
+    """Score more groups at once than there are grader processes, so that all of them have started."""
+    groups = [Group([Sample(prompt="7", response=DERIVATION, label=ANSWER)]) for _ in range(64)]
+    await asyncio.gather(*map(rewards.score, groups))
+
+
 async def play(url: str, seconds: float, mathematics: bool) -> dict[str, Load]:
     await wait_until_healthy(url)
     tune_garbage_collection()
     if mathematics:
         rewards = RunRewards(RunConfig(rollout=Rollout(rm_type="math")), args=None)
-        # The grader processes start in the first measurement, which is not used.
-        loads = [await measure(url, 512, 0.05, 0.0, each, rewards=rewards) for each in (4.0, seconds)]
+        await start_graders(rewards)
+        load = await measure(url, 512, 0.05, 0.0, seconds, rewards=rewards)
         await rewards.close()
-        return {"512 in flight, rm_type math": loads[1]}
+        return {"512 in flight, rm_type math": load}
     capacity = await measure(url, 512, 0.05, 0.0, seconds)
     at_70 = capacity.groups_per_second * LOAD
     wide = await measure(url, 5000, 5000 / GROUP / at_70, 0.5, seconds)

@@ -3,8 +3,8 @@
     python -m tests.fuzz_clients TARGET [--minutes 15] [--seed 0]
 
 TARGET is endpoint, parsers, page or graders. The real servers and processes run. After each round of hostile input,
-honest input must be answered as if nothing had happened. Prints the number of inputs and each finding. The exit code is
-1 if there is one.
+honest input must be answered as if nothing had happened, and no descriptors, threads or memory may be left. Prints the
+number of inputs and each finding. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
+import psutil
 import structlog
 from msgspec import structs
 from prometheus_client import CollectorRegistry
@@ -43,6 +44,8 @@ from tests.unit import example_events
 from tests.unit.adapters.agents.test_agent_endpoint import USER, connected_agent
 
 PER_ROUND = 50
+SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_BYTES = 16, 16, 1 << 29
+"""What a process may have after many rounds beyond what it had after the second one."""
 MARKUP = "<img src=x onerror=alert(1)>"
 STRINGS = ["", "\ud83d", "\x00", "\x1b[2J", MARKUP, "a" * 100_000, "\u202e", "../../etc/passwd", "NaN", "</script>"]
 VALUES: list[Any] = [None, True, -1, 0, 10**30, 1e308, float("nan"), [], {}, [[]], {"a": {}}, ["x"], *STRINGS]
@@ -55,11 +58,24 @@ class Findings:
         self.numbers = numbers
         self.inputs = 0
         self.found: set[str] = set()
+        self._rounds = 0
+        self._limits = 0, 0, 0
 
     def report(self, kind: str, given: object) -> None:
         if kind not in self.found:
             self.found.add(kind)
             print(f"{kind}: {given!a:.1000}", flush=True)
+
+    def end_round(self) -> None:
+        """Report what rounds have left behind in this process."""
+        process = psutil.Process()
+        used = process.num_fds(), process.num_threads(), process.memory_info().rss
+        self._rounds += 1
+        if self._rounds <= 2:
+            self._limits = used[0] + SPARE_DESCRIPTORS, used[1] + SPARE_THREADS, used[2] + SPARE_BYTES
+        for name, amount, limit in zip(("descriptors", "threads", "bytes"), used, self._limits, strict=True):
+            if amount > limit:
+                self.report(f"{name} are left after the rounds", (amount, self._rounds))
 
 
 def mutated(value: Any, numbers: random.Random) -> Any:
@@ -172,6 +188,8 @@ async def fuzz_endpoint(findings: Findings, end: float) -> None:
                 answer = await asyncio.to_thread(exchange, int(agent.endpoint.url.rsplit(":", 1)[1]), raw + content)
                 if answer[9:10] == b"5" and answer[9:12] != b"503":
                     findings.report(f"status {answer[9:12]!r}", raw + content)
+                if agent.endpoint.key.encode() in answer:
+                    findings.report("a key in an answer", raw + content)
                 if b"Traceback" in answer:
                     findings.report("a traceback in an answer", raw + content)
                 for error in errors.seen:
@@ -181,6 +199,7 @@ async def fuzz_endpoint(findings: Findings, end: float) -> None:
             status, answered = await agent.ask(opened["base_url"], USER)
             if status != 200 or answered["choices"][0]["message"]["content"] != "ok":
                 findings.report("an honest request was not answered", answered)
+        findings.end_round()
 
 
 def exchange(port: int, raw: bytes) -> bytes:
@@ -213,6 +232,7 @@ async def fuzz_parsers(findings: Findings, end: float) -> None:
                     if parser._process is not process:
                         findings.report(f"{dialect}: the process has died", hostile)
                         process = parser._process
+            findings.end_round()
 
 
 def broken(text: str, numbers: random.Random) -> str:
@@ -255,6 +275,7 @@ async def fuzz_page(findings: Findings, end: float) -> None:
                 except ValueError as error:
                     findings.report(f"{path} is not JSON: {error}", answer)
         await asyncio.to_thread(server.close)
+        findings.end_round()
 
 
 BLOCKS = [
@@ -310,6 +331,7 @@ async def fuzz_graders(findings: Findings, end: float) -> None:
                     findings.report(f"a result is {type(result)}", code)
             if len(graders._all) > 2:
                 findings.report("a grader process was replaced", codes)
+            findings.end_round()
     finally:
         await graders.close()
     if await asyncio.to_thread(os.path.exists, "/tmp/grader-fuzz"):

@@ -36,7 +36,8 @@ _ENDINGS = re.compile(
     r"(?<=[a-z])(?:password|passwd|passphrase|secret|apikey|accesskey|webhook|credentials?|token|pwd)$"
 )
 """Secret words at the end of names that are written in one word, such as PGPASSWORD."""
-_USER_INFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
+_USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"]+|[^/@:\[\s'\"]*:(?!\d+/)[^@\s'\"]+)(?=@)")
+"""A password may have a slash that should be escaped; `host:80/name@2x` is a port and a path."""
 _QUERY = re.compile(r"(?<=[?&#])([\w.-]+)=[^&\s'\"#]+")
 _AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}")
 _ASSIGNED = re.compile(r"""([\w-]*[A-Za-z])(['"]?\s?[=:]\s?['"]?)([^\s'",;&<>]{8,})""")

@@ -50,10 +50,17 @@ def learner(ranks: list[Any], tmp_path: Path) -> tuple[Callable[[], Learner], Sa
 
 
 @pytest.fixture
-def create(stack: Stack, ranks: list[Any]) -> Callable[[], WeightChannel]:
-    """Creates channels to the engine of the cluster, which has two names here."""
+def create(stack: Stack, ranks: list[Any]) -> Iterator[Callable[[], WeightChannel]]:
+    """Creates channels to the engine of the cluster, which has two names here, and is a part of the cluster again."""
     surroundings = stack.cluster.surroundings
     [engine] = surroundings.engines
-    return lambda: Channel(
-        surroundings.weight_transports, RayWeightSources(RayRanks(ranks)), lambda name: replace(engine, name=name)
-    )
+    addresses = {"a": engine.url, "b": engine.url.replace("127.0.0.1", "localhost"), engine.name: engine.url}
+
+    def create() -> WeightChannel:
+        sources = RayWeightSources(RayRanks(ranks))
+        return Channel(
+            surroundings.weight_transports, sources, lambda name: replace(engine, name=name, url=addresses[name])
+        )
+
+    yield create
+    stack.do(create().connect([engine.name]))

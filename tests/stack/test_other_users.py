@@ -58,9 +58,10 @@ SHARED = re.compile(r"/(tmp|dev/shm)/")
 AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 OPEN_TO_ALL = {
     r"sglang|engine_process": r"/health|/health_generate|/metrics",
-    r"router_process": r"/health|/health_generate|/liveness|/readiness|/metrics|/get_model_info|/v1/models",
+    r"router_process": r"/health|/health_generate|/liveness|/readiness|/engine_metrics|/v1/models|/get_server_info",
 }
-"""Paths that servers answer without a key, by words in the command of the server; SECURITY.md says why."""
+"""Paths that servers answer without a key, by words in the command of the server. The router tells the path of the
+model (`/v1/models`) and the number of engines (`/get_server_info`)."""
 CONNECT = """
 import socket, sys
 for name in sys.argv[1:]:
@@ -75,7 +76,7 @@ for name in sys.argv[1:]:
 ASK = """
 import http.client, sys
 READS = "/", "/metrics", "/health", "/health_generate", "/liveness", "/readiness", "/get_model_info", "/v1/models"
-READS += "/get_server_info", "/workers", "/list_workers", "/state.json", "/samples.json", "/api/version", "/logs"
+READS += "/engine_metrics", "/get_server_info", "/workers", "/list_workers", "/state.json", "/samples.json", "/logs"
 CHANGES = "/flush_cache", "/abort_request", "/pause_generation", "/update_weights_from_disk", "/generate", "/workers"
 CHANGES += "/sessions", "/trajectories", "/api/jobs/", "/update_weights_from_tensor", "/open_session", "/start_profile"
 for port in map(int, sys.argv[1:]):
