@@ -130,8 +130,8 @@ class Instant:
 
     async def stage(self, version: int) -> None: ...
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        return [SendOutcome(engine=engine, seconds=0, bytes=0) for engine in engines]
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        return SendOutcome(engine=engine, seconds=0, bytes=0)
 
     def routed(self) -> Sequence[str]:
         return ("fake",)
@@ -237,7 +237,7 @@ async def measure(
         channel=instant,
         fleet=instant,
         dead_letters=instant,
-        keep=lambda group: Verdict(True),
+        dynamic_filter=lambda group: Verdict(True),
         text_of=lambda ids: " ".join(map(str, ids)),
         problems=[],
     )

@@ -104,7 +104,7 @@ class Generators:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=journal.emit if config.observability.trace else None,
         )
-        self.frontend = engines(
+        self.engine_client = engines(
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
             longest_sample=limits.longest,
@@ -129,20 +129,22 @@ class Generators:
             else:
                 self._agent_key_file.touch(mode=0o600)
                 self._agent_key_file.write_text(self._endpoint.key)
-            sampling = self.frontend.sampling
-            turns = MultiTurnSampler(self.frontend, self._tokenizer)
+            sampling = self.engine_client.sampling
+            turns = MultiTurnSampler(self.engine_client, self._tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._environment.close()
         await self._endpoint.close()
-        await self.frontend.close()
+        await self.engine_client.close()
         await self._evaluation.close()
 
     def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""
-        return self._with_user_function(self.frontend, sampling_of(self._config), self._limits, self._report_discarded)
+        return self._with_user_function(
+            self.engine_client, sampling_of(self._config), self._limits, self._report_discarded
+        )
 
     def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""

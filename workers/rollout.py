@@ -16,7 +16,7 @@ import structlog
 from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
-from miles_async.adapters.ray.learner import RayLearner, RayRanks, RayWeightSources
+from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -74,7 +74,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class ClusterHandles:
     """The processes of a run that are up before the rollout worker starts."""
 
     checkpoint: str
@@ -160,7 +160,7 @@ class RolloutWorker:
         if self._config.data.apply_chat_template or serves_agents(self._config):
             await asyncio.to_thread(getattr, tokenizer, "transformers")
 
-    async def run(self, surroundings: Surroundings, received: int) -> None:
+    async def run(self, handles: ClusterHandles, received: int) -> None:
         """Run to the end, from the start or from where another rollout worker of this run was lost.
 
         `received` is the number of the last batch of events that the driver has received. It may exceed the number of
@@ -189,28 +189,26 @@ class RolloutWorker:
             cleanup.push_async_callback(self._journal.flush)
             for number, events in stored.events if stored is not None else ():
                 self._outbox.put(number, events)
-            fleet = await self._connect(surroundings, taking_over=stored is not None)
-            if surroundings.router_actor is None:
+            fleet = await self._connect(handles, taking_over=stored is not None)
+            if handles.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
-            limits = sample_limits(config, surroundings.checkpoint)
-            tokenizer = CheckpointTokenizer.of_run(config.data, surroundings.checkpoint)
+            limits = sample_limits(config, handles.checkpoint)
+            tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
             service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
             parser: AnswerParser = PlainTextParser()
             if serves_agents(config):
                 # Otherwise the first request of an agent would stop the event loop while transformers is imported.
                 await asyncio.to_thread(getattr, tokenizer, "transformers")
-                choice = answer_parsers(config, surroundings.checkpoint)
+                choice = answer_parsers(config, handles.checkpoint)
                 parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
             generators = await cleanup.enter_async_context(
                 Generators(
                     config,
-                    surroundings.router_url,
-                    surroundings.router_key,
+                    handles.router_url,
+                    handles.router_key,
                     fleet,
                     tokenizer,
-                    self._arguments(surroundings.router_url, surroundings.router_key).with_values(
-                        sample_service=service
-                    ),
+                    self._arguments(handles.router_url, handles.router_key).with_values(sample_service=service),
                     journal=self._journal,
                     stored=stored,
                     live_version=self._live_version,
@@ -219,14 +217,14 @@ class RolloutWorker:
                     agent_key_file=self._folder.agent_key,
                 )
             )
-            ranks = faults.port("ranks", RayRanks(surroundings.learner_ranks))
-            channel = Channel(surroundings.weight_transports, RayWeightSources(ranks), fleet.address)
+            ranks = faults.port("ranks", RayRanks(handles.learner_ranks))
+            channel = Channel(handles.weight_transports, ranks, fleet.address)
             if stored is not None:
                 await self._reconnect(channel)
             args = generators.args
             # In a thread, because this scans the file and imports transformers if prompts are chats.
             data = await asyncio.to_thread(open_data, config, tokenizer=tokenizer, args=args, report=self._reporter())
-            began_with = surroundings.began_with
+            began_with = handles.began_with
             if began_with is not None and stored is None:
                 resume(read_progress(began_with.folder), data, self._journal)
             rewarder = RunRewards(config, args)
@@ -237,7 +235,7 @@ class RolloutWorker:
             cleanup.callback(retries.cancel)
             live = generators.training()
             service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
-            skipping = await self._skipping(live, surroundings.checkpoint, limits)
+            skipping = await self._skipping(live, handles.checkpoint, limits)
             ports = Ports(
                 clock=clock,
                 journal=self._journal,
@@ -249,12 +247,12 @@ class RolloutWorker:
                     config,
                     ranks,
                     self._folder.path.name,
-                    self._newest_checkpoint(surroundings.learner_checkpoint, stored),
+                    self._newest_checkpoint(handles.learner_checkpoint, stored),
                 ),
                 channel=channel,
                 fleet=fleet,
                 dead_letters=dead_letters,
-                keep=dynamic_filter(config, args),
+                dynamic_filter=dynamic_filter(config, args),
                 text_of=tokenizer.text_of,
                 limits=limits,
                 rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
@@ -285,7 +283,7 @@ class RolloutWorker:
             self._serves.set()
             if self._asked_to_stop:
                 self._service.stop()
-            await dump_tokenizer(config, surroundings.checkpoint)
+            await dump_tokenizer(config, handles.checkpoint)
             tune_garbage_collection()
             await self._service.run()
 
@@ -303,7 +301,7 @@ class RolloutWorker:
             function,
             args,
             config,
-            score_tokens=generators.frontend.score_logprobs,
+            score_tokens=generators.engine_client.score_logprobs,
             skipping=skipping,
             limits=limits,
         )
@@ -314,7 +312,7 @@ class RolloutWorker:
             rollout_function(self._config, self._entry),
             args,
             self._config,
-            score_tokens=generators.frontend.score_logprobs,
+            score_tokens=generators.engine_client.score_logprobs,
             limits=limits,
             has_worker=True,
         ).from_worker
@@ -326,7 +324,7 @@ class RolloutWorker:
             return folder / checkpoint_name(saved)
         return None if loaded is None else loaded.folder
 
-    async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
+    async def _connect(self, handles: ClusterHandles, *, taking_over: bool) -> SGLangFleet:
         """Connect to the running engines and add them to the router.
 
         With `taking_over`, a router that does not answer is restarted first, and the engines drop the requests that a
@@ -334,26 +332,26 @@ class RolloutWorker:
         """
         engine = self._config.engine
         self._servers = RayServers(
-            surroundings.engine_actors,
-            surroundings.router_actor,
-            surroundings.router_url,
+            handles.engine_actors,
+            handles.router_actor,
+            handles.router_url,
             engine.engine_start_timeout_seconds,
         )
         self._fleet = SGLangFleet(
-            surroundings.router_url,
-            router_key=surroundings.router_key,
+            handles.router_url,
+            router_key=handles.router_key,
             servers=self._servers,
             emit=self._journal.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
-            former_urls=surroundings.engine_urls,
+            former_urls=handles.engine_urls,
         )
         if taking_over:
             try:
                 await self._fleet.check_router()
             except EngineLostError as lost:
                 log.warning("the router did not answer the new rollout worker", reason=str(lost))
-        for info in surroundings.engines:
+        for info in handles.engines:
             self._fleet.register_engine(info)
             if not taking_over:
                 await self._fleet.admit(info.name)
@@ -362,7 +360,7 @@ class RolloutWorker:
                 await self._fleet.take_over(info.name)
             except EngineLostError as lost:
                 log.warning("an engine did not answer the new rollout worker", engine=info.name, reason=str(lost))
-        for name in surroundings.engine_actors.keys() - set(self._fleet.members()):
+        for name in handles.engine_actors.keys() - set(self._fleet.members()):
             self._fleet.expect_engine(name)
         return self._fleet
 

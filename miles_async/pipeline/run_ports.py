@@ -45,7 +45,7 @@ class Ports:
     channel: WeightChannel
     fleet: Fleet
     dead_letters: DeadLetters
-    keep: Callable[[Group], Verdict]
+    dynamic_filter: Callable[[Group], Verdict]
     """The dynamic sampling filter, called with each finished group."""
     text_of: Callable[[list[int]], str]
     """Returns the text of tokens, including special tokens, for people to read."""

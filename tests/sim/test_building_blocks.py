@@ -299,7 +299,7 @@ class WorkerRun(World):
         assert 0 < max(ages) <= 2
         trained = Counter(chain.from_iterable(self.trainer.batches))
         assert max(trained.values()) == 1
-        held = {group.feed_index for group in self.service.run_state.taken_groups}
+        held = {group.feed_index for group in self.service.held.taken.copies}
         taken = {f"sample_0_{number}" for number in range(self.feed.position()["next"])}
         assert set(trained) | held | self.returned | self.dead_letters.prompts == taken
         assert self.audit.violations == []

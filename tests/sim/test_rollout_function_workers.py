@@ -99,7 +99,7 @@ class WithWorker(World):
     @property
     def accounted(self) -> set[str]:
         """Prompts that are trained, wait in the data source, are held by the worker, or are dead letters."""
-        held = {group.feed_index for group in self.service.run_state.taken_groups}
+        held = {group.feed_index for group in self.service.held.taken.copies}
         return set(self.trained) | self.returned | self.dead_letters.prompts | held
 
     @property
