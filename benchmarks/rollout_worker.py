@@ -231,7 +231,6 @@ async def measure(
         journal=Journal(store or NullStore(), finished, SystemClock()),
         data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
         generator=generator,
-        evaluator=generator,
         rewarder=rewards or Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
         learner=instant,
         channel=instant,
@@ -239,7 +238,6 @@ async def measure(
         dead_letters=instant,
         dynamic_filter=lambda group: Verdict(True),
         text_of=lambda ids: " ".join(map(str, ids)),
-        problems=[],
     )
     service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)
     run = asyncio.create_task(service.run())

@@ -68,9 +68,9 @@ class Generators:
         """
         self._config = config
         self._journal = journal
-        self._limits = limits
+        self.limits = limits
         self._fleet = fleet
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._live_version = live_version
         self.trajectories = TrajectoryBuffer(
             config.rollout.queue_capacity,
@@ -130,7 +130,7 @@ class Generators:
                 self._agent_key_file.touch(mode=0o600)
                 self._agent_key_file.write_text(self._endpoint.key)
             sampling = self.engine_client.sampling
-            turns = MultiTurnSampler(self.engine_client, self._tokenizer)
+            turns = MultiTurnSampler(self.engine_client, self.tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
         return self
 
@@ -143,13 +143,13 @@ class Generators:
     def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""
         return self._with_user_function(
-            self.engine_client, sampling_of(self._config), self._limits, self._report_discarded
+            self.engine_client, sampling_of(self._config), self.limits, self._report_discarded
         )
 
     def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
-        return self._with_user_function(self._evaluation, sampling, replace(self._limits, sampling_masks=None))
+        return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
 
     def _with_user_function(
         self,
@@ -162,7 +162,7 @@ class Generators:
         path = self._config.rollout.custom_generate_function_path
         if path is None:
             return GeneratorWithSampling(engine, sampling)
-        turns = MultiTurnSampler(engine, self._tokenizer)
+        turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
             load_function(path, setting="custom_generate_function_path"),

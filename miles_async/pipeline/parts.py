@@ -10,7 +10,7 @@ from miles_async.pipeline.attempt import Attempts
 from miles_async.pipeline.checkpoint import Checkpointer
 from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.devices import SharedDevices
-from miles_async.pipeline.evaluate import EvalSet, Evaluator
+from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.grading import Grading
 from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.lifecycle import GroupLifecycle
@@ -78,7 +78,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         ports.data,
         skip=producer.skip,
         samples_per_group=config.rollout.n_samples_per_prompt,
-        limit=None if ports.worker_function is None else bounds.room,
+        limit=None if ports.functions.worker_function is None else bounds.room,
     )
     devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
     publisher = Publisher(
@@ -206,11 +206,10 @@ def _monitor(
 
 
 def _evaluator(config: RunConfig, ports: Ports, run_state: RunState, lifecycle: GroupLifecycle) -> Evaluator:
-    held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
     return Evaluator(
         run_state,
         ports.rewarder,
-        [held_out, *ports.eval_sets],
+        ports.eval_sets,
         lambda: ports.fleet.serving() and not lifecycle.quarantine.has_engines_alone,
         max_attempts=config.rollout.max_attempts,
     )

@@ -26,7 +26,7 @@ The three schedules share `Service._train`. They differ in when a batch is colle
     one_step_off   the next batch is generated while the current batch trains      staleness 1
     fully_async    a persistent producer fills the queue, and publishes overlap    limited by admission and the gate
 
-A rollout function may have a worker that generates between its calls (`Ports.worker_function`). It takes the place of
+A rollout function may have a worker that generates between its calls (`RunFunctions.worker_function`). It takes the place of
 the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
 
 `Service.stop` drains the run, in the same way under all schedules. No group is admitted any more. The groups in flight,
@@ -79,9 +79,10 @@ class Service:
 
         `stored` is the state that a lost rollout worker left in the store; this service continues from it.
         """
-        has_function = ports.rollout is not None or ports.worker_function is not None
+        functions = ports.functions
+        has_function = functions.rollout is not None or functions.worker_function is not None
         if not has_function and schedule is not Schedule.FULLY_ASYNC:
-            raise ValueError(f"schedule {schedule} needs a rollout function: set Ports.rollout")
+            raise ValueError(f"schedule {schedule} needs a rollout function: set RunFunctions.rollout")
         self._config = config
         self._ports = ports
         self._schedule = schedule
@@ -178,7 +179,7 @@ class Service:
         self._tasks.forever("repair", self._repair.run())
         await self._publisher.publish()
         await self._catch_up(self._next_rollout - 1)
-        if self._schedule is Schedule.FULLY_ASYNC and self._ports.worker_function is None:
+        if self._schedule is Schedule.FULLY_ASYNC and self._ports.functions.worker_function is None:
             self._producer.start(self._admission)
         await self._train()
         if self.stopped:
@@ -263,7 +264,7 @@ class Service:
                 break
             if schedule is Schedule.ONE_STEP_OFF and rollout_id < last:
                 batch = self._start_batch(rollout_id + 1)
-            await self._ports.prepare(rollout_id, groups)
+            await self._ports.functions.prepare(rollout_id, groups)
             if self.stopped:
                 break
             await self._devices.to_learner()
@@ -335,19 +336,19 @@ class Service:
         """The groups to train next, from the queue or from the rollout function."""
         self._ports.on_rollout(rollout_id)
         size = self._config.rollout.rollout_batch_size
-        if self._ports.worker_function is not None:
+        if self._ports.functions.worker_function is not None:
             return await self._collect_from_worker(rollout_id, size)
-        if self._ports.rollout is None:
+        if self._ports.functions.rollout is None:
             return await self._collector.collect(rollout_id, size)
         leased_before = self.lifecycle.leased_groups
-        groups = await self._ports.rollout(rollout_id, self._source)
+        groups = await self._ports.functions.rollout(rollout_id, self._source)
         self._ports.data.metadata_changed()
         self.held.reconcile(groups, leased_before)
         return groups
 
     async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
-        assert self._ports.worker_function is not None
-        groups = await self._ports.worker_function(rollout_id, self._source, size)
+        assert self._ports.functions.worker_function is not None
+        groups = await self._ports.functions.worker_function(rollout_id, self._source, size)
         self._ports.data.metadata_changed()
         self.held.reconcile_worker(groups)
         return groups
@@ -358,7 +359,7 @@ class Service:
         Returns None if `stop` is called before.
         """
         while missing := len(groups) - len(fresh := self._collector.recycle_stale(groups)):
-            if self._ports.worker_function is not None:
+            if self._ports.functions.worker_function is not None:
                 replacements = self._collect_from_worker(rollout_id, missing)
             elif self._schedule is Schedule.FULLY_ASYNC:
                 replacements = self._collector.collect(rollout_id, missing)
@@ -405,9 +406,9 @@ class Service:
         """Evaluate all data sets."""
         clock, run_state = self._ports.clock, self.run_state
         started, first_version = clock.monotonic(), run_state.live_version
-        if self._ports.evaluate is not None:
+        if self._ports.functions.evaluate is not None:
             with run_state.working():
-                scores = await self._ports.evaluate(rollout_id, self._source)
+                scores = await self._ports.functions.evaluate(rollout_id, self._source)
         else:
             scores = await self._evaluator.evaluate(rollout_id)
         live_versions = first_version, run_state.live_version

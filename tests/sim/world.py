@@ -21,11 +21,12 @@ from miles_async.errors import FatalError, UserError
 from miles_async.events import Event, EventSink, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
+from miles_async.pipeline.evaluate import EvalSet
 from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
-from miles_async.pipeline.run_ports import EvaluationFunction, Ports
+from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator, RunStore, SeekableSource
@@ -344,12 +345,12 @@ class World:
 
     def _ports(self, clock: VirtualClock) -> Ports:
         engines = self.fleet
+        problems = [Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)]
         return Ports(
             clock=clock,
             journal=self.journal,
             data=self.feed,
             generator=self._generator(clock),
-            evaluator=engines,
             rewarder=Judge(clock, self.reward_seconds),
             learner=self.trainer,
             channel=engines,
@@ -357,11 +358,9 @@ class World:
             dead_letters=self.dead_letters,
             dynamic_filter=lambda group: Verdict.of(self.keep(group)),
             text_of=lambda ids: " ".join(map(str, ids)),
-            rollout=self._rollout_function(),
+            functions=RunFunctions(rollout=self._rollout_function(), prepare=self._prepare, evaluate=self.evaluate),
+            eval_sets=[EvalSet(name="held_out", problems=problems, generator=engines)],
             on_rollout=self._on_rollout,
-            prepare=self._prepare,
-            problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
-            evaluate=self.evaluate,
         )
 
     def _run_started(self, clock: VirtualClock) -> RunStarted:
