@@ -26,8 +26,8 @@ The three schedules share `Service._train`. They differ in when a batch is colle
     one_step_off   the next batch is generated while the current batch trains      staleness 1
     fully_async    a persistent producer fills the queue, and publishes overlap    limited by admission and the gate
 
-A rollout function may have a worker that generates between its calls (`RunFunctions.worker_function`). It takes the place of
-the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
+A rollout function may have a worker that generates between its calls (`RunFunctions.worker_function`). It takes the
+place of the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
 
 `Service.stop` drains the run, in the same way under all schedules. No group is admitted any more. The groups in flight,
 the current step and its checkpoint may end for `--drain-seconds` together. What has not ended then is abandoned: its
