@@ -44,7 +44,7 @@ from miles_async.scheduling.queue import GroupQueue
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import Group, Prompt, Sample
 from tests.configuration import run_config
-from tests.sim.world import DirectJournal, Trace, World
+from tests.sim.world import DirectJournal, Trace, World, held_prompts_of
 
 LIMIT_MICROSECONDS = 20.0
 LIMIT_GROWTH = 3.0
@@ -156,11 +156,11 @@ def take_returned_group(size: int) -> float:
 
 
 def return_taken_group(size: int) -> float:
-    run_state = RunState(SystemClock(), DirectJournal(Trace()))
+    held = held_prompts_of(RunState(SystemClock(), DirectJournal(Trace())))
     taken = groups_of(size, samples=64)
-    run_state.record_taken(taken)
+    held.record_taken(taken)
     remaining = iter(taken)
-    return milliseconds(lambda: run_state.record_returned([next(remaining)]), 50)
+    return milliseconds(lambda: held.record_returned([next(remaining)]), 50)
 
 
 def store_position(size: int) -> float:

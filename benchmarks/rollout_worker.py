@@ -130,8 +130,8 @@ class Instant:
 
     async def stage(self, version: int) -> None: ...
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        return [SendOutcome(engine=engine, seconds=0, bytes=0) for engine in engines]
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        return SendOutcome(engine=engine, seconds=0, bytes=0)
 
     def routed(self) -> Sequence[str]:
         return ("fake",)
@@ -231,15 +231,13 @@ async def measure(
         journal=Journal(store or NullStore(), finished, SystemClock()),
         data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
         generator=generator,
-        evaluator=generator,
         rewarder=rewards or Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
         learner=instant,
         channel=instant,
         fleet=instant,
         dead_letters=instant,
-        keep=lambda group: Verdict(True),
+        dynamic_filter=lambda group: Verdict(True),
         text_of=lambda ids: " ".join(map(str, ids)),
-        problems=[],
     )
     service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)
     run = asyncio.create_task(service.run())

@@ -120,7 +120,7 @@ def changes(number: int, groups: Sequence[Group]) -> Changes:
         },
         ended=ended,
         owed={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)},
-        settled=[f"sample_0_{sequence}" for sequence in ended],
+        forgotten=[f"sample_0_{sequence}" for sequence in ended],
         progress={"data": {"epoch": 0, "position": first}, "version": number},
         events=[QueueChanged(time=time.time(), depth=depth, blocked=0) for depth in range(5 * len(groups))],
         delivered=number - 1,
@@ -191,7 +191,7 @@ async def write_large(folder: Path) -> None:
     with closing(SqliteRunStore(folder, "benchmark")) as store:
         for number in range(1, LARGE_GROUPS // len(groups) + 1):
             batch = changes(number, groups)
-            batch.ended = batch.settled = ()
+            batch.ended = batch.forgotten = ()
             await store.write(batch)
 
 

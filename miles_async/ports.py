@@ -220,8 +220,8 @@ class WeightChannel(Protocol):
         """
         ...
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        """Send the staged version to each engine and verify it there; return one outcome per engine, raise none."""
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        """Send the staged version to an engine and verify it there. A failure is in the outcome and is not raised."""
         ...
 
     async def fall_back(self, engine: str) -> str | None:

@@ -51,7 +51,7 @@ class Changes:
     """Feed indexes of posted groups by idempotency key."""
     forgotten_keys: Sequence[str] = ()
     """Idempotency keys that are no longer needed."""
-    settled: Sequence[str] = ()
+    forgotten: Sequence[str] = ()
     """Feed indexes of prompts and posted groups that are owed no longer; unknown ones are ignored."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """Named values that replace the stored values of the same names. JSON can express them, and they do not change."""

@@ -37,7 +37,7 @@ from miles_async.events import Event
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.view import RunView
-from miles_async.rewards.graders import GraderError, Graders
+from miles_async.rewards.graders import GraderError, GraderPool
 from miles_async.types import Sample
 from tests.processes.parse_dialects import DIALECTS, TOOLS
 from tests.unit import example_events
@@ -312,7 +312,7 @@ BLOCKS = [
 async def fuzz_graders(findings: Findings, end: float) -> None:
     numbers = findings.numbers
     reward = "tests.stack.isolated_rewards.evaluates"
-    graders = Graders(reward, "rm_type", {}, 2, timeout_seconds=10.0, memory_bytes=4 * 10**9, evaluates=True)
+    graders = GraderPool(reward, "rm_type", {}, 2, timeout_seconds=10.0, memory_bytes=4 * 10**9, evaluates=True)
     try:
         while time.monotonic() < end:
             codes = []

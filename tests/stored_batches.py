@@ -49,7 +49,7 @@ def batch(number: int, tokens: int = 20) -> Changes:
         groups=groups,
         ended=[number - LIVE],
         owed={group.feed_index: group.prompt_dict()},
-        settled=[f"sample_0_{number - LIVE}"],
+        forgotten=[f"sample_0_{number - LIVE}"],
         progress={"batch": number, "state": {"window": [number, None, 0.1]}},
         events=[QueueChanged(time=0.1 * number, depth=number, blocked=0)] * 2,
         delivered=number - 2,

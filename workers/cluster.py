@@ -30,7 +30,7 @@ from ray.exceptions import RayActorError
 
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
-from miles_async.adapters.ray.learner import RayRanks, RayWeightSources
+from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.ray.private_files import keep_logs, make_private_folder, protect_token
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -55,8 +55,8 @@ from .learner import LearnerRank
 from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
 from .preflight import Checked, check_ray
-from .rollout import RolloutWorker, Surroundings
-from .rollout_workers import RolloutWorkers
+from .rollout import ClusterHandles, RolloutWorker
+from .rollout_supervisor import RolloutSupervisor
 from .router import Router
 from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
 
@@ -124,9 +124,9 @@ class Cluster:
         """Devices of removed engines that the learner shares, for engines that are added later."""
         # A lost rollout worker would leave colocated engines and learner in an unknown state.
         max_restarts = 0 if config.cluster.colocate else config.cluster.max_restarts
-        self.rollout = RolloutWorkers(self._create_worker, emit, max_restarts, received)
+        self.rollout = RolloutSupervisor(self._create_worker, emit, max_restarts, received)
         self.learner: LearnerRanks
-        self.surroundings: Surroundings
+        self.handles: ClusterHandles
         """The processes that `start` started, for the rollout worker."""
 
     @property
@@ -245,7 +245,7 @@ class Cluster:
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
         await self.learner.begin()
-        self.surroundings = Surroundings(
+        self.handles = ClusterHandles(
             checkpoint=started.path,
             router_url=router_url,
             router_key=self._router_key,
@@ -267,7 +267,7 @@ class Cluster:
 
     async def run(self) -> None:
         """Run the pipeline to its end. Raises the error that ended it."""
-        await self.rollout.run(self._current_surroundings, self.learner.death, self._replace_learner)
+        await self.rollout.run(self._current_handles, self.learner.death, self._replace_learner)
 
     async def _replace_learner(self) -> None:
         """Start another learner from the last checkpoint. Raises FatalError if the run writes no checkpoints."""
@@ -276,7 +276,7 @@ class Cluster:
                 f"{await self.learner.death()}. The run cannot continue without its learner. With --save and "
                 "--save-interval, a run that is not colocated continues from its last checkpoint"
             )
-        before, limit = self.surroundings, self._config.observability.no_progress_abort_seconds
+        before, limit = self.handles, self._config.observability.no_progress_abort_seconds
         try:
             checkpoint = await self.learner.replace(before.checkpoint, before.began_with, limit)
         except TimeoutError:
@@ -284,21 +284,21 @@ class Cluster:
                 f"another learner does not start: it has not advanced for {limit:.0f} s (--no-progress-abort-seconds); "
                 f"its node or its devices may be gone; see `ray status` and {self.logs}"
             ) from None
-        self.surroundings = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
+        self.handles = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
 
-    async def _current_surroundings(self) -> Surroundings:
-        """The surroundings, with the engines that have a server now: some may have been added or restarted."""
+    async def _current_handles(self) -> ClusterHandles:
+        """The handles, with the engines that have a server now: some may have been added or restarted."""
         found = await _gather(*(self._address_of(*engine) for engine in self._engine_actors.items()))
         # An engine may have been removed meanwhile.
         engines = [info for info in found if info is not None and info.name in self._engine_actors]
         self._engine_urls |= {info.url for info in engines}
-        self.surroundings = replace(
-            self.surroundings,
+        self.handles = replace(
+            self.handles,
             engines=engines,
             engine_urls=frozenset(self._engine_urls),
             engine_actors=dict(self._engine_actors),
         )
-        return self.surroundings
+        return self.handles
 
     async def _address_of(self, engine: str, actors: Sequence[ActorHandle[Any]]) -> EngineInfo | None:
         """The current address of an engine, or its last one if its actor does not answer; None if it has no server."""
@@ -308,7 +308,7 @@ class Cluster:
                     info: EngineInfo = await _call(actors[0].info)
                 return info
             except TimeoutError:
-                return next((last for last in self.surroundings.engines if last.name == engine), None)
+                return next((last for last in self.handles.engines if last.name == engine), None)
         return None
 
     def _create_worker(self, name: str) -> ActorHandle[Any]:
@@ -362,7 +362,7 @@ class Cluster:
         while len(self._engine_actors) < engines:
             name = f"engine-{len(self._engine_actors)}"
             devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
-            actors = self._create_engine(devices, name, self.surroundings.checkpoint)
+            actors = self._create_engine(devices, name, self.handles.checkpoint)
             self._engine_actors[name] = actors
             await _unless_lost(self.rollout.current.add_engine.remote(name, actors))
             log.info("engine is being added", engine=name)
@@ -474,8 +474,8 @@ class Cluster:
         return info
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
-        sources = RayWeightSources(RayRanks(self.learner.actors))
-        transports = await find_transports(sources, self._config.weights.weight_transfer, engines)
+        ranks = RayRanks(self.learner.actors)
+        transports = await find_transports(ranks, self._config.weights.weight_transfer, engines)
         details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 

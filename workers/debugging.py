@@ -23,11 +23,9 @@ def replace_unused_ports(config: RunConfig, ports: Ports) -> Ports:
             channel=NullLearner(),
             fleet=engines,
             generator=engines,
-            evaluator=engines,
             rewarder=engines,
-            problems=(),
             eval_sets=(),
-            evaluate=None,
+            functions=replace(ports.functions, evaluate=None),
         )
     return ports
 

@@ -68,9 +68,9 @@ class Generators:
         """
         self._config = config
         self._journal = journal
-        self._limits = limits
+        self.limits = limits
         self._fleet = fleet
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._live_version = live_version
         self.trajectories = TrajectoryBuffer(
             config.rollout.queue_capacity,
@@ -104,7 +104,7 @@ class Generators:
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=journal.emit if config.observability.trace else None,
         )
-        self.frontend = engines(
+        self.engine_client = engines(
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
             longest_sample=limits.longest,
@@ -129,25 +129,27 @@ class Generators:
             else:
                 self._agent_key_file.touch(mode=0o600)
                 self._agent_key_file.write_text(self._endpoint.key)
-            sampling = self.frontend.sampling
-            turns = MultiTurnSampler(self.frontend, self._tokenizer)
+            sampling = self.engine_client.sampling
+            turns = MultiTurnSampler(self.engine_client, self.tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._environment.close()
         await self._endpoint.close()
-        await self.frontend.close()
+        await self.engine_client.close()
         await self._evaluation.close()
 
     def training(self) -> GeneratorWithSampling | FunctionGenerator:
         """The generator of the training data."""
-        return self._with_user_function(self.frontend, sampling_of(self._config), self._limits, self._report_discarded)
+        return self._with_user_function(
+            self.engine_client, sampling_of(self._config), self.limits, self._report_discarded
+        )
 
     def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
-        return self._with_user_function(self._evaluation, sampling, replace(self._limits, sampling_masks=None))
+        return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
 
     def _with_user_function(
         self,
@@ -160,7 +162,7 @@ class Generators:
         path = self._config.rollout.custom_generate_function_path
         if path is None:
             return GeneratorWithSampling(engine, sampling)
-        turns = MultiTurnSampler(engine, self._tokenizer)
+        turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
             load_function(path, setting="custom_generate_function_path"),

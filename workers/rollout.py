@@ -16,7 +16,8 @@ import structlog
 from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
-from miles_async.adapters.ray.learner import RayLearner, RayRanks, RayWeightSources
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.ray.servers import RayServers
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -49,7 +50,7 @@ from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, WorkerFunction
-from miles_async.pipeline.run_ports import EvaluationFunction, Ports, leave_unchanged
+from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions, leave_unchanged
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import RunRewards
@@ -74,7 +75,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class ClusterHandles:
     """The processes of a run that are up before the rollout worker starts."""
 
     checkpoint: str
@@ -160,7 +161,7 @@ class RolloutWorker:
         if self._config.data.apply_chat_template or serves_agents(self._config):
             await asyncio.to_thread(getattr, tokenizer, "transformers")
 
-    async def run(self, surroundings: Surroundings, received: int) -> None:
+    async def run(self, handles: ClusterHandles, received: int) -> None:
         """Run to the end, from the start or from where another rollout worker of this run was lost.
 
         `received` is the number of the last batch of events that the driver has received. It may exceed the number of
@@ -172,122 +173,153 @@ class RolloutWorker:
         if config.rollout.slime_imports:
             install_slime_imports()
         faults = FaultInjector(config.faults, self._folder.faults, SystemClock())
-        clock = faults.clock
         async with AsyncExitStack() as cleanup:
-            file = SqliteRunStore(store_folder(config, self._folder), self._folder.path.name)
-            cleanup.callback(file.close)
-            store, outbox = faults.port("store", file), faults.port("outbox", self._outbox)
-            stored = await store.read()
-            self._journal = Journal(
-                store,
-                outbox,
-                clock,
-                number=max(received, 0 if stored is None else stored.number),
-                retains_trained=restarts_learner(config),
-            )
-            # Whatever fails below is explained by events.
-            cleanup.push_async_callback(self._journal.flush)
-            for number, events in stored.events if stored is not None else ():
-                self._outbox.put(number, events)
-            fleet = await self._connect(surroundings, taking_over=stored is not None)
-            if surroundings.router_actor is None:
+            stored = await self._open_journal(faults, received, cleanup)
+            fleet = await self._connect(handles, taking_over=stored is not None)
+            if handles.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
-            limits = sample_limits(config, surroundings.checkpoint)
-            tokenizer = CheckpointTokenizer.of_run(config.data, surroundings.checkpoint)
             service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
-            parser: AnswerParser = PlainTextParser()
-            if serves_agents(config):
-                # Otherwise the first request of an agent would stop the event loop while transformers is imported.
-                await asyncio.to_thread(getattr, tokenizer, "transformers")
-                choice = answer_parsers(config, surroundings.checkpoint)
-                parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
-            generators = await cleanup.enter_async_context(
-                Generators(
-                    config,
-                    surroundings.router_url,
-                    surroundings.router_key,
-                    fleet,
-                    tokenizer,
-                    self._arguments(surroundings.router_url, surroundings.router_key).with_values(
-                        sample_service=service
-                    ),
-                    journal=self._journal,
-                    stored=stored,
-                    live_version=self._live_version,
-                    limits=limits,
-                    parser=parser,
-                    agent_key_file=self._folder.agent_key,
-                )
-            )
-            ranks = faults.port("ranks", RayRanks(surroundings.learner_ranks))
-            channel = Channel(surroundings.weight_transports, RayWeightSources(ranks), fleet.address)
+            generators = await self._open_generators(handles, fleet, service, stored, cleanup)
+            ranks = faults.port("ranks", RayRanks(handles.learner_ranks))
+            channel = Channel(handles.weight_transports, ranks, fleet.address)
             if stored is not None:
                 await self._reconnect(channel)
-            args = generators.args
-            # In a thread, because this scans the file and imports transformers if prompts are chats.
-            data = await asyncio.to_thread(open_data, config, tokenizer=tokenizer, args=args, report=self._reporter())
-            began_with = surroundings.began_with
-            if began_with is not None and stored is None:
-                resume(read_progress(began_with.folder), data, self._journal)
-            rewarder = RunRewards(config, args)
+            data = await self._open_data(generators, handles.began_with if stored is None else None)
+            rewarder = RunRewards(config, generators.args)
             cleanup.push_async_callback(rewarder.close)
-            dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)
-            retries = asyncio.create_task(dead_letters.retry_forever())
-            cleanup.callback(dead_letters.retry)
-            cleanup.callback(retries.cancel)
             live = generators.training()
             service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
-            skipping = await self._skipping(live, surroundings.checkpoint, limits)
+            skipping = await self._skipping(live, handles.checkpoint, generators.limits)
             ports = Ports(
-                clock=clock,
+                clock=faults.clock,
                 journal=self._journal,
                 data=data,
                 generator=skipping or live,
-                evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
-                learner=RayLearner(
-                    config,
-                    ranks,
-                    self._folder.path.name,
-                    self._newest_checkpoint(surroundings.learner_checkpoint, stored),
-                ),
+                learner=self._learner(ranks, handles.learner_checkpoint, stored),
                 channel=channel,
                 fleet=fleet,
-                dead_letters=dead_letters,
-                keep=dynamic_filter(config, args),
-                text_of=tokenizer.text_of,
-                limits=limits,
-                rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
-                worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
-                prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
+                dead_letters=self._open_dead_letters(cleanup),
+                dynamic_filter=dynamic_filter(config, generators.args),
+                text_of=generators.tokenizer.text_of,
+                limits=generators.limits,
+                functions=self._functions(generators, skipping),
+                eval_sets=self._eval_sets(data, generators, rewarder),
                 on_rollout=SkipManager.set_step,
                 restore_posted=generators.trajectories.restore,
-                problems=data.eval_problems(),
-                eval_sets=[
-                    EvalSet(
-                        name=name,
-                        problems=eval_groups(config, name, dataset, tokenizer=tokenizer, warn=self._warn),
-                        generator=generators.evaluation(eval_sampling_of(config, dataset)),
-                        rewarder=rewarder.of(dataset),
-                    )
-                    for name, dataset in config.rollout.eval_datasets.items()
-                ],
-                evaluate=self._evaluation(args),
             )
             self._service = Service(
                 without_staleness_limit(config),
                 bounds_of(config, self._entry),
                 faults.ports(replace_unused_ports(config, ports)),
                 schedule=self._schedule,
-                first_rollout=0 if began_with is None else began_with.rollout + 1,
+                first_rollout=0 if handles.began_with is None else handles.began_with.rollout + 1,
                 stored=stored,
             )
             self._serves.set()
             if self._asked_to_stop:
                 self._service.stop()
-            await dump_tokenizer(config, surroundings.checkpoint)
+            await dump_tokenizer(config, handles.checkpoint)
             tune_garbage_collection()
             await self._service.run()
+
+    async def _open_journal(self, faults: FaultInjector, received: int, cleanup: AsyncExitStack) -> StoredRun | None:
+        """Open the store and the journal of the run. Returns the state that a lost rollout worker has left."""
+        file = SqliteRunStore(store_folder(self._config, self._folder), self._folder.path.name)
+        cleanup.callback(file.close)
+        store = faults.port("store", file)
+        stored = await store.read()
+        self._journal = Journal(
+            store,
+            faults.port("outbox", self._outbox),
+            faults.clock,
+            number=max(received, 0 if stored is None else stored.number),
+            retains_trained=restarts_learner(self._config),
+        )
+        # Whatever fails later is explained by events.
+        cleanup.push_async_callback(self._journal.flush)
+        for number, events in stored.events if stored is not None else ():
+            self._outbox.put(number, events)
+        return stored
+
+    async def _open_generators(
+        self,
+        handles: ClusterHandles,
+        fleet: SGLangFleet,
+        service: SampleService,
+        stored: StoredRun | None,
+        cleanup: AsyncExitStack,
+    ) -> Generators:
+        config = self._config
+        tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
+        parser: AnswerParser = PlainTextParser()
+        if serves_agents(config):
+            # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+            await asyncio.to_thread(getattr, tokenizer, "transformers")
+            choice = answer_parsers(config, handles.checkpoint)
+            parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
+        generators = Generators(
+            config,
+            handles.router_url,
+            handles.router_key,
+            fleet,
+            tokenizer,
+            self._arguments(handles.router_url, handles.router_key).with_values(sample_service=service),
+            journal=self._journal,
+            stored=stored,
+            live_version=self._live_version,
+            limits=sample_limits(config, handles.checkpoint),
+            parser=parser,
+            agent_key_file=self._folder.agent_key,
+        )
+        return await cleanup.enter_async_context(generators)
+
+    async def _open_data(self, generators: Generators, began_with: LoadedCheckpoint | None) -> BufferedSource:
+        """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
+        # In a thread, because this scans the file and imports transformers if prompts are chats.
+        data = await asyncio.to_thread(
+            open_data, self._config, tokenizer=generators.tokenizer, args=generators.args, report=self._reporter()
+        )
+        if began_with is not None:
+            resume(read_progress(began_with.folder), data, self._journal)
+        return data
+
+    def _open_dead_letters(self, cleanup: AsyncExitStack) -> DeadLetterFile:
+        dead_letters = DeadLetterFile(self._folder.dead_letters, self._journal)
+        retries = asyncio.create_task(dead_letters.retry_forever())
+        cleanup.callback(dead_letters.retry)
+        cleanup.callback(retries.cancel)
+        return dead_letters
+
+    def _learner(self, ranks: RayRanks, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> RayLearner:
+        newest = self._newest_checkpoint(loaded, stored)
+        return RayLearner(self._config, ranks, self._folder.path.name, newest)
+
+    def _functions(self, generators: Generators, skipping: SkippingGenerator | None) -> RunFunctions:
+        config, args, limits = self._config, generators.args, generators.limits
+        return RunFunctions(
+            rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
+            worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
+            prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
+            evaluate=self._evaluation(args),
+        )
+
+    def _eval_sets(self, data: BufferedSource, generators: Generators, rewarder: RunRewards) -> list[EvalSet]:
+        """The held-out problems of the training data, and the data sets for evaluations."""
+        config = self._config
+        held_out = EvalSet(
+            name="held_out", problems=data.eval_problems(), generator=generators.evaluation(greedy_of(config))
+        )
+        others = (
+            EvalSet(
+                name=name,
+                problems=eval_groups(config, name, dataset, tokenizer=generators.tokenizer, warn=self._warn),
+                generator=generators.evaluation(eval_sampling_of(config, dataset)),
+                rewarder=rewarder.of(dataset),
+            )
+            for name, dataset in config.rollout.eval_datasets.items()
+        )
+        return [held_out, *others]
 
     def _rollout(
         self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None, limits: SampleLimits
@@ -303,7 +335,7 @@ class RolloutWorker:
             function,
             args,
             config,
-            score_tokens=generators.frontend.score_logprobs,
+            score_tokens=generators.engine_client.score_logprobs,
             skipping=skipping,
             limits=limits,
         )
@@ -314,7 +346,7 @@ class RolloutWorker:
             rollout_function(self._config, self._entry),
             args,
             self._config,
-            score_tokens=generators.frontend.score_logprobs,
+            score_tokens=generators.engine_client.score_logprobs,
             limits=limits,
             has_worker=True,
         ).from_worker
@@ -326,7 +358,7 @@ class RolloutWorker:
             return folder / checkpoint_name(saved)
         return None if loaded is None else loaded.folder
 
-    async def _connect(self, surroundings: Surroundings, *, taking_over: bool) -> SGLangFleet:
+    async def _connect(self, handles: ClusterHandles, *, taking_over: bool) -> SGLangFleet:
         """Connect to the running engines and add them to the router.
 
         With `taking_over`, a router that does not answer is restarted first, and the engines drop the requests that a
@@ -334,26 +366,26 @@ class RolloutWorker:
         """
         engine = self._config.engine
         self._servers = RayServers(
-            surroundings.engine_actors,
-            surroundings.router_actor,
-            surroundings.router_url,
+            handles.engine_actors,
+            handles.router_actor,
+            handles.router_url,
             engine.engine_start_timeout_seconds,
         )
         self._fleet = SGLangFleet(
-            surroundings.router_url,
-            router_key=surroundings.router_key,
+            handles.router_url,
+            router_key=handles.router_key,
             servers=self._servers,
             emit=self._journal.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
-            former_urls=surroundings.engine_urls,
+            former_urls=handles.engine_urls,
         )
         if taking_over:
             try:
                 await self._fleet.check_router()
             except EngineLostError as lost:
                 log.warning("the router did not answer the new rollout worker", reason=str(lost))
-        for info in surroundings.engines:
+        for info in handles.engines:
             self._fleet.register_engine(info)
             if not taking_over:
                 await self._fleet.admit(info.name)
@@ -362,7 +394,7 @@ class RolloutWorker:
                 await self._fleet.take_over(info.name)
             except EngineLostError as lost:
                 log.warning("an engine did not answer the new rollout worker", engine=info.name, reason=str(lost))
-        for name in surroundings.engine_actors.keys() - set(self._fleet.members()):
+        for name in handles.engine_actors.keys() - set(self._fleet.members()):
             self._fleet.expect_engine(name)
         return self._fleet
 

@@ -35,8 +35,8 @@ class NullLearner:
 
     async def stage(self, version: int) -> None: ...
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        return [SendOutcome(engine=engine, seconds=0.0, bytes=0) for engine in engines]
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        return SendOutcome(engine=engine, seconds=0.0, bytes=0)
 
     async def connect(self, engines: Sequence[str]) -> None: ...
 

@@ -8,27 +8,39 @@ engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import UserError
 from miles_async.pipeline.journal import Journal
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.ports import DataSource, Learner, SeekableSource
+from miles_async.ports import Learner, SeekableSource
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group
+
+Snapshot = Callable[[], tuple[dict[str, Any], Sequence[Group]]]
+"""Returns the state of the data source, and the groups that a rollout function has taken from it."""
 
 
 class Checkpointer:
     """Writes checkpoints, one at a time: copied between two steps, written while training continues."""
 
     def __init__(
-        self, *, run_state: RunState, data: DataSource, learner: Learner, tasks: TaskSupervisor, asynchronous: bool
+        self,
+        *,
+        run_state: RunState,
+        lifecycle: GroupLifecycle,
+        snapshot: Snapshot,
+        learner: Learner,
+        tasks: TaskSupervisor,
+        asynchronous: bool,
     ) -> None:
         """`asynchronous` is `--async-save`; without it, `write` returns when the checkpoint is on disk."""
         self._run_state = run_state
-        self._data = data
+        self._lifecycle = lifecycle
+        self._snapshot = snapshot
         self._learner = learner
         self._tasks = tasks
         self._asynchronous = asynchronous
@@ -40,11 +52,11 @@ class Checkpointer:
         """The rollout of the newest complete checkpoint of this run; None before the first."""
 
     async def write(self, rollout_id: int) -> None:
-        """Copy the state after `rollout_id` and start to write it; waits for the previous checkpoint first."""
+        """Copy the state after `rollout_id` and start writing it; waits for the previous checkpoint first."""
         if self.newest is not None:
             await self.newest
         # The progress is captured before the first await of the copy, at the same point between two steps.
-        progress = progress_of(rollout_id, self._run_state, self._data)
+        progress = progress_of(rollout_id, self._run_state, self._lifecycle, self._snapshot)
         await self._learner.copy_state(rollout_id)
         self.last_rollout = rollout_id
         self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._write(rollout_id, progress))
@@ -60,23 +72,21 @@ class Checkpointer:
         self._run_state.journal.save(rollout_id)
 
 
-def progress_of(rollout_id: int, run_state: RunState, data: DataSource) -> dict[str, Any]:
+def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle, snapshot: Snapshot) -> dict[str, Any]:
     """The progress after `rollout_id`, which can be serialised as JSON.
 
     This runs on the event loop, so it leaves generated tokens out and does not encode anything.
     """
-    # A rollout function in another thread must not take a prompt between reading the position and listing the prompts.
-    with run_state.journal.data_lock:
-        run_state.end_given_back()
-        untrained = [group for group in run_state.live_groups if run_state.state_of(group) is not GroupState.TRAINED]
-        owed = [*untrained, *run_state.taken_groups, *run_state.quarantine.waiting]
-        return {
-            "rollout": rollout_id,
-            "version": run_state.trainer_version,
-            "changed": run_state.weights_changed,
-            "data": data.state_dict(),
-            "owed": [group.owed or group.prompt_dict() for group in owed],
-        }
+    data, taken = snapshot()
+    untrained = [group for group in lifecycle.live_groups if lifecycle.state_of(group) is not GroupState.TRAINED]
+    owed = [*untrained, *taken, *lifecycle.quarantine.waiting]
+    return {
+        "rollout": rollout_id,
+        "version": run_state.trainer_version,
+        "changed": run_state.weights_changed,
+        "data": data,
+        "owed": [group.owed or group.prompt_dict() for group in owed],
+    }
 
 
 def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> None:
@@ -93,4 +103,4 @@ def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) 
             f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"
         ) from error
     for group in data.returned():
-        journal.owe(group)
+        journal.track_prompt(group)

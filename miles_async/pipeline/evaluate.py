@@ -12,8 +12,8 @@ from miles_async.errors import EngineLostError, InfrastructureError, RouterLostE
 from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
 from miles_async.identity import identity_set
 from miles_async.json_values import finite_number, plain_text, shown
+from miles_async.pipeline.grading import score
 from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.score import score
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Generator, Rewarder
 from miles_async.types import Group, Sample, SampleStatus, trajectories_of

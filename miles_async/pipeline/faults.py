@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from miles_async.config.schema.faults import Fault
 from miles_async.fault_points import FaultPoints
-from miles_async.pipeline.run_ports import Ports
+from miles_async.pipeline.run_ports import Ports, RunFunctions
 
 
 class FaultSchedule:
@@ -50,19 +50,23 @@ class FaultSchedule:
 
 def at_fault_points(ports: Ports, points: FaultPoints) -> Ports:
     """Return the ports of a run, whose calls are reported at `points`. The journal's store is not among them."""
+    functions = ports.functions
+    worker_function = functions.worker_function
     return replace(
         ports,
         clock=points.port("clock", ports.clock),
         data=points.port("data", ports.data),
         generator=points.port("generator", ports.generator),
-        evaluator=points.port("evaluator", ports.evaluator),
         rewarder=points.port("rewarder", ports.rewarder),
         learner=points.port("learner", ports.learner),
         channel=points.port("channel", ports.channel),
         fleet=points.port("fleet", ports.fleet),
         dead_letters=points.port("dead_letters", ports.dead_letters),
-        rollout=ports.rollout and points.function("functions.rollout", ports.rollout),
-        worker_function=ports.worker_function and points.function("functions.worker_function", ports.worker_function),
-        prepare=points.function("functions.prepare", ports.prepare),
-        evaluate=ports.evaluate and points.function("functions.evaluate", ports.evaluate),
+        functions=RunFunctions(
+            rollout=functions.rollout and points.function("functions.rollout", functions.rollout),
+            worker_function=worker_function and points.function("functions.worker_function", worker_function),
+            prepare=points.function("functions.prepare", functions.prepare),
+            evaluate=functions.evaluate and points.function("functions.evaluate", functions.evaluate),
+        ),
+        eval_sets=[replace(one, generator=points.port("evaluator", one.generator)) for one in ports.eval_sets],
     )

@@ -70,7 +70,7 @@ class Journal:
         self._groups: dict[int, GroupChange] = {}
         self._ended: dict[int, None] = {}
         self._owed: dict[str, Mapping[str, Any]] = {}
-        self._settled: dict[str, None] = {}
+        self._forgotten: dict[str, None] = {}
         self._posted: dict[str, Group] = {}
         self._keys: dict[str, str] = {}
         self._forgotten_keys: dict[str, None] = {}
@@ -137,7 +137,7 @@ class Journal:
             content=content,
         )
         if state is GroupState.FED:
-            self.owe(group)
+            self.track_prompt(group)
 
     def save(self, rollout: int) -> None:
         """Record that a checkpoint contains the weights after `rollout`. Its groups and older ones are removed."""
@@ -163,23 +163,23 @@ class Journal:
         """Remove an attempt from the store."""
         self._groups.pop(sequence, None)
         self._ended[sequence] = None
-        self.settle(feed_index)
+        self.forget_prompt(feed_index)
 
-    def owe(self, group: Group) -> None:
+    def track_prompt(self, group: Group) -> None:
         """Record that the prompt was taken from the data and has to be generated. Callable with `data_lock` held."""
         if group.feed_index:
-            self._settled.pop(group.feed_index, None)
+            self._forgotten.pop(group.feed_index, None)
             self._owed[group.feed_index] = group.owe()
 
-    def settle(self, feed_index: str) -> None:
+    def forget_prompt(self, feed_index: str) -> None:
         """Record that the prompt is trained for good, or given up."""
         self._owed.pop(feed_index, None)
         self._posted.pop(feed_index, None)
-        self._settled[feed_index] = None
+        self._forgotten[feed_index] = None
 
     def post(self, group: Group, number: int, key: str | None) -> None:
         """Record the `number`-th group that an external generator has posted, with its idempotency key."""
-        self._settled.pop(group.feed_index, None)
+        self._forgotten.pop(group.feed_index, None)
         self._posted[group.feed_index] = group
         if key is not None:
             self._forgotten_keys.pop(key, None)
@@ -189,7 +189,7 @@ class Journal:
 
     def keep_posted(self, feed_index: str) -> None:
         """Record that a posted group whose attempt has just ended will be trained in another attempt."""
-        self._settled.pop(feed_index, None)
+        self._forgotten.pop(feed_index, None)
 
     def forget_key(self, key: str) -> None:
         """Remove an idempotency key from the store."""
@@ -246,7 +246,7 @@ class Journal:
                 groups=self._groups,
                 ended=list(self._ended),
                 owed=self._owed,
-                settled=list(self._settled),
+                forgotten=list(self._forgotten),
                 posted=self._posted,
                 keys=self._keys,
                 forgotten_keys=list(self._forgotten_keys),
@@ -254,7 +254,7 @@ class Journal:
                 events=self._events,
                 delivered=self._outbox.received,
             )
-            self._groups, self._ended, self._owed, self._settled, self._events = {}, {}, {}, {}, []
+            self._groups, self._ended, self._owed, self._forgotten, self._events = {}, {}, {}, {}, []
             self._posted, self._keys, self._forgotten_keys = {}, {}, {}
         return changes
 
@@ -267,10 +267,10 @@ class Journal:
                 newer.content = change.content
         self._groups = {sequence: change for sequence, change in self._groups.items() if sequence not in self._ended}
         self._ended |= dict.fromkeys(changes.ended)
-        owed = {name: prompt for name, prompt in changes.owed.items() if name not in self._settled}
-        settled = dict.fromkeys(name for name in changes.settled if name not in self._owed)
-        self._owed, self._settled = owed | self._owed, settled | self._settled
-        posted = {name: group for name, group in changes.posted.items() if name not in self._settled}
+        owed = {name: prompt for name, prompt in changes.owed.items() if name not in self._forgotten}
+        forgotten = dict.fromkeys(name for name in changes.forgotten if name not in self._owed)
+        self._owed, self._forgotten = owed | self._owed, forgotten | self._forgotten
+        posted = {name: group for name, group in changes.posted.items() if name not in self._forgotten}
         keys = {key: name for key, name in changes.keys.items() if key not in self._forgotten_keys}
         self._posted, self._keys = posted | self._posted, keys | self._keys
         self._forgotten_keys |= dict.fromkeys(changes.forgotten_keys)

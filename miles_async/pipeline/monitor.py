@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from miles_async.errors import FatalError
 from miles_async.events import EngineBusy, LoopLag, Pulse, Stalled
 from miles_async.pipeline.collect import BatchCollector
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import Fleet, Generator, Learner
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
-from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.stall import StallClock
 
 TICK_SECONDS = 0.5
@@ -49,20 +50,25 @@ class RunMonitor:
         self,
         *,
         run_state: RunState,
+        lifecycle: GroupLifecycle,
         producer: Producer,
         collector: BatchCollector,
         generator: Generator,
         warn_seconds: float,
         abort_seconds: float,
         limits: StageLimits,
+        taken: Callable[[], int],
     ) -> None:
+        """`taken` returns the number of prompts that a rollout function holds."""
         self._run_state = run_state
+        self._lifecycle = lifecycle
         self._producer = producer
         self._collector = collector
         self._generator = generator
         self._stall = StallClock(warn_seconds)
         self._abort_seconds = abort_seconds
         self._limits = limits
+        self._taken = taken
         self._head = 0, run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
@@ -78,7 +84,7 @@ class RunMonitor:
             await run_state.clock.sleep(TICK_SECONDS)
             lag = max(0.0, run_state.clock.monotonic() - asleep_at - TICK_SECONDS)
             if lag > SUSPENDED_SECONDS:
-                run_state.discount(lag)
+                run_state.exclude_pause(lag)
             now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
             run_state.journal.emit(LoopLag(time=now, seconds=lag))
             run_state.journal.emit(
@@ -96,25 +102,24 @@ class RunMonitor:
         if not self._run_state.waits_for_groups:
             return 0.0
         return max(
-            self._limits.generation_seconds if self._producer.at_engines_since else 0.0,
-            self._limits.reward_seconds if self._producer.rewarding else 0.0,
+            self._limits.generation_seconds if self._producer.attempts.at_engines_since else 0.0,
+            self._limits.reward_seconds if self._producer.attempts.rewarding else 0.0,
         )
 
     def _stall_sentence(self, idle_seconds: float) -> str:
         run_state, producer = self._run_state, self._producer
-        dropped = (
-            ", ".join(f"{count} {reason}" for reason, count in run_state.ledger.dropped.items() if count) or "none"
-        )
+        drops = self._lifecycle.ledger.dropped.items()
+        dropped = ", ".join(f"{count} {reason}" for reason, count in drops if count) or "none"
         return (
             f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {len(producer.queue)}, "
-            f"{self._generator.in_flight} requests in flight, {producer.rewarding} groups wait for rewards, "
+            f"{self._generator.in_flight} requests in flight, {producer.attempts.rewarding} groups wait for rewards, "
             f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
             f"{self._taken_sentence()}"
         )
 
     def _taken_sentence(self) -> str:
         """Names the rollout function if it holds prompts, because it may be what the run waits for."""
-        taken = self._run_state.taken_count
+        taken = self._taken()
         return f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
 
     def _pulse(self, idle_seconds: float) -> Pulse:
@@ -123,18 +128,18 @@ class RunMonitor:
         head = producer.window.head
         if head != self._head[0]:
             self._head = head, now
-        oldest, sent_at = next(iter(producer.at_engines_since.items()), (None, now))
+        oldest, sent_at = next(iter(producer.attempts.at_engines_since.items()), (None, now))
         cause, blocked_since = producer.waits_for or (None, now)
         return Pulse(
             time=run_state.clock.time(),
-            generating=len(producer.at_engines_since),
-            rewarding=producer.rewarding,
+            generating=len(producer.attempts.at_engines_since),
+            rewarding=producer.attempts.rewarding,
             oldest=oldest,
             oldest_seconds=round(now - sent_at, 3),
             waits_for=cause,
             waits_seconds=round(now - blocked_since, 3),
             head=head,
-            head_state=run_state.ledger.state(head),
+            head_state=self._lifecycle.ledger.state(head),
             head_seconds=round(now - self._head[1], 3),
             queue=len(producer.queue),
             blocked=producer.window.blocked,
@@ -172,6 +177,7 @@ async def follow_learner_work(run_state: RunState, learner: Learner) -> None:
 
 async def follow_engine_load(
     run_state: RunState,
+    ledger: Ledger,
     fleet: Fleet,
     asks_engines: Callable[[], bool],
     request_seconds: float,
@@ -184,7 +190,7 @@ async def follow_engine_load(
     numbers again or nothing, so its requests end in a stall. A group that an external generator has posted is progress,
     too. `limit` is None without `--adaptive-concurrency`.
     """
-    counts = run_state.ledger.counts
+    counts = ledger.counts
     tokens: dict[str, tuple[int, int]] = {}
     posted = run_state.journal.posted
     while True:
@@ -204,6 +210,6 @@ async def follow_engine_load(
         if limit is not None:
             in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
             # A group that left the engines made room there, whatever its outcome.
-            limit.observe(loads, in_flight, ended=run_state.ledger.fed - in_flight)
+            limit.observe(loads, in_flight, ended=ledger.fed - in_flight)
             # A higher limit may unblock the feed.
             run_state.changed.notify()

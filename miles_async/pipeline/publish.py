@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from miles_async.errors import EngineLostError
 from miles_async.events import PublishEnded, PublishStarted, WriteFailed
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import Lease, TaskSupervisor
 from miles_async.ports import Fleet, WeightChannel
@@ -53,6 +54,7 @@ class Publisher:
         self,
         *,
         run_state: RunState,
+        lifecycle: GroupLifecycle,
         tasks: TaskSupervisor,
         channel: WeightChannel,
         fleet: Fleet,
@@ -62,6 +64,7 @@ class Publisher:
     ) -> None:
         """`pause_mode` is that of `Fleet.pause`; `on_live` is called after each publish that reached an engine."""
         self._run_state = run_state
+        self._lifecycle = lifecycle
         self._tasks = tasks
         self._channel = channel
         self._fleet = fleet
@@ -110,7 +113,7 @@ class Publisher:
             await self._channel.connect([*self._fleet.routed(), engine])
             # The buffer holds the version that was staged last, whether it is live or waits for its publish.
             version = self._run_state.trainer_version
-            outcome = await self._send_with_fallback(version, engine)
+            outcome = await self._send(version, engine)
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
             await self._fleet.commit(engine, version)
@@ -133,8 +136,7 @@ class Publisher:
         try:
             await self._pause()
             stopped_at = run_state.clock.monotonic()
-            sends = [self._send_and_commit(version, engine) for engine in self._fleet.routed()]
-            outcomes = await asyncio.gather(*sends)
+            outcomes = await asyncio.gather(*(self._update(version, engine) for engine in self._fleet.routed()))
         finally:
             # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.monotonic()
@@ -161,7 +163,7 @@ class Publisher:
         # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
         run_state.live_version = version
-        run_state.advance(staged.trained, GroupState.PUBLISHED)
+        self._lifecycle.advance(staged.trained, GroupState.PUBLISHED)
         run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
@@ -176,9 +178,9 @@ class Publisher:
             run_state.publish_is_aborting = False
             run_state.publish_aborts += aborts
 
-    async def _send_and_commit(self, version: int, engine: str) -> SendOutcome:
+    async def _update(self, version: int, engine: str) -> SendOutcome:
         """Send and commit the version on one engine; fence the engine if either fails."""
-        outcome = await self._send_with_fallback(version, engine)
+        outcome = await self._send(version, engine)
         if outcome.error is None:
             try:
                 await self._fleet.commit(engine, version)
@@ -189,15 +191,15 @@ class Publisher:
         await self._fleet.fence(engine, outcome.error or "")
         return outcome
 
-    async def _send_with_fallback(self, version: int, engine: str) -> SendOutcome:
+    async def _send(self, version: int, engine: str) -> SendOutcome:
         """Send, repeat once after a failure, then try every other transport. A final failure is not repeated."""
-        [outcome] = await self._channel.send(version, [engine])
+        outcome = await self._channel.send(version, engine)
         if outcome.error is not None and not outcome.final:
             self._report_failure(version, outcome, "retry")
-            [outcome] = await self._channel.send(version, [engine])
+            outcome = await self._channel.send(version, engine)
         while outcome.error is not None and not outcome.final and (transport := await self._channel.fall_back(engine)):
             self._report_failure(version, outcome, "fall_back", transport)
-            [outcome] = await self._channel.send(version, [engine])
+            outcome = await self._channel.send(version, engine)
         return outcome
 
     def _report_failure(self, version: int, outcome: SendOutcome, then: str, transport: str | None = None) -> None:

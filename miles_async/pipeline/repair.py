@@ -18,6 +18,35 @@ MAX_BACKOFF_SECONDS = 60.0
 """Upper limit of the pause between two starts of an engine, which doubles after each failure."""
 
 
+class EngineChecks:
+    """Checks engines at any time, for whoever depends on their answers."""
+
+    def __init__(self, run_state: RunState, fleet: Fleet) -> None:
+        self._run_state = run_state
+        self._fleet = fleet
+        self._one_round = asyncio.Lock()
+        self._rounds = 0
+        """Rounds of `check_all` that have begun."""
+        self.serving = fleet.serving
+        """Returns whether requests reach an engine."""
+
+    async def check(self, engine: str) -> None:
+        """Check one engine, and fence it if the check fails."""
+        try:
+            await self._fleet.check(engine)
+        except EngineLostError as lost:
+            await self._fleet.fence(engine, str(lost))
+            self._run_state.changed.notify()
+
+    async def check_all(self) -> None:
+        """Check all routed engines. All calls that wait share the next round of checks."""
+        awaited = self._rounds + 1
+        async with self._one_round:
+            if self._rounds < awaited:
+                self._rounds += 1
+                await asyncio.gather(*map(self.check, self._fleet.routed()))
+
+
 class Repair:
     """Runs one loop per engine. A routed engine is checked at a fixed interval and fenced if the check fails.
 
@@ -30,6 +59,7 @@ class Repair:
         *,
         run_state: RunState,
         fleet: Fleet,
+        checks: EngineChecks,
         publisher: Publisher,
         tasks: TaskSupervisor,
         interval_seconds: float,
@@ -38,14 +68,12 @@ class Repair:
         """`devices` is held while an engine starts: with colocation, the learner must not use the devices meanwhile."""
         self._run_state = run_state
         self._fleet = fleet
+        self._checks = checks
         self._publisher = publisher
         self._tasks = tasks
         self._interval = interval_seconds
         self._devices = devices
         self._loops: dict[str, asyncio.Task[None]] = {}
-        self._one_round = asyncio.Lock()
-        self._rounds = 0
-        """Rounds of `check_engines` that have begun."""
 
     async def run(self) -> None:
         """Check the router at each interval, and keep one loop running per member of the fleet. Never returns."""
@@ -71,14 +99,6 @@ class Repair:
             # Admission and evaluations wait for a router that serves requests.
             self._run_state.changed.notify()
 
-    async def check_engines(self) -> None:
-        """Check all routed engines, and fence those that fail. All calls that wait share the next round of checks."""
-        awaited = self._rounds + 1
-        async with self._one_round:
-            if self._rounds < awaited:
-                self._rounds += 1
-                await asyncio.gather(*map(self._check, self._fleet.routed()))
-
     async def _keep_alive(self, engine: str) -> None:
         """Check or restart one engine until it is no member of the fleet."""
         while engine in self._fleet.members():
@@ -89,14 +109,7 @@ class Repair:
                 async with asyncio.timeout(self._interval):
                     await self._run_state.changed.until(lambda: engine not in self._fleet.routed())
             except TimeoutError:
-                await self._check(engine)
-
-    async def _check(self, engine: str) -> None:
-        try:
-            await self._fleet.check(engine)
-        except EngineLostError as lost:
-            await self._fleet.fence(engine, str(lost))
-            self._run_state.changed.notify()
+                await self._checks.check(engine)
 
     async def _replace(self, engine: str) -> None:
         """Restart an engine until it joins.

@@ -30,9 +30,9 @@ from typing import Any
 
 from miles_async.errors import FatalError
 from miles_async.events import LearnerRestored
+from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.produce import Producer
-from miles_async.pipeline.recycle import Recycler
-from miles_async.pipeline.run_state import RunState, sequence_of
+from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import Training
 from miles_async.ports import SeekableSource
 from miles_async.scheduling.ledger import LIVE, GroupState
@@ -58,8 +58,8 @@ class RestoredRun:
 
 def progress_values(
     run_state: RunState,
+    lifecycle: GroupLifecycle,
     data: SeekableSource,
-    recycler: Recycler,
     *,
     next_rollout: int,
     evaluated: int,
@@ -69,7 +69,7 @@ def progress_values(
 
     `evaluated` and `saved` are the rollouts of the last evaluation that ended and of the last checkpoint.
     """
-    ledger = run_state.ledger
+    ledger = lifecycle.ledger
     position = data.position()
     # A separate value, which the store writes only if it changes: it may be much larger than the position.
     metadata = position.pop("metadata", {})
@@ -79,7 +79,7 @@ def progress_values(
         "fed": ledger.fed,
         "published": ledger.counts[GroupState.PUBLISHED],
         "dropped": dict(ledger.dropped),
-        "recycled": recycler.recycled,
+        "recycled": lifecycle.recycled,
         "announced_version": run_state.announced_version,
         "rollbacks": [list(rollback) for rollback in run_state.lineage.rollbacks],
         "next_rollout": next_rollout,
@@ -101,9 +101,9 @@ async def restore(
     first_rollout: int,
     trains_off_lineage: bool,
     run_state: RunState,
+    lifecycle: GroupLifecycle,
     producer: Producer,
     data: SeekableSource,
-    recycler: Recycler,
     training: Training,
     restore_posted: Callable[[Sequence[str]], None],
 ) -> RestoredRun:
@@ -116,9 +116,9 @@ async def restore(
     """
     values = stored.progress
     data.seek(stored_position(values))
-    recycler.recycled = values["recycled"]
-    groups = await _enter(stored, run_state)
-    next_rollout = await _count_last_batch(values["next_rollout"], learner, run_state, training)
+    lifecycle.recycled = values["recycled"]
+    groups = await _enter(stored, run_state, lifecycle)
+    next_rollout = await _count_last_batch(values["next_rollout"], learner, lifecycle, training)
     last = next_rollout - 1 if learner.rollout is None else learner.rollout
     saved = values["saved"]
     if learner.report is None and last >= first_rollout:  # the weights come from a checkpoint of this run
@@ -127,13 +127,13 @@ async def restore(
 
     def unended(candidates: Iterable[StoredGroup]) -> list[StoredGroup]:
         """Those that are neither trained nor ended now."""
-        states = ((before, run_state.ledger.state(before.sequence)) for before in candidates)
+        states = ((before, lifecycle.ledger.state(before.sequence)) for before in candidates)
         return [before for before, state in states if state not in (None, GroupState.TRAINED)]
 
     undone = _undone_batches(stored, last, next_rollout)
     version = _next_version(learner, last, len(undone), run_state)
     for before in undone:
-        run_state.roll_back(groups[before.sequence])
+        lifecycle.roll_back(groups[before.sequence])
     known, posted = {group.feed_index for group in stored.groups}, set(stored.posted)
     untrained = {before.feed_index for before in unended(stored.groups)}
     restore_posted([name for name in stored.posted if name not in known or name in untrained])
@@ -143,9 +143,9 @@ async def restore(
         if reason is None:
             continue
         if group and not is_posted:
-            recycler.requeue(group, reason)
+            lifecycle.requeue(group, reason)
             continue
-        run_state.drop(group, reason)
+        lifecycle.drop(group, reason)
         if is_posted:
             run_state.journal.keep_posted(before.feed_index)
     # Prompts that waited in the data source, in quarantine or in a rollout function.
@@ -156,20 +156,20 @@ async def restore(
 
     leased = stored_as(GroupState.LEASED)
     for group in leased:
-        run_state.give_back(group)
+        lifecycle.give_back(group)
     queue = [*(groups[before.sequence] for before in unended(undone)), *leased, *stored_as(GroupState.QUEUED)]
     producer.restore(queue, sorted(stored_as(GroupState.FINISHED), key=sequence_of))
     return RestoredRun(
         next_rollout=last + 1 if undone else next_rollout,
         version=version,
-        trained=[group for group in run_state.live_groups if run_state.state_of(group) is GroupState.TRAINED],
+        trained=[group for group in lifecycle.live_groups if lifecycle.state_of(group) is GroupState.TRAINED],
         evaluated=min(values["evaluated"], last),
         saved=saved,
     )
 
 
-async def _enter(stored: StoredRun, run_state: RunState) -> dict[int, Group]:
-    """Enter versions and groups into the run state. Returns the groups by sequence number.
+async def _enter(stored: StoredRun, run_state: RunState, lifecycle: GroupLifecycle) -> dict[int, Group]:
+    """Enter versions and groups. Returns the groups by sequence number.
 
     The samples of a group stay in the store until they are needed, unless the group has no prompt.
     """
@@ -177,7 +177,7 @@ async def _enter(stored: StoredRun, run_state: RunState) -> dict[int, Group]:
     run_state.announced_version = values["announced_version"]
     run_state.lineage = Lineage(values["rollbacks"])
     run_state.journal.restore(stored.groups, values["saved"])
-    run_state.ledger.restore(
+    lifecycle.ledger.restore(
         values["fed"],
         {group.sequence: group.state for group in stored.groups if group.state in LIVE},
         values["published"],
@@ -187,14 +187,14 @@ async def _enter(stored: StoredRun, run_state: RunState) -> dict[int, Group]:
     for before in stored.groups:
         groups[before.sequence] = group = _group_of(before, prompts)
         if before.state in LIVE:
-            run_state.restore(group)
+            lifecycle.register(group)
         if before.content is not None:
             load = partial(run_state.journal.load, before.sequence)
-            run_state.leave_in_store(group, load, before.content.response_tokens)
+            lifecycle.leave_in_store(group, load, before.content.response_tokens)
         elif before.feed_index in posted:
-            run_state.leave_in_store(group, partial(run_state.journal.load_posted, before.feed_index))
+            lifecycle.leave_in_store(group, partial(run_state.journal.load_posted, before.feed_index))
         if not group:
-            await run_state.load(group)
+            await lifecycle.load(group)
     return groups
 
 
@@ -212,12 +212,12 @@ def _group_of(stored: StoredGroup, prompts: Mapping[str, Group]) -> Group:
 
 
 async def _count_last_batch(
-    next_rollout: int, learner: LearnerProgress, run_state: RunState, training: Training
+    next_rollout: int, learner: LearnerProgress, lifecycle: GroupLifecycle, training: Training
 ) -> int:
     """Record a batch that the learner trained after the last write to the store. Returns the next rollout."""
     if learner.rollout is None or learner.rollout < next_rollout:
         return next_rollout
-    leased = {sequence_of(group): group for group in run_state.leased_groups}
+    leased = {sequence_of(group): group for group in lifecycle.leased_groups}
     missing = [sequence for sequence in learner.groups if sequence not in leased]
     if learner.report is None or learner.rollout > next_rollout or missing:
         raise FatalError(
@@ -226,7 +226,7 @@ async def _count_last_batch(
         )
     groups = [leased[sequence] for sequence in learner.groups]
     for group in groups:
-        await run_state.load(group)
+        await lifecycle.load(group)
     training.conclude(learner.rollout, groups, learner.report)
     return learner.rollout + 1
 

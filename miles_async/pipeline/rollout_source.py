@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import structlog
-
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.json_values import plain_text, shown
-from miles_async.pipeline.collect import BatchCollector, Choose, GroupsBySample
+from miles_async.pipeline.collect import BatchCollector, Choose
 from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import SeekableSource
 from miles_async.sample_schema import accept_group
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
-
-log = structlog.get_logger(__name__)
-
-GARBAGE_COLLECTION_SECONDS = 10.0
-"""Time between two garbage collections for a worker that gets no more prompts."""
 
 
 class RolloutSource:
@@ -39,19 +31,17 @@ class RolloutSource:
         *,
         data: SeekableSource,
         run_state: RunState,
+        held: HeldPrompts,
         collector: BatchCollector,
         evaluator: Evaluator,
         schedule: Schedule,
-        held_limit: int | None = None,
     ) -> None:
-        """`held_limit` is the most groups that a worker may hold and have in batches; None sets no limit."""
         self._data = data
         self._run_state = run_state
+        self._held = held
         self._collector = collector
         self._evaluator = evaluator
         self._schedule = schedule
-        self._held_limit = held_limit
-        self._garbage_collected_at = -GARBAGE_COLLECTION_SECONDS
 
     def get_samples(self, num_samples: int) -> list[Group]:
         """Take up to `num_samples` groups from the data source. Callable from any thread.
@@ -59,10 +49,7 @@ class RolloutSource:
         A worker that holds as many groups as the run allows gets fewer, perhaps none. It tries again later, after the
         rollout function has returned groups.
         """
-        with self._run_state.journal.data_lock:
-            groups = self._data.get_samples(min(num_samples, self._room(num_samples)))
-            self._run_state.record_taken(groups)
-        return groups
+        return self._held.take(num_samples)
 
     def add_samples(self, samples: Sequence[Iterable[Sample]]) -> None:
         """Give groups back to the front of the feed, with the tokens that they have. Callable from any thread.
@@ -72,75 +59,24 @@ class RolloutSource:
         gave it back before, is not added a second time. A taken or collected group gets the samples back that it lacks.
         Raises UserError if any other group is incomplete.
         """
-        groups = [_accepted(group) for group in samples]
-        with self._run_state.journal.data_lock:
-            for group in groups:
-                self._give_back(group)
-
-    def _give_back(self, group: Group) -> None:
-        """Give back one group, with `data_lock` held."""
-        run_state = self._run_state
-        collected = self._collected_as(group)
-        if collected is None and run_state.identify(group) is None and self._has(group):
-            log.warning("a group was given back that the rollout function no longer holds", group=group.feed_index)
-            return
-        # The function keeps its own list, whose sequence number is that of the attempt that ends here.
-        fed_again = Group(group, feed_index=group.feed_index, attempt=group.attempt)
-        # The data source returns the samples without which the group would have been trained.
-        fed_again.missing += group.missing
-        if collected is not None:
-            fed_again.feed_index, fed_again.attempt = collected.feed_index, collected.attempt
-            fed_again.complete(collected.prompts)
-        self._data.add_samples([fed_again])
-        if collected is None:
-            run_state.record_returned([group])
-            run_state.owe(fed_again)
-            return
-        run_state.record_given_back(collected, fed_again)
-        with suppress(RuntimeError):  # the run has ended
-            self._loop.call_soon_threadsafe(self._end_given_back)
-
-    def _end_given_back(self) -> None:
-        with self._run_state.journal.data_lock:
-            self._run_state.end_given_back()
-
-    def _collected_as(self, group: Group) -> Group | None:
-        """The collected group that the function gives back, itself or as a new list or a copy; None if it is none."""
-        groups = self._run_state.collected_groups
-        if group.sequence is not None:
-            return next((one for one in groups if one.sequence == group.sequence), None)
-        if group.feed_index:
-            return next((one for one in groups if one.feed_index == group.feed_index), None)
-        return GroupsBySample(groups).find(group) if groups else None
-
-    def _has(self, group: Group) -> bool:
-        """Whether the run has a group that the function does not hold: it waits, is in progress, or is trained."""
-        run_state = self._run_state
-        if group.sequence is not None and run_state.state_of(group) is not None:
-            return True
-        if not group.feed_index or run_state.is_handed_on(group):
-            return bool(group.feed_index)
-        # A function may have kept its groups in a file while the rollout worker was replaced.
-        return any(one.feed_index == group.feed_index for one in (*self._data.returned(), *run_state.live_groups))
+        self._held.give_back([_accepted(group) for group in samples])
 
     def discard(self, group: Iterable[Sample], reason: str) -> None:
         """Drop a finished group that was generated outside the pipeline. Call it in the rollout function's own call."""
         text = plain_text(reason) if type(reason) is str else shown(reason)
-        self._collector.discard(_accepted(group), text)
+        self._held.drop(_accepted(group), text)
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group of a rollout function that cannot be trained."""
-        self._collector.refuse(group, error)
+        self._held.refuse(group, error)
 
     def fail(self, group: Group, error: str) -> None:
-        """Feed the prompt of a group again whose generation failed, or dead-letter it after its last attempt."""
-        self._collector.fail(group, error)
+        """Requeue the prompt of a group whose generation failed, or dead-letter it after its last attempt."""
+        self._held.fail(group, error)
 
     def version_when_taken(self, sample: Sample) -> int | None:
         """The live weight version when the sample's prompt was taken with `get_samples`; None if it was not taken."""
-        with self._run_state.journal.data_lock:
-            taken = self._run_state.taken_as(sample)
-        return None if taken is None else taken.version
+        return self._held.version_when_taken(sample)
 
     @property
     def epoch_id(self) -> int:
@@ -206,12 +142,14 @@ class RolloutSource:
                 f"the rollout function calls drain_stream, but the schedule is {self._schedule}: "
                 "set --schedule fully_async"
             )
-        return self._collect(await self._collector.collect(rollout_id, size))
+        groups = await self._collector.collect(rollout_id, size)
+        self._held.collect(groups)
+        return groups
 
     async def collect_batch(
         self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
     ) -> list[Group]:
-        """Generate a batch of `size` groups out of `over_sampling`; the rest is aborted and fed again.
+        """Generate a batch of `size` groups out of `over_sampling`; the rest is aborted and requeued.
 
         With `choose`, all of them are finished, and the first `size` groups that it returns form the batch. Raises
         UserError under the fully asynchronous schedule, whose persistent producer generates already.
@@ -221,30 +159,19 @@ class RolloutSource:
                 "the rollout function calls collect_batch, but the schedule is fully_async: "
                 "call drain_stream instead, or set --schedule one_step_off"
             )
-        return self._collect(await self._collector.generate(rollout_id, size, over_sampling, choose))
+        offered: list[Group] = []
 
-    def _collect(self, groups: list[Group]) -> list[Group]:
-        self._loop = asyncio.get_running_loop()
-        with self._run_state.journal.data_lock:
-            self._run_state.record_collected(groups)
+        def chosen(groups: list[Group]) -> Iterable[Group]:
+            offered.extend(groups)
+            return groups if choose is None else choose(groups)
+
+        groups = await self._collector.generate(rollout_id, size, over_sampling, choose and chosen)
+        self._held.collect(groups, offered)
         return groups
 
     async def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """Rewards and truncation flags on the held-out problems, by data set."""
         return await self._evaluator.evaluate(rollout_id)
-
-    def _room(self, wanted: int) -> int:
-        """Number of groups that may be taken now, out of `wanted`."""
-        if self._held_limit is None:
-            return wanted
-        room = self._held_limit - self._run_state.held_groups
-        now = self._run_state.clock.monotonic()
-        if room <= 0 and now - self._garbage_collected_at >= GARBAGE_COLLECTION_SECONDS:
-            # The traceback of an error can keep the samples of a group alive that the worker has lost.
-            self._garbage_collected_at = now
-            gc.collect()
-            room = self._held_limit - self._run_state.held_groups
-        return max(0, room)
 
 
 def _accepted(samples: Iterable[Sample | list[Sample]]) -> Group:

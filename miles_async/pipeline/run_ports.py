@@ -31,6 +31,20 @@ def ignore_posted(feed_indexes: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunFunctions:
+    """The functions that replace or extend what the pipeline does by itself."""
+
+    rollout: RolloutFunction | None = None
+    """The rollout function. None takes batches directly from the queue, under the fully asynchronous schedule only."""
+    worker_function: WorkerFunction | None = None
+    """A rollout function with a worker that generates between calls. It replaces the producer and `rollout`."""
+    prepare: PrepareBatch = leave_unchanged
+    """Called once with each batch before it is trained, after stale groups were replaced."""
+    evaluate: EvaluationFunction | None = None
+    """A user's evaluation function; None evaluates `Ports.eval_sets`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ports:
     """The outside of one run. `tests/sim/world.py` builds one under virtual time; `workers/rollout.py` the real one."""
 
@@ -38,32 +52,21 @@ class Ports:
     journal: Journal
     data: SeekableSource
     generator: Generator
-    evaluator: Generator
-    """Like `generator`, but greedy."""
     rewarder: Rewarder
     learner: Learner
     channel: WeightChannel
     fleet: Fleet
     dead_letters: DeadLetters
-    keep: Callable[[Group], Verdict]
+    dynamic_filter: Callable[[Group], Verdict]
     """The dynamic sampling filter, called with each finished group."""
     text_of: Callable[[list[int]], str]
     """Returns the text of tokens, including special tokens, for people to read."""
     limits: SampleLimits = NO_LIMITS
     """The limits that the model and the learner set to samples."""
-    problems: Sequence[Group]
-    """Held-out problems with one sample each; without any, they are not evaluated."""
-    rollout: RolloutFunction | None = None
-    """The rollout function. None takes batches directly from the queue, under the fully asynchronous schedule only."""
-    worker_function: WorkerFunction | None = None
-    """A rollout function with a worker that generates between calls. It replaces the producer and `rollout`."""
-    prepare: PrepareBatch = leave_unchanged
-    """Called once with each batch before it is trained, after stale groups were replaced."""
+    functions: RunFunctions = RunFunctions()
+    eval_sets: Sequence[EvalSet] = ()
+    """Data sets to evaluate on; those without problems are left out."""
     on_rollout: Callable[[int], None] = ignore_rollout
     """Called with the rollout id when the collection of a batch begins."""
     restore_posted: Callable[[Sequence[str]], None] = ignore_posted
     """Called with the feed indexes of the posted groups of a restored run that are not trained yet."""
-    eval_sets: Sequence[EvalSet] = ()
-    """Further data sets to evaluate on."""
-    evaluate: EvaluationFunction | None = None
-    """A user's evaluation function; None evaluates `problems` and `eval_sets`."""

@@ -8,7 +8,7 @@
 
     loop      file        consumes              waits for                          unblocked by
     feed      produce.py  the data source       a limit of admission               an ended group, a publish, a batch
-    group     produce.py  one admitted group    the engines, the reward            the engines, the reward
+    group     attempt.py  one admitted group    the engines, the reward            the engines, the reward
     train     here        the queue             a full batch of fresh groups       the window, which releases groups
     publish   publish.py  staged weights        the engines to pause and resume    the engines
     repair    repair.py   failed engines        health checks, engine starts       the engines, the router
@@ -26,8 +26,8 @@ The three schedules share `Service._train`. They differ in when a batch is colle
     one_step_off   the next batch is generated while the current batch trains      staleness 1
     fully_async    a persistent producer fills the queue, and publishes overlap    limited by admission and the gate
 
-A rollout function may have a worker that generates between its calls (`Ports.worker_function`). It takes the place of
-the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
+A rollout function may have a worker that generates between its calls (`RunFunctions.worker_function`). It takes the
+place of the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
 
 `Service.stop` drains the run, in the same way under all schedules. No group is admitted any more. The groups in flight,
 the current step and its checkpoint may end for `--drain-seconds` together. What has not ended then is abandoned: its
@@ -40,36 +40,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from miles_async.config.derived import checkpoint_due, evaluation_due, min_samples_per_group, publish_due
+from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
 from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
-from miles_async.pipeline.checkpoint import Checkpointer
-from miles_async.pipeline.collect import BatchCollector
-from miles_async.pipeline.devices import SharedDevices
-from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
-from miles_async.pipeline.monitor import RunMonitor, StageLimits, follow_engine_load, follow_learner_work
-from miles_async.pipeline.produce import Producer
-from miles_async.pipeline.publish import Publisher
-from miles_async.pipeline.recycle import Recycler
-from miles_async.pipeline.repair import Repair
+from miles_async.pipeline.evaluate import DueEvaluations
+from miles_async.pipeline.monitor import follow_engine_load, follow_learner_work
+from miles_async.pipeline.parts import compose
 from miles_async.pipeline.restore import progress_values, restore
-from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
-from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.sample_display import SampleDisplay
-from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.pipeline.training import Training
-from miles_async.scheduling.admission import Admission
-from miles_async.scheduling.bounds import Bounds, Schedule, StalenessGate
-from miles_async.scheduling.concurrency import AdaptiveConcurrency
+from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.ledger import GroupState
-from miles_async.scheduling.window import HeadAction, HeadPolicy
 from miles_async.stored_run import StoredRun
 from miles_async.types import Group
 
 T = TypeVar("T")
-FIRST_ATTEMPTS = 32
-"""A run ends if all of its first attempts at a group fail: these many, and at least those of two batches."""
 
 
 class Service:
@@ -95,9 +79,10 @@ class Service:
 
         `stored` is the state that a lost rollout worker left in the store; this service continues from it.
         """
-        has_function = ports.rollout is not None or ports.worker_function is not None
+        functions = ports.functions
+        has_function = functions.rollout is not None or functions.worker_function is not None
         if not has_function and schedule is not Schedule.FULLY_ASYNC:
-            raise ValueError(f"schedule {schedule} needs a rollout function: set Ports.rollout")
+            raise ValueError(f"schedule {schedule} needs a rollout function: set RunFunctions.rollout")
         self._config = config
         self._ports = ports
         self._schedule = schedule
@@ -107,7 +92,6 @@ class Service:
         self._evaluated = -2
         """The rollout after which the last evaluation ended; -1 is the evaluation before training."""
         self._stored = stored
-        self._tasks = TaskSupervisor()
         self._stopping = asyncio.Event()
         self._stopped_at = 0.0
         """When `stop` was called first (`Clock.monotonic`)."""
@@ -117,109 +101,24 @@ class Service:
         """Groups in flight that a drain aborted."""
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
-        self.run_state = RunState(ports.clock, ports.journal)
-        gate = StalenessGate(config.rollout.max_weight_staleness)
-        self._training = Training(self.run_state, ports.learner, ports.dead_letters, gate, config)
-        self._adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
-        self._admission = Admission(
-            max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=self._adaptive
-        )
-        self._recycler = Recycler(
-            self.run_state,
-            ports.data,
-            ports.dead_letters,
-            config.rollout.max_attempts,
-            first_attempts=max(FIRST_ATTEMPTS, 2 * config.rollout.rollout_batch_size),
-        )
-        self._producer = Producer(
-            run_state=self.run_state,
-            tasks=self._tasks,
-            data=ports.data,
-            generator=ports.generator,
-            rewarder=ports.rewarder,
-            keep=ports.keep,
-            limits=ports.limits,
-            recycler=self._recycler,
-            window_size=bounds.window,
-            head_policy=HeadPolicy(
-                config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action)
-            ),
-            queue_capacity=config.rollout.queue_capacity,
-            min_samples=min_samples_per_group(config),
-            max_attempts=config.rollout.max_attempts,
-            partial_rollout=config.rollout.partial_rollout,
-            engines_available=ports.fleet.serving,
-            check_engines=lambda: self._repair.check_engines(),
-            sample_display=SampleDisplay(
-                ports.clock, ports.journal, config.observability.sample_interval_seconds, ports.text_of
-            ),
-        )
-        self._collector = BatchCollector(
-            run_state=self.run_state,
-            producer=self._producer,
-            recycler=self._recycler,
-            gate=gate,
-            adaptive=self._adaptive,
-            samples_per_group=config.rollout.n_samples_per_prompt,
-        )
-        self._devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
-        self._publisher = Publisher(
-            run_state=self.run_state,
-            tasks=self._tasks,
-            channel=ports.channel,
-            fleet=ports.fleet,
-            pause_mode=config.weights.pause_generation_mode,
-            queue_depth=lambda: len(self._producer.queue),
-            on_live=self._collector.sweep_queue,
-        )
-        self._repair = Repair(
-            run_state=self.run_state,
-            tasks=self._tasks,
-            fleet=ports.fleet,
-            publisher=self._publisher,
-            interval_seconds=config.engine.engine_health_interval_seconds,
-            devices=self._devices.engine_start(),
-        )
-        self._monitor = RunMonitor(
-            run_state=self.run_state,
-            producer=self._producer,
-            collector=self._collector,
-            generator=ports.generator,
-            warn_seconds=config.observability.no_progress_warn_seconds,
-            abort_seconds=config.observability.no_progress_abort_seconds,
-            limits=StageLimits(
-                generation_seconds=(
-                    config.rollout.generate_timeout_seconds if config.rollout.custom_generate_function_path else 0.0
-                ),
-                # A plain reward function scores the samples of a group one after the other.
-                reward_seconds=config.rollout.reward_timeout_seconds * config.rollout.n_samples_per_prompt,
-            ),
-        )
-        self._checkpointer = Checkpointer(
-            run_state=self.run_state,
-            data=ports.data,
-            learner=ports.learner,
-            tasks=self._tasks,
-            asynchronous=config.learner.async_save,
-        )
-        held_out = EvalSet(name="held_out", problems=ports.problems, generator=ports.evaluator)
-        eval_sets = [held_out, *ports.eval_sets]
-        self._evaluator = Evaluator(
-            self.run_state,
-            ports.rewarder,
-            eval_sets,
-            self._evaluation_may_generate,
-            max_attempts=config.rollout.max_attempts,
-        )
-        self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluation_may_generate)
-        self._source = RolloutSource(
-            data=ports.data,
-            run_state=self.run_state,
-            collector=self._collector,
-            evaluator=self._evaluator,
-            schedule=schedule,
-            held_limit=None if ports.worker_function is None else bounds.room,
-        )
+        parts = compose(config, bounds, ports, schedule)
+        self._tasks = parts.tasks
+        self.run_state = parts.run_state
+        self.lifecycle = parts.lifecycle
+        self.held = parts.held
+        self._adaptive = parts.adaptive
+        self._admission = parts.admission
+        self._producer = parts.producer
+        self._collector = parts.collector
+        self._source = parts.source
+        self._training = parts.training
+        self._devices = parts.devices
+        self._publisher = parts.publisher
+        self._repair = parts.repair
+        self._monitor = parts.monitor
+        self._checkpointer = parts.checkpointer
+        self._evaluator = parts.evaluator
+        self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluator.may_generate)
 
     def stop(self) -> None:
         """Drain the run: `run` returns when what is in progress has ended, after `drain_seconds` at the latest."""
@@ -251,6 +150,7 @@ class Service:
             self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
             load = follow_engine_load(
                 self.run_state,
+                self.lifecycle.ledger,
                 self._ports.fleet,
                 self._asks_engines,
                 self._config.engine.sglang_router_request_timeout_secs,
@@ -279,7 +179,7 @@ class Service:
         self._tasks.forever("repair", self._repair.run())
         await self._publisher.publish()
         await self._catch_up(self._next_rollout - 1)
-        if self._schedule is Schedule.FULLY_ASYNC and self._ports.worker_function is None:
+        if self._schedule is Schedule.FULLY_ASYNC and self._ports.functions.worker_function is None:
             self._producer.start(self._admission)
         await self._train()
         if self.stopped:
@@ -294,7 +194,7 @@ class Service:
         limit.reschedule(asyncio.get_running_loop().time() + self._config.cluster.drain_seconds)
 
     def _report_drain(self) -> None:
-        counts, saved = self.run_state.ledger.counts, self._checkpointer.last_saved
+        counts, saved = self.lifecycle.ledger.counts, self._checkpointer.last_saved
         self._ports.journal.emit(
             RunDrained(
                 time=self._ports.clock.time(),
@@ -315,9 +215,9 @@ class Service:
             first_rollout=self._first_rollout,
             trains_off_lineage=self._config.rollout.off_lineage == "train",
             run_state=self.run_state,
+            lifecycle=self.lifecycle,
             producer=self._producer,
             data=self._ports.data,
-            recycler=self._recycler,
             training=self._training,
             restore_posted=self._ports.restore_posted,
         )
@@ -326,9 +226,9 @@ class Service:
         return restored.version, restored.trained
 
     async def _catch_up(self, rollout_id: int) -> None:
-        """Evaluate and save after `rollout_id`, which is -1 before training, as far as that is due and was not done.
+        """Evaluate and save after `rollout_id`, which is -1 before training, if it is due and still missing.
 
-        That is the evaluation before training, or what a rollout worker that was lost could not do any more.
+        This is the evaluation before training, or what a lost rollout worker could not do any more.
         """
         before_training = self._first_rollout - 1
         unsaved = rollout_id > before_training and self._checkpointer.last_rollout != rollout_id
@@ -364,7 +264,7 @@ class Service:
                 break
             if schedule is Schedule.ONE_STEP_OFF and rollout_id < last:
                 batch = self._start_batch(rollout_id + 1)
-            await self._ports.prepare(rollout_id, groups)
+            await self._ports.functions.prepare(rollout_id, groups)
             if self.stopped:
                 break
             await self._devices.to_learner()
@@ -412,7 +312,7 @@ class Service:
             await self._checkpointer.newest
 
     async def _save_before_end(self) -> None:
-        """Save the state after the last step, as far as that has not been done, and wait for the last checkpoint."""
+        """Save the state after the last step if it is not saved yet, and wait for the last checkpoint."""
         learner, last_trained = self._config.learner, self._next_rollout - 1
         saves = learner.save is not None or learner.save_hf is not None
         trained_any = last_trained >= self._first_rollout
@@ -436,21 +336,21 @@ class Service:
         """The groups to train next, from the queue or from the rollout function."""
         self._ports.on_rollout(rollout_id)
         size = self._config.rollout.rollout_batch_size
-        if self._ports.worker_function is not None:
+        if self._ports.functions.worker_function is not None:
             return await self._collect_from_worker(rollout_id, size)
-        if self._ports.rollout is None:
+        if self._ports.functions.rollout is None:
             return await self._collector.collect(rollout_id, size)
-        leased_before = self.run_state.leased_groups
-        groups = await self._ports.rollout(rollout_id, self._source)
+        leased_before = self.lifecycle.leased_groups
+        groups = await self._ports.functions.rollout(rollout_id, self._source)
         self._ports.data.metadata_changed()
-        self._collector.reconcile(groups, leased_before)
+        self.held.reconcile(groups, leased_before)
         return groups
 
     async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
-        assert self._ports.worker_function is not None
-        groups = await self._ports.worker_function(rollout_id, self._source, size)
+        assert self._ports.functions.worker_function is not None
+        groups = await self._ports.functions.worker_function(rollout_id, self._source, size)
         self._ports.data.metadata_changed()
-        self._collector.reconcile_worker(groups)
+        self.held.reconcile_worker(groups)
         return groups
 
     async def _replace_stale(self, rollout_id: int, groups: list[Group]) -> list[Group] | None:
@@ -459,7 +359,7 @@ class Service:
         Returns None if `stop` is called before.
         """
         while missing := len(groups) - len(fresh := self._collector.recycle_stale(groups)):
-            if self._ports.worker_function is not None:
+            if self._ports.functions.worker_function is not None:
                 replacements = self._collect_from_worker(rollout_id, missing)
             elif self._schedule is Schedule.FULLY_ASYNC:
                 replacements = self._collector.collect(rollout_id, missing)
@@ -506,9 +406,9 @@ class Service:
         """Evaluate all data sets."""
         clock, run_state = self._ports.clock, self.run_state
         started, first_version = clock.monotonic(), run_state.live_version
-        if self._ports.evaluate is not None:
+        if self._ports.functions.evaluate is not None:
             with run_state.working():
-                scores = await self._ports.evaluate(rollout_id, self._source)
+                scores = await self._ports.functions.evaluate(rollout_id, self._source)
         else:
             scores = await self._evaluator.evaluate(rollout_id)
         live_versions = first_version, run_state.live_version
@@ -518,8 +418,8 @@ class Service:
     def _progress(self) -> dict[str, Any]:
         return progress_values(
             self.run_state,
+            self.lifecycle,
             self._ports.data,
-            self._recycler,
             next_rollout=self._next_rollout,
             evaluated=self._evaluated,
             saved=self._checkpointer.last_saved,
@@ -527,11 +427,8 @@ class Service:
 
     def _asks_engines(self) -> bool:
         """Whether this run has requests that the engines may be answering."""
-        return bool(self._producer.at_engines_since or self._ports.generator.in_flight or self.run_state.taken_count)
+        return bool(self._producer.attempts.at_engines_since or self._ports.generator.in_flight or self.held.taken)
 
     def _enter_phase(self, phase: str) -> None:
         self.run_state.waits_for_groups = phase in ("batch", "evaluate")
         self._ports.journal.emit(TrainerPhaseChanged(time=self._ports.clock.time(), to=phase))
-
-    def _evaluation_may_generate(self) -> bool:
-        return self._ports.fleet.serving() and not self.run_state.quarantine.has_engines_alone

@@ -12,6 +12,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import StepEnded, StepStarted
 from miles_async.json_values import finite_number
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DeadLetters, Learner
 from miles_async.scheduling.bounds import StalenessGate
@@ -23,9 +24,16 @@ class Training:
     """Takes the optimizer steps of batches, one batch at a time."""
 
     def __init__(
-        self, run_state: RunState, learner: Learner, dead_letters: DeadLetters, gate: StalenessGate, config: RunConfig
+        self,
+        run_state: RunState,
+        lifecycle: GroupLifecycle,
+        learner: Learner,
+        dead_letters: DeadLetters,
+        gate: StalenessGate,
+        config: RunConfig,
     ) -> None:
         self._run_state = run_state
+        self._lifecycle = lifecycle
         self._learner = learner
         self._dead_letters = dead_letters
         self._gate = gate
@@ -64,7 +72,7 @@ class Training:
         return report.finite
 
     def conclude(self, rollout_id: int, groups: list[Group], report: StepReport) -> None:
-        """Record the end of a step. Raises FatalError as `step`."""
+        """Record the end of a step. Raises FatalError like `step`."""
         run_state = self._run_state
         # The responses of a group that a rollout function generated are lost with the rollout worker.
         known = [group for group in groups if group.response_tokens]
@@ -84,7 +92,7 @@ class Training:
             )
         )
         if report.finite:
-            run_state.advance(groups, GroupState.TRAINED, rollout=rollout_id)
+            self._lifecycle.advance(groups, GroupState.TRAINED, rollout=rollout_id)
             run_state.weights_changed = True
             self._not_finite = []
         else:
@@ -92,7 +100,7 @@ class Training:
 
     def _drop_nonfinite(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:
-            self._run_state.drop(group, DropReason.NONFINITE)
+            self._lifecycle.drop(group, DropReason.NONFINITE)
         self._not_finite.append(groups)
         times = len(self._not_finite)
         if times < self._config.learner.max_nonfinite_batches:

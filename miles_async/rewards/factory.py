@@ -15,7 +15,7 @@ from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards.builtin import exact
-from miles_async.rewards.graders import Graders
+from miles_async.rewards.graders import GraderPool
 from miles_async.rewards.registry import BOXED, RewardType, RunsIn, complaints, reward_type, row_reward
 from miles_async.rewards.remote import RemoteReward
 from miles_async.rewards.rewarder import Rewarder, is_async, raise_first
@@ -175,13 +175,13 @@ def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key:
             )
 
 
-def _confined(config: RunConfig, kind: RewardType) -> Graders:
+def _confined(config: RunConfig, kind: RewardType) -> GraderPool:
     """Return the processes of a built-in reward that parses or evaluates text of the model.
 
     They receive only the settings that they need, because settings can hold keys.
     """
     data, rollout = config.data, config.rollout
-    return Graders(
+    return GraderPool(
         path=kind.path,
         setting="rm_type",
         args={
@@ -214,9 +214,9 @@ def _custom(config: RunConfig, args: Any, path: str, key: str | None) -> Rewarde
     )
 
 
-def _isolated(config: RunConfig, path: str, *, is_async: bool) -> Graders:
+def _isolated(config: RunConfig, path: str, *, is_async: bool) -> GraderPool:
     rollout = config.rollout
-    return Graders(
+    return GraderPool(
         path=path,
         setting="custom_rm_path",
         args={name: reduce(getattr, field.path, config) for name, field in SETTINGS.items()},

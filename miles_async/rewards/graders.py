@@ -50,7 +50,7 @@ class UnavailableError(GraderError, InfrastructureError):
 
 
 @dataclass
-class Graders:
+class GraderPool:
     """Calls a reward function in up to `processes` processes, with `timeout_seconds` for each sample.
 
     Processes are started on demand. A response whose reward never ends costs one process. With `whole_groups`, the

@@ -23,7 +23,7 @@ from miles_async.json_values import (
     shown_error,
 )
 from miles_async.rewards.answers import last_boxed
-from miles_async.rewards.graders import GraderError, Graders, UnavailableError, UnfinishedError
+from miles_async.rewards.graders import GraderError, GraderPool, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
@@ -55,7 +55,7 @@ class Rewarder:
 
     def __init__(
         self,
-        function: RewardFunction | Graders,
+        function: RewardFunction | GraderPool,
         args: Any,
         *,
         name: str,
@@ -89,11 +89,11 @@ class Rewarder:
         self._whole_groups = whole_groups
         self._boxed = boxed
         # Another process gets copies.
-        self._changes_samples = changes_samples and not isinstance(function, Graders)
+        self._changes_samples = changes_samples and not isinstance(function, GraderPool)
         self._wrong = wrong
         self._close = close
         self._threads = Threads()
-        self._is_async = function.is_async if isinstance(function, Graders) else is_async(function)
+        self._is_async = function.is_async if isinstance(function, GraderPool) else is_async(function)
         self._scored: Sample | None = None
         """The last sample that was scored. If the function still works, it finishes for this sample."""
 
@@ -152,7 +152,7 @@ class Rewarder:
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
         self._threads.close()
-        if isinstance(self._function, Graders):
+        if isinstance(self._function, GraderPool):
             await self._function.close()
         if self._close is not None:
             await self._close()
@@ -214,7 +214,7 @@ class Rewarder:
 
     async def _call_each(self, shown: list[Sample]) -> list[Any]:
         """Return the reward of each shown sample, or the error in its place."""
-        if isinstance(self._function, Graders):
+        if isinstance(self._function, GraderPool):
             return await self._function.grade(shown)
         if self._is_async:
             return await self._call_concurrently(shown)
@@ -263,7 +263,7 @@ class Rewarder:
         return [error or reward for error, reward in zip(refused, rewards, strict=True)]
 
     async def _call_together(self, shown: list[Sample]) -> Sequence[Any]:
-        if isinstance(self._function, Graders):
+        if isinstance(self._function, GraderPool):
             return await self._function.grade_group(shown)
         function: RewardFunction = self._function
         if self._is_async:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError
-from miles_async.pipeline.score import score
+from miles_async.pipeline.grading import score
 from miles_async.ports import Rewarder
 from miles_async.types import Group, Sample, SampleStatus
 

@@ -78,7 +78,7 @@ async def test_what_is_stored_and_removed_in_one_batch_is_removed(store: RunStor
             ended=[1, 99],
             owed={group.feed_index: group.prompt_dict()},
             posted={"external_0": group},
-            settled=[group.feed_index, "external_0", "unknown"],
+            forgotten=[group.feed_index, "external_0", "unknown"],
             keys={"key": "external_0"},
             forgotten_keys=["key", "unknown"],
             events=batch(1).events,
@@ -98,7 +98,7 @@ async def test_a_prompt_that_is_stored_again_keeps_its_place_unless_it_was_remov
         return {name: Group([Sample(prompt=name)], feed_index=name).prompt_dict() for name in names}
 
     await store.write(Changes(number=1, owed=owed("a", "b", "c")))
-    await store.write(Changes(number=2, owed=owed("b"), settled=["a"]))
+    await store.write(Changes(number=2, owed=owed("b"), forgotten=["a"]))
     await store.write(Changes(number=3, owed=owed("a", "d")))
     assert [group.feed_index for group in (await stored_in(store)).owed] == ["b", "c", "a", "d"]
 

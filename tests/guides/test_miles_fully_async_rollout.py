@@ -62,7 +62,7 @@ def simulated(**settings: Any) -> World:
 def test_no_group_that_is_older_than_the_limit_is_trained() -> None:
     limited = simulated(max_weight_staleness=1)
     assert limited.audit.violations == []
-    assert limited.service.run_state.ledger.dropped[DropReason.STALE] == 0, "admission keeps groups fresh"
+    assert limited.service.lifecycle.ledger.dropped[DropReason.STALE] == 0, "admission keeps groups fresh"
 
 
 # --- What to monitor ------------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def test_the_worked_example_of_over_sampling_starts_9_prompts_and_aborts_none() 
         keep=lambda group: group.feed_index not in {"sample_0_1", "sample_0_2", "sample_0_3"},
         choose=lambda groups: choose(None, groups),
     ).run()
-    ledger = world.service.run_state.ledger
+    ledger = world.service.lifecycle.ledger
     assert ledger.fed == 9
     assert ledger.dropped[DropReason.FILTERED] == 3 + 2, "by the dynamic filter and by the over-sampling filter"
     assert ledger.dropped[DropReason.ABORTED] == 0
@@ -267,7 +267,7 @@ def test_without_an_over_sampling_filter_the_unfinished_groups_are_aborted() -> 
         config=run_config(rollout_batch_size=4, over_sampling_batch_size=6, num_rollout=1, n_samples_per_prompt=2),
         schedule=Schedule.SYNCHRONOUS,
     ).run()
-    ledger = world.service.run_state.ledger
+    ledger = world.service.lifecycle.ledger
     assert (ledger.fed, ledger.dropped[DropReason.ABORTED]) == (6, 2)
 
 

@@ -194,9 +194,9 @@ def _engines(demand: Demand, loop: EventLoop) -> type[Engines]:
             await super().generate(group)
             loop.spend(demand.per_group)
 
-        async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+        async def send(self, version: int, engine: str) -> SendOutcome:
             loop.spend(demand.control)
-            return await super().send(version, engines)
+            return await super().send(version, engine)
 
         def _check(self) -> None:
             loop.spend(demand.background * CHECK_SECONDS)

@@ -241,9 +241,9 @@ class Engines:
     async def stage(self, version: int) -> None:
         await self._clock.sleep(self._model.stage_seconds)
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+    async def send(self, version: int, engine: str) -> SendOutcome:
         await self._clock.sleep(self._model.write_seconds)
-        return [SendOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1) for engine in engines]
+        return SendOutcome(engine=engine, seconds=self._model.write_seconds, bytes=1)
 
     async def connect(self, engines: Sequence[str]) -> None: ...
 

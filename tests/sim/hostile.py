@@ -215,7 +215,7 @@ class HostileWorld(AgentWorld):
             data=self.feed,
             rewarder=Rewarder(self.reward, None, name="my.reward", timeout_seconds=50.0, reward_key="score"),
             dead_letters=_Both(letters, self.dead_letters),
-            keep=dynamic_filter(self.config, flat_args(self.config)),
+            dynamic_filter=dynamic_filter(self.config, flat_args(self.config)),
         )
 
     def _report(self, reason: str, sentence: str) -> None:
@@ -354,7 +354,7 @@ def _judge(world: HostileWorld) -> None:
     assert [len(batch) for batch in world.trainer.batches] == [BATCH] * ROLLOUTS
     trained = [name for batch in world.trainer.batches for name in batch]
     assert len(set(trained)) == len(trained), "no prompt is trained twice"
-    live = {group.feed_index for group in world.service.run_state.live_groups}
+    live = {group.feed_index for group in world.service.lifecycle.live_groups}
     kept = live | world.returned | world.dead_letters.prompts
     assert world.audit.owed <= kept | world.removed, "no prompt is lost"
     decode = msgspec.json.Decoder(AnyEvent).decode

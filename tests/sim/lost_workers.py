@@ -120,7 +120,7 @@ class MemoryStore:
         for sequence in changes.ended:
             self._groups.pop(sequence, None)
             self._contents.pop(sequence, None)
-        for name in changes.settled:
+        for name in changes.forgotten:
             self._owed.pop(name, None)
             self.posted.pop(name, None)
         for key in changes.forgotten_keys:
@@ -275,11 +275,11 @@ class LastingEngines(Engines):
     async def stage(self, version: int) -> None:
         await self.learner.stage(version, self._model.stage_seconds)
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
+    async def send(self, version: int, engine: str) -> SendOutcome:
         self.learner.require_alive()
-        outcomes = await super().send(version, engines)
+        outcome = await super().send(version, engine)
         self.learner.require_alive()
-        return outcomes
+        return outcome
 
     async def forget_requests(self) -> None:
         await self.abort()
@@ -413,7 +413,7 @@ class LostWorkers(World):
     @property
     def unfinished(self) -> set[str]:
         """Prompts that the run still owes."""
-        return {group.feed_index for group in self.service.run_state.live_groups} | self.returned
+        return {group.feed_index for group in self.service.lifecycle.live_groups} | self.returned
 
 
 @dataclass(kw_only=True)

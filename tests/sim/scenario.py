@@ -160,7 +160,7 @@ def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
     if window == "plain":
         built.keep = lambda group: True
         built.window = lambda size: PlainWindow(
-            size, keep, lambda group: built.service.run_state.drop(group, DropReason.FILTERED)
+            size, keep, lambda group: built.service.lifecycle.drop(group, DropReason.FILTERED)
         )
     if slots is not None:
         # Comparisons: the same slots whatever the policy, and no gate to hide what the policy lets through.

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.pipeline.recycle import Recycler
-from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.types import DropReason, Group
@@ -45,10 +44,10 @@ def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = RunState.advance
+    advance = GroupLifecycle.advance
 
     def frees_at_training(
-        self: RunState, groups: list[Group], state: GroupState, *, rollout: int | None = None
+        self: GroupLifecycle, groups: list[Group], state: GroupState, *, rollout: int | None = None
     ) -> None:
         if state is GroupState.PUBLISHED:
             return
@@ -56,20 +55,20 @@ def test_a_slot_freed_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         if state is GroupState.TRAINED:
             advance(self, groups, GroupState.PUBLISHED)
 
-    monkeypatch.setattr(RunState, "advance", frees_at_training)
+    monkeypatch.setattr(GroupLifecycle, "advance", frees_at_training)
     violations = World(config=CONFIG).run().audit.violations
     assert any("was freed before version" in violation for violation in violations)
 
 
 def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    retry = Recycler.retry
+    retry = GroupLifecycle.retry
 
-    def copies(self: Recycler, group: Group, reason: DropReason, error: str, **options: Any) -> None:
+    def copies(self: GroupLifecycle, group: Group, reason: DropReason, error: str, **options: Any) -> None:
         twin = Group([], feed_index=group.feed_index)
         twin.extend(type(sample)(index=sample.index) for sample in group)
         self._data.add_samples([twin])
         retry(self, group, reason, error, **options)
 
-    monkeypatch.setattr(Recycler, "retry", copies)
+    monkeypatch.setattr(GroupLifecycle, "retry", copies)
     violations = World(config=CONFIG, engines=EngineModel(failure_rate=0.1)).run().audit.violations
     assert any("was trained twice" in violation for violation in violations)

@@ -23,7 +23,7 @@ from miles_async.config.user_functions import install_slime_imports
 from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
-from miles_async.pipeline.run_ports import Ports
+from miles_async.pipeline.run_ports import Ports, RunFunctions
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, flat_args
 from miles_async.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from miles_async.rollout.rm_hub import async_rm, batched_async_rm
@@ -291,7 +291,7 @@ class WorkerRun(World):
         adapter = RolloutFunctionAdapter(
             self.function, args, self.config, score_tokens=_nothing_to_score, has_worker=True
         )
-        return replace(super()._ports(clock), worker_function=adapter.from_worker)
+        return replace(super()._ports(clock), functions=RunFunctions(worker_function=adapter.from_worker))
 
     def check(self) -> None:
         """The staleness limit holds, and no prompt is lost or trained twice."""
@@ -299,7 +299,7 @@ class WorkerRun(World):
         assert 0 < max(ages) <= 2
         trained = Counter(chain.from_iterable(self.trainer.batches))
         assert max(trained.values()) == 1
-        held = {group.feed_index for group in self.service.run_state.taken_groups}
+        held = {group.feed_index for group in self.service.held.taken.copies}
         taken = {f"sample_0_{number}" for number in range(self.feed.position()["next"])}
         assert set(trained) | held | self.returned | self.dead_letters.prompts == taken
         assert self.audit.violations == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.chaos.simulated import play
-from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.types import DropReason, Group
 
 # The tasks of a worker that is killed do not end in an orderly way.
@@ -28,15 +28,15 @@ def test_a_group_may_be_as_old_as_a_version_between_its_oldest_and_its_newest_on
 
 
 def test_a_run_that_loses_a_prompt_is_reported_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    requeue = Recycler.requeue
+    requeue = GroupLifecycle.requeue
 
-    def forget_what_a_worker_had_in_flight(self: Recycler, group: Group, reason: DropReason) -> None:
+    def forget_what_a_worker_had_in_flight(self: GroupLifecycle, group: Group, reason: DropReason) -> None:
         if reason is DropReason.WORKER_LOST:
-            self._run_state.drop(group, reason)
+            self.drop(group, reason)
         else:
             requeue(self, group, reason)
 
-    monkeypatch.setattr(Recycler, "requeue", forget_what_a_worker_had_in_flight)
+    monkeypatch.setattr(GroupLifecycle, "requeue", forget_what_a_worker_had_in_flight)
     failures = [failure for number in range(6) if (failure := play(1, number)[1]) is not None]
     assert failures
     assert failures[0].startswith("run ")

@@ -84,8 +84,8 @@ def test_neighbours_of_a_crash_are_trained() -> None:
     world = play([3])
     lost = {move.feed_index for move in world.trace.of(GroupMoved) if move.reason == DropReason.ENGINE_LOST}
     trained = {prompt for batch in world.trainer.batches for prompt in batch}
-    owed = {group.feed_index for group in world.service.run_state.live_groups} | world.returned
-    owed |= {group.feed_index for group in world.service.run_state.quarantine.waiting}
+    owed = {group.feed_index for group in world.service.lifecycle.live_groups} | world.returned
+    owed |= {group.feed_index for group in world.service.lifecycle.quarantine.waiting}
     assert len(lost) > 1
     assert lost - {"sample_0_3"} <= trained | owed
 
@@ -114,10 +114,11 @@ def test_a_checkpoint_contains_the_prompts_that_wait_to_be_tried_alone() -> None
 
     class Watching(World):
         async def _prepare(self, rollout_id: int, groups: list[Group]) -> None:
-            run_state = self.service.run_state
-            waiting = {group.feed_index for group in run_state.quarantine.waiting}
+            service = self.service
+            waiting = {group.feed_index for group in service.lifecycle.quarantine.waiting}
             if waiting:
-                owed = {group["feed_index"] for group in progress_of(rollout_id, run_state, self.feed)["owed"]}
+                progress = progress_of(rollout_id, service.run_state, service.lifecycle, service.held.snapshot)
+                owed = {group["feed_index"] for group in progress["owed"]}
                 owed_while_waiting.append(waiting <= owed)
 
     play([3, 9, 14], world_kind=Watching)

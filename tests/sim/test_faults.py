@@ -74,7 +74,7 @@ def test_no_group_is_lost_or_trained_twice_under_faults_of_replaceable_parts(see
     assert len(world.trace.of(StepEnded)) == ROLLOUTS
     trained = Counter(chain.from_iterable(world.trainer.batches))
     assert set(trained.values()) == {1}
-    live = {group.feed_index for group in world.service.run_state.live_groups}
+    live = {group.feed_index for group in world.service.lifecycle.live_groups}
     taken = {f"sample_0_{number}" for number in range(world.feed._next)}
     assert taken == set(trained) | live | world.returned | world.dead_letters.prompts
     assert world.listed.exists(), "at least one fault happened"

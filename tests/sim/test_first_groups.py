@@ -130,7 +130,7 @@ def test_a_filter_that_raises_for_the_first_groups_ends_the_run() -> None:
             def keep(group: Group) -> Verdict:
                 raise TrajectoryError("filter mine.keep raised IndexError")
 
-            return replace(super()._ports(clock), keep=keep)
+            return replace(super()._ports(clock), dynamic_filter=keep)
 
     with pytest.raises(UserError, match=r"all of the first 32 attempts .*: filter mine\.keep raised IndexError"):
         FilteredWorld(config=config()).run()

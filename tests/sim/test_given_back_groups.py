@@ -63,8 +63,8 @@ def trained_twice(world: World) -> list[str]:
 def lost(world: World) -> set[str]:
     """Prompts that were taken from the data, and that are neither trained nor in progress nor waiting."""
     taken = {f"sample_0_{number}" for number in range(world.feed.position()["next"])}
-    run_state = world.service.run_state
-    known = {group.feed_index for group in (*run_state.live_groups, *run_state.taken_groups)}
+    service = world.service
+    known = {group.feed_index for group in (*service.lifecycle.live_groups, *service.held.taken.copies)}
     return taken - known - world.returned - world.dead_letters.prompts - set(chain.from_iterable(world.trainer.batches))
 
 
@@ -73,7 +73,7 @@ def assert_every_prompt_is_accounted_for(world: World) -> None:
     assert trained_twice(world) == []
     assert lost(world) == set()
     assert world.audit.violations == []
-    world.service.run_state.ledger.check_conservation()
+    world.service.lifecycle.ledger.check_conservation()
 
 
 def given_back(world: World) -> list[GroupMoved]:
@@ -112,7 +112,7 @@ def test_a_group_that_is_given_back_frees_its_slot_and_is_trained_later(schedule
     world = GivingBack(config=config(), schedule=schedule, form=FORMS[form]).run()
     assert_every_prompt_is_accounted_for(world)
     assert len(given_back(world)) == ROLLOUTS
-    assert world.service.run_state.ledger.counts[GroupState.LEASED] == 0
+    assert world.service.lifecycle.ledger.counts[GroupState.LEASED] == 0
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

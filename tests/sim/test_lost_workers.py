@@ -18,7 +18,7 @@ from miles_async.fault_points import all_points
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline import restore
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.recycle import Recycler
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.lineage import Lineage
 from miles_async.stored_run import Changes, StoredGroup, StoredRun
@@ -155,7 +155,7 @@ def test_groups_that_had_finished_are_not_generated_again() -> None:
     world = LostWorkers(config=config(), train_seconds=5.0, kills=4, longest_life=800, seed=1).run()
     check(world)
     assert world.lives == 5
-    lost = world.service.run_state.ledger.dropped[DropReason.WORKER_LOST]
+    lost = world.service.lifecycle.ledger.dropped[DropReason.WORKER_LOST]
     assert 0 < lost <= 4 * world.bounds.generation_batch, "only groups in flight"
 
 
@@ -287,13 +287,13 @@ def test_the_audit_finds_tokens_of_weights_that_were_rolled_back(monkeypatch: py
 
 
 def test_the_audit_finds_a_slot_that_an_ended_attempt_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    requeue = Recycler.requeue
+    requeue = GroupLifecycle.requeue
 
-    def keeps_slot(self: Recycler, group: Group, reason: DropReason) -> None:
+    def keeps_slot(self: GroupLifecycle, group: Group, reason: DropReason) -> None:
         if reason is not DropReason.WORKER_LOST:
             requeue(self, group, reason)
             return
         self._data.add_samples([Group.from_prompt_dict(group.prompt_dict())])
 
-    monkeypatch.setattr(Recycler, "requeue", keeps_slot)
+    monkeypatch.setattr(GroupLifecycle, "requeue", keeps_slot)
     assert found("while an attempt at it holds a slot")

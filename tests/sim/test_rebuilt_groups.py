@@ -89,7 +89,7 @@ def test_groups_that_a_function_makes_itself_do_not_block_the_window(schedule: S
     world = Adding(config=settings, schedule=schedule, rebuild=list).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 20
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
-    assert world.service.run_state.ledger.counts[GroupState.LEASED] == 0
+    assert world.service.lifecycle.ledger.counts[GroupState.LEASED] == 0
     assert world.audit.violations == []
 
 

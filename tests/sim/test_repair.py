@@ -103,13 +103,11 @@ class MortalEngines(Engines):
         finally:
             del server.holds[group]
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        outcomes = await super().send(version, engines)
-        dead = [name for name in engines if not self.servers[name].alive]
-        return [
-            SendOutcome(engine=each.engine, seconds=1.0, bytes=0, error="broke off") if each.engine in dead else each
-            for each in outcomes
-        ]
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        outcome = await super().send(version, engine)
+        if not self.servers[engine].alive:
+            return SendOutcome(engine=engine, seconds=1.0, bytes=0, error="broke off")
+        return outcome
 
     def members(self) -> Sequence[str]:
         return tuple(name for name in self.servers if name not in self.gone)
@@ -180,7 +178,7 @@ def check_that_all_is_well(world: World) -> None:
     assert world.dead_letters.letters == []
     trained = {prompt for batch in world.trainer.batches for prompt in batch}
     assert len(trained) == 40 * 8, "no prompt is trained twice"
-    owed = {group.feed_index for group in world.service.run_state.live_groups} | world.returned
+    owed = {group.feed_index for group in world.service.lifecycle.live_groups} | world.returned
     assert set(lost(world)) <= trained | owed, "no group is lost"
 
 

@@ -20,7 +20,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import DirectJournal, Feed, Trace, World
+from tests.sim.world import DirectJournal, Feed, Trace, World, held_prompts_of, lifecycle_of
 
 ROLLOUTS, BATCH = 20, 8
 
@@ -87,9 +87,11 @@ class Grabbed(Feed):
 
     def __init__(self, run_state: RunState) -> None:
         super().__init__()
+        self.held = held_prompts_of(run_state, self)
         source = RolloutSource(
             data=self,
             run_state=run_state,
+            held=self.held,
             collector=None,  # type: ignore[arg-type]
             evaluator=None,  # type: ignore[arg-type]
             schedule=Schedule.ONE_STEP_OFF,
@@ -105,7 +107,7 @@ class Grabbed(Feed):
 async def test_a_prompt_that_is_taken_while_a_checkpoint_is_recorded_is_kept() -> None:
     run_state = RunState(VirtualClock(), DirectJournal(Trace()))
     feed = Grabbed(run_state)
-    noted = progress_of(0, run_state, feed)
+    noted = progress_of(0, run_state, lifecycle_of(run_state, feed), feed.held.snapshot)
     feed.taker.join()
     assert noted["data"]["next"] == len(noted["owed"])
 

@@ -15,7 +15,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.events import GroupGenerated, GroupMoved, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
-from miles_async.pipeline.run_ports import Ports
+from miles_async.pipeline.run_ports import Ports, RunFunctions
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Sample, SampleStatus
@@ -76,7 +76,7 @@ class WithWorker(World):
         adapter = RolloutFunctionAdapter(
             self._function, flat_args(self.config), self.config, score_tokens=score, has_worker=True
         )
-        return replace(super()._ports(clock), worker_function=adapter.from_worker)
+        return replace(super()._ports(clock), functions=RunFunctions(worker_function=adapter.from_worker))
 
     def start(self, source: RolloutSource) -> Worker:
         worker = Worker(source)
@@ -99,7 +99,7 @@ class WithWorker(World):
     @property
     def accounted(self) -> set[str]:
         """Prompts that are trained, wait in the data source, are held by the worker, or are dead letters."""
-        held = {group.feed_index for group in self.service.run_state.taken_groups}
+        held = {group.feed_index for group in self.service.held.taken.copies}
         return set(self.trained) | self.returned | self.dead_letters.prompts | held
 
     @property

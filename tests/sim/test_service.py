@@ -94,7 +94,7 @@ def test_failed_groups_are_retried_and_dead_lettered_after_their_last_attempt() 
 
 def test_a_lost_engine_costs_a_prompt_none_of_its_attempts() -> None:
     world = World(config=config(max_attempts=1), engines=EngineModel(lost_rate=0.3)).run()
-    assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] > 0
+    assert world.service.lifecycle.ledger.dropped[DropReason.ENGINE_LOST] > 0
     assert world.dead_letters.letters == []
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_under_which_every_engine_dies_is_finally_dead_lettered() -> No
     world = World(config=config(), engine_kind=Brittle).run()
     sentence = "its engine was lost 6 times, 3 of them while nothing else was generated: it ended"
     assert world.dead_letters.letters == [("sample_0_3", DropReason.ENGINE_LOST, sentence)]
-    assert world.service.run_state.ledger.dropped[DropReason.ENGINE_LOST] == 6
+    assert world.service.lifecycle.ledger.dropped[DropReason.ENGINE_LOST] == 6
     assert world.audit.violations == []
 
 
@@ -143,7 +143,7 @@ def test_every_batch_is_prepared_once_with_the_groups_that_replaced_stale_ones(s
     world = Preparing(config=settings, schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert world.prepared == world.trainer.batches
     if schedule is Schedule.ONE_STEP_OFF:
-        assert world.service.run_state.ledger.dropped[DropReason.STALE] > 0
+        assert world.service.lifecycle.ledger.dropped[DropReason.STALE] > 0
 
 
 class Streaming(World):
@@ -201,7 +201,7 @@ def test_a_filter_that_drops_most_groups_does_not_stop_the_run() -> None:
 
 def test_a_non_finite_step_does_not_raise_the_version_and_frees_its_slots() -> None:
     world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
-    assert world.service.run_state.ledger.dropped[DropReason.NONFINITE] == 5 * 8
+    assert world.service.lifecycle.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
     assert world.audit.violations == []
 
@@ -221,7 +221,7 @@ def test_batches_that_are_never_finite_stop_the_run_and_their_groups_are_kept(li
 def test_over_sampling_keeps_the_first_groups_and_returns_the_others() -> None:
     world = World(config=config(over_sampling_batch_size=16, num_rollout=5), schedule=Schedule.SYNCHRONOUS).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
-    assert world.service.run_state.ledger.dropped[DropReason.ABORTED] > 0
+    assert world.service.lifecycle.ledger.dropped[DropReason.ABORTED] > 0
     trained = [feed_index for batch in world.trainer.batches for feed_index in batch]
     assert len(set(trained)) == len(trained)
 
@@ -240,7 +240,7 @@ def test_an_over_sampling_filter_chooses_from_all_generated_groups(schedule: Sch
     assert [len(batch) for batch in world.trainer.batches] == [8] * 5
     assert world.trainer.batches[0] == [f"sample_0_{position}" for position in range(4, 12)]
     dropped = [event for event in world.trace.of(GroupFiltered) if event.reason == "over_sampling"]
-    assert len(dropped) == world.service.run_state.ledger.dropped[DropReason.FILTERED] == 20
+    assert len(dropped) == world.service.lifecycle.ledger.dropped[DropReason.FILTERED] == 20
     assert world.audit.violations == []
 
 
@@ -254,7 +254,7 @@ def test_the_reason_that_a_filter_gives_is_reported() -> None:
     odd = Verdict(False, "odd")
     world = World(config=config(num_rollout=5), keep=lambda group: odd if (group.sequence or 0) % 2 else True).run()
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"odd"}
-    assert world.service.run_state.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
+    assert world.service.lifecycle.ledger.dropped[DropReason.FILTERED] == len(world.trace.of(GroupFiltered))
 
 
 def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> None:
@@ -266,7 +266,7 @@ def test_a_prompt_that_is_too_long_is_dead_lettered_at_its_first_attempt() -> No
 
     world = World(config=config(num_rollout=3), engine_kind=Choosy).run()
     assert world.dead_letters.letters == [("sample_0_3", DropReason.PROMPT_TOO_LONG, "its prompt has 9 tokens")]
-    assert world.service.run_state.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
+    assert world.service.lifecycle.ledger.dropped[DropReason.PROMPT_TOO_LONG] == 1
     assert world.audit.violations == []
 
 
@@ -357,7 +357,7 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
     world = Discarding(config=config(num_rollout=20), schedule=schedule, latency=lambda group, rng: 1.0).run()
     assert [len(batch) for batch in world.trainer.batches] == [8] * 20
     assert world.audit.violations == []
-    assert world.service.run_state.ledger.counts[GroupState.LEASED] == 0
+    assert world.service.lifecycle.ledger.counts[GroupState.LEASED] == 0
     assert {event.reason for event in world.trace.of(GroupFiltered)} == {"rollout_function"}
 
 
@@ -446,7 +446,7 @@ def test_a_stopped_run_completes_its_current_step_but_publishes_to_no_engine_tha
     world = World(config=settings, finite=stopped_in_the_fourth)
     world.run()
     assert len(world.trainer.batches) == 4
-    assert world.service.run_state.ledger.counts[GroupState.TRAINED] == 8
+    assert world.service.lifecycle.ledger.counts[GroupState.TRAINED] == 8
     assert world.trace.of(PublishEnded)[-1].version == version
 
 

@@ -63,12 +63,12 @@ def test_a_checkpoint_contains_the_prompts_that_a_persistent_worker_holds(flat: 
 
 def test_a_checkpoint_contains_a_prompt_without_the_tokens_that_a_function_added() -> None:
     world = PersistentWorker(config=run_config(), schedule=Schedule.ONE_STEP_OFF).run()
-    run_state = world.service.run_state
+    held = world.service.held
     [group] = world.feed.get_samples(1)
     group[0].tokens = [7]
-    run_state.record_taken([group])
+    held.record_taken([group])
     finish(group, 0)
-    [taken] = [taken for taken in run_state.taken_groups if taken.feed_index == group.feed_index]
+    [taken] = [taken for taken in held.taken.copies if taken.feed_index == group.feed_index]
     assert taken[0].tokens == [7]
 
 
@@ -84,6 +84,6 @@ class Choosing(World):
 def test_a_checkpoint_does_not_contain_prompts_that_a_function_dropped() -> None:
     world = Choosing(config=run_config(), schedule=Schedule.ONE_STEP_OFF).run()
     gc.collect()
-    world.service.run_state.take_unused()
-    assert world.service.run_state.taken_groups == []
+    world.service.held.taken.pop_unused()
+    assert world.service.held.taken.copies == []
     assert len(set(chain.from_iterable(world.trainer.batches))) == ROLLOUTS * BATCH

@@ -39,13 +39,13 @@ def play(trouble: Trouble) -> World:
         def routed(self) -> Sequence[str]:
             return [engine for engine in ("good", "bad") if engine not in trouble.fenced]
 
-        async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-            outcomes = await super().send(version, engines)
-            if version != VERSION or "bad" not in engines:
-                return outcomes
+        async def send(self, version: int, engine: str) -> SendOutcome:
+            outcome = await super().send(version, engine)
+            if version != VERSION or engine != "bad":
+                return outcome
             trouble.attempts += 1
             error = "torn" if trouble.attempts <= trouble.failures else None
-            return [SendOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)]
+            return SendOutcome(engine="bad", seconds=0.1, bytes=1, error=error, final=trouble.final)
 
         async def fall_back(self, engine: str) -> str | None:
             return trouble.transports.pop(0) if trouble.transports else None

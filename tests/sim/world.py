@@ -21,11 +21,15 @@ from miles_async.errors import FatalError, UserError
 from miles_async.events import Event, EventSink, RunStarted
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
+from miles_async.pipeline.evaluate import EvalSet
+from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.journal import EventOutbox, Journal
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
-from miles_async.pipeline.run_ports import EvaluationFunction, Ports
+from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions
+from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.service import Service
-from miles_async.ports import Generator, RunStore
+from miles_async.ports import Generator, RunStore, SeekableSource
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import WindowedFIFOCollector
 from miles_async.stored_run import StoredRun
@@ -210,6 +214,20 @@ class DeadLetterBox:
         self.letters.append((group.feed_index, reason, error))
 
 
+def lifecycle_of(run_state: RunState, data: SeekableSource | None = None) -> GroupLifecycle:
+    data = Feed() if data is None else data
+    return GroupLifecycle(run_state, data, DeadLetterBox(), max_attempts=3, first_attempts=32)
+
+
+def held_prompts_of(
+    run_state: RunState, data: SeekableSource | None = None, *, limit: int | None = None
+) -> HeldPrompts:
+    """What a rollout function holds in a run that has no window."""
+    data = Feed() if data is None else data
+    lifecycle = lifecycle_of(run_state, data)
+    return HeldPrompts(run_state, lifecycle, data, skip=lambda sequence: None, samples_per_group=1, limit=limit)
+
+
 @dataclass(kw_only=True)
 class World:
     """One simulated run. `run()` runs it to the end; its fields then hold the results."""
@@ -264,7 +282,7 @@ class World:
     @property
     def returned(self) -> set[str]:
         """Prompts that wait for another attempt, in the feed or in quarantine."""
-        waiting = [*self.feed.returned(), *self.service.run_state.quarantine.waiting]
+        waiting = [*self.feed.returned(), *self.service.lifecycle.quarantine.waiting]
         return {group.feed_index for group in waiting}
 
     def emit(self, event: Event) -> None:
@@ -291,7 +309,7 @@ class World:
         )
         self.emit(self._run_started(clock))
         await self._serve(clock, NullStore(), None)
-        self.service.run_state.ledger.check_conservation()
+        self.service.lifecycle.ledger.check_conservation()
         self.seconds = clock.monotonic()
 
     async def _serve(self, clock: VirtualClock, store: RunStore, stored: StoredRun | None) -> None:
@@ -327,24 +345,22 @@ class World:
 
     def _ports(self, clock: VirtualClock) -> Ports:
         engines = self.fleet
+        problems = [Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)]
         return Ports(
             clock=clock,
             journal=self.journal,
             data=self.feed,
             generator=self._generator(clock),
-            evaluator=engines,
             rewarder=Judge(clock, self.reward_seconds),
             learner=self.trainer,
             channel=engines,
             fleet=engines,
             dead_letters=self.dead_letters,
-            keep=lambda group: Verdict.of(self.keep(group)),
+            dynamic_filter=lambda group: Verdict.of(self.keep(group)),
             text_of=lambda ids: " ".join(map(str, ids)),
-            rollout=self._rollout_function(),
+            functions=RunFunctions(rollout=self._rollout_function(), prepare=self._prepare, evaluate=self.evaluate),
+            eval_sets=[EvalSet(name="held_out", problems=problems, generator=engines)],
             on_rollout=self._on_rollout,
-            prepare=self._prepare,
-            problems=[Group([Sample(index=i)], feed_index=f"eval_{i}") for i in range(self.problems)],
-            evaluate=self.evaluate,
         )
 
     def _run_started(self, clock: VirtualClock) -> RunStarted:

@@ -91,9 +91,9 @@ class Stack:
         watch: Callable[[Event], None] | None,
         stopped: bool,
     ) -> Played:
-        surroundings = replace(self.cluster.surroundings, began_with=began_with)
+        handles = replace(self.cluster.handles, began_with=began_with)
         if began_with is not None:
-            for rank in surroundings.learner_ranks:
+            for rank in handles.learner_ranks:
                 await rank.load_state.remote(str(began_with.folder))
         # The same process hosts one run after the other, so it imports the libraries once.
         worker: Any = self.cluster.rollout.current
@@ -101,7 +101,7 @@ class Stack:
         played.events.append(run_started(played.config, played.folder, entry, "a model"))
         if stopped:
             await worker.stop.remote()
-        run, received = asyncio.ensure_future(_finished(worker.run.remote(surroundings, 0))), 0
+        run, received = asyncio.ensure_future(_finished(worker.run.remote(handles, 0))), 0
         while True:
             last = run.done()
             for number, events in await worker.events.remote(received):
@@ -113,8 +113,8 @@ class Stack:
             if last:
                 break
         # Engines that were replaced meanwhile have another address.
-        engines = [await parts[0].info.remote() for parts in surroundings.engine_actors.values()]
-        self.cluster.surroundings = replace(self.cluster.surroundings, engines=engines)
+        engines = [await parts[0].info.remote() for parts in handles.engine_actors.values()]
+        self.cluster.handles = replace(self.cluster.handles, engines=engines)
         await run
         return played
 

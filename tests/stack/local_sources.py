@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.source import WeightSource
@@ -14,7 +15,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 class LocalSources:
-    """`adapters.weights.channel.WeightSources`; `weights` are those of now, and every source is a thread."""
+    """`adapters.weights.channel.Ranks`; `weights` are those of now, and every source is a thread."""
 
     def __init__(
         self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = PATIENCE_SECONDS
@@ -22,6 +23,9 @@ class LocalSources:
         self._weights = weights
         named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
         self.all = [WeightSource(named, folder, rank=rank, sources=sources, timeout=timeout) for rank in range(sources)]
+
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return await getattr(self, method)(*arguments)
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         for source in self.all:

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards import registry
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.graders import GraderError, Graders
+from miles_async.rewards.graders import GraderError, GraderPool
 from miles_async.rewards.registry import RewardType, RunsIn
 from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
@@ -56,8 +56,8 @@ async def gym_rewards(task: str, entry: dict[str, Any], *groups: list[str], **se
 
 
 @asynccontextmanager
-async def confined_graders(timeout_seconds: float = 60.0) -> AsyncIterator[Graders]:
-    graders = Graders(EVALUATES, "rm_type", {}, 1, timeout_seconds, memory_bytes=4 * GIGABYTE, evaluates=True)
+async def confined_graders(timeout_seconds: float = 60.0) -> AsyncIterator[GraderPool]:
+    graders = GraderPool(EVALUATES, "rm_type", {}, 1, timeout_seconds, memory_bytes=4 * GIGABYTE, evaluates=True)
     try:
         yield graders
     finally:
@@ -143,10 +143,10 @@ async def test_a_grader_ends_with_its_run(evaluates: bool, tmp_path: Path) -> No
     marks = tmp_path / "processes"
     script = f"""
 import asyncio, os
-from miles_async.rewards.graders import Graders
+from miles_async.rewards.graders import GraderPool
 from miles_async.types import Sample
 async def main():
-    graders = Graders("{EVALUATES}", "rm_type", {{}}, 1, 600.0, memory_bytes=4 * 10**9, evaluates={evaluates})
+    graders = GraderPool("{EVALUATES}", "rm_type", {{}}, 1, 600.0, memory_bytes=4 * 10**9, evaluates={evaluates})
     await graders.grade([Sample(response="1")])
     [process] = graders._all
     open("{marks}", "w").write(str(process.pid))

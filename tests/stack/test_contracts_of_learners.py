@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.ray.learner import RayLearner, RayRanks, RayWeightSources
+from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.weights.channel import Channel
 from miles_async.ports import Learner, WeightChannel
 from tests.contracts import test_learner as of_learners
@@ -26,7 +26,7 @@ globals().update({name: test for name, test in vars(of_channels).items() if name
 @pytest.fixture
 def ranks(stack: Stack) -> Iterator[list[Any]]:
     """The ranks of the cluster. They count batches and versions from the beginning, as those of a new run."""
-    ranks = list(stack.cluster.surroundings.learner_ranks)
+    ranks = list(stack.cluster.handles.learner_ranks)
 
     async def begin() -> None:
         for rank in ranks:
@@ -52,14 +52,13 @@ def learner(ranks: list[Any], tmp_path: Path) -> tuple[Callable[[], Learner], Sa
 @pytest.fixture
 def create(stack: Stack, ranks: list[Any]) -> Iterator[Callable[[], WeightChannel]]:
     """Creates channels to the engine of the cluster, which has two names here, and is a part of the cluster again."""
-    surroundings = stack.cluster.surroundings
-    [engine] = surroundings.engines
+    handles = stack.cluster.handles
+    [engine] = handles.engines
     addresses = {"a": engine.url, "b": engine.url.replace("127.0.0.1", "localhost"), engine.name: engine.url}
 
     def create() -> WeightChannel:
-        sources = RayWeightSources(RayRanks(ranks))
         return Channel(
-            surroundings.weight_transports, sources, lambda name: replace(engine, name=name, url=addresses[name])
+            handles.weight_transports, RayRanks(ranks), lambda name: replace(engine, name=name, url=addresses[name])
         )
 
     yield create

@@ -215,7 +215,7 @@ def rows(folder: Path) -> str:
 
 def evaluation_requests(stack: Stack) -> int:
     """Requests that the engine ever finished at the low priority of evaluations, by its own count."""
-    [engine] = stack.cluster.surroundings.engines
+    [engine] = stack.cluster.handles.engines
     with urllib.request.urlopen(f"{engine.url}/metrics") as answer:
         text = answer.read().decode()
     counts = re.findall(r'^sglang:num_requests_total\{.*priority="-100".*\} ([\d.e+]+)$', text, re.MULTILINE)

@@ -13,7 +13,7 @@ import pytest
 from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards import mathematics
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.graders import Graders, UnavailableError, UnfinishedError
+from miles_async.rewards.graders import GraderPool, UnavailableError, UnfinishedError
 from miles_async.rewards.instructions import follows
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -33,8 +33,8 @@ async def test_an_isolated_reward_runs_in_another_process_and_sees_the_settings(
 
 
 @asynccontextmanager
-async def graders(name: str, **options: Any) -> AsyncIterator[Graders]:
-    pool = Graders(f"{REWARDS}.{name}", "custom_rm_path", {}, **{"processes": 1, "timeout_seconds": 60.0} | options)
+async def graders(name: str, **options: Any) -> AsyncIterator[GraderPool]:
+    pool = GraderPool(f"{REWARDS}.{name}", "custom_rm_path", {}, **{"processes": 1, "timeout_seconds": 60.0} | options)
     try:
         yield pool
     finally:

@@ -156,7 +156,7 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             subscribers.update_scrape_targets(heartbeats.addresses)
             subscribers.tick(now)
 
-        for engine in stack.cluster.surroundings.engines:
+        for engine in stack.cluster.handles.engines:
             watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
         watch(run_started(config, folder, RUN[0], "a model"))
         watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
@@ -210,8 +210,8 @@ def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_pat
 
 
 def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:
-    learner = ray.get(stack.cluster.surroundings.learner_ranks[0].heartbeat.remote()).pid
-    (engine,) = stack.cluster.surroundings.engines
+    learner = ray.get(stack.cluster.handles.learner_ranks[0].heartbeat.remote()).pid
+    (engine,) = stack.cluster.handles.engines
     silences = stack.do(_silences_while_stopped(stack, learner, engine.pid, tmp_path))
     for process, verdict in (("learner-0", Bottleneck.TRAINER), ("engine-0", Bottleneck.ROLLOUT)):
         view = RunView()
@@ -229,7 +229,7 @@ def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: S
 
 
 def test_a_learner_works_while_it_computes_and_a_stopped_one_does_not_answer(stack: Stack) -> None:
-    ranks = stack.cluster.surroundings.learner_ranks
+    ranks = stack.cluster.handles.learner_ranks
     learner = RayLearner(settings(RUN[0]), RayRanks(ranks), "run")
     before = stack.do(learner.work_seconds())
     ray.get([rank.logprobs.remote([[1, 2, 3]] * 64) for rank in ranks])

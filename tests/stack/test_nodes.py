@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from miles_async.adapters.ray.learner import RayRanks, RayWeightSources
+from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -27,7 +27,7 @@ from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved,
 from tests.stack.conftest import Played, Stack, settings
 from tests.stack.listeners import is_reachable, listeners_of
 from workers.engine import Engine
-from workers.rollout import Surroundings
+from workers.rollout import ClusterHandles
 from workers.specs import engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -40,7 +40,7 @@ ROLLOUTS, NODE_KILLED, ROUTER_KILLED = 14, 2, 4
 @pytest.fixture(scope="module")
 def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     """The shared cluster, with such an engine instead of the usual one."""
-    before, logs = stack.cluster.surroundings, stack.cluster.logs / "nodes"
+    before, logs = stack.cluster.handles, stack.cluster.logs / "nodes"
     [usual] = before.engines
     config = settings("train_async.py", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")
     specs = [
@@ -48,25 +48,25 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
         for rank, host in enumerate(NODES)
     ]
     parts: list[Any] = [ray.remote(Engine).options(num_cpus=0, max_concurrency=4).remote(spec) for spec in specs]
-    sources = RayWeightSources(RayRanks(before.learner_ranks))
+    ranks = RayRanks(before.learner_ranks)
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before, usual))
-        transports = [stack.do(find_transports(sources, transport, [first])) for transport in TRANSPORTS]
-        stack.cluster.surroundings = replace(
+        transports = [stack.do(find_transports(ranks, transport, [first])) for transport in TRANSPORTS]
+        stack.cluster.handles = replace(
             before, engines=[first], engine_actors={"engine-0": parts}, weight_transports=transports[-1]
         )
         yield ray.get([part.info.remote() for part in parts])
-        stack.do(withdrawn(before, stack.cluster.surroundings.engines[0]))
+        stack.do(withdrawn(before, stack.cluster.handles.engines[0]))
     finally:
         ray.get([part.stop.remote() for part in parts])
-        stack.cluster.surroundings = before
-        stack.do(sources.connect([usual], {}))
+        stack.cluster.handles = before
+        stack.do(ranks.on_all("connect", [usual], {}))
 
 
-async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
+async def withdrawn(handles: ClusterHandles, engine: EngineInfo) -> None:
     """The router outlives the runs that registered engines with it."""
-    fleet = SGLangFleet(surroundings.router_url, router_key=surroundings.router_key)
+    fleet = SGLangFleet(handles.router_url, router_key=handles.router_key)
     fleet.register_engine(engine)
     await fleet.admit(engine.name)
     await fleet.fence(engine.name, "another one serves")
@@ -76,7 +76,7 @@ async def withdrawn(surroundings: Surroundings, engine: EngineInfo) -> None:
 @pytest.fixture(scope="module")
 def killed(stack: Stack, servers: list[EngineInfo]) -> Played:
     """The run is synchronous, so each step starts from the weights that sampled."""
-    router = ray.get(stack.cluster.surroundings.router_actor.pid.remote())
+    router = ray.get(stack.cluster.handles.router_actor.pid.remote())
     kills = iter([(NODE_KILLED, servers[1].pid), (ROUTER_KILLED, router)])
     sizes = ("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", "8", "--eval-size", "0")
     return stack.play("train.py", *sizes, watch=Killer(kills).watch)
@@ -121,17 +121,15 @@ def test_an_engine_that_spans_nodes_is_restarted_with_the_current_weights(
 ) -> None:
     changes = [(event.state, event.version) for event in killed.of(EngineChanged)]
     assert changes == [("routed", None), ("fenced", NODE_KILLED), ("routed", NODE_KILLED)]
-    [parts] = stack.cluster.surroundings.engine_actors.values()
+    [parts] = stack.cluster.handles.engine_actors.values()
     now = ray.get([part.info.remote() for part in parts])
     assert all(after.pid != before.pid for before, after in zip(servers, now, strict=True))
 
 
 def test_only_the_first_node_receives_requests(killed: Played, stack: Stack) -> None:
-    [engine] = stack.cluster.surroundings.engines
-    surroundings = stack.cluster.surroundings
-    request = urllib.request.Request(
-        f"{surroundings.router_url}/workers", headers=authorization(surroundings.router_key)
-    )
+    [engine] = stack.cluster.handles.engines
+    handles = stack.cluster.handles
+    request = urllib.request.Request(f"{handles.router_url}/workers", headers=authorization(handles.router_key))
     with urllib.request.urlopen(request) as answer:
         assert [worker["url"] for worker in json.load(answer)["workers"]] == [engine.url]
     assert engine.url.startswith(f"http://{NODES[0]}:")

@@ -62,7 +62,7 @@ class Outages:
     """The first outage begins when the first evaluation begins, the second one when the first step has ended."""
 
     def __init__(self, stack: Stack) -> None:
-        self._surroundings = stack.cluster.surroundings
+        self._handles = stack.cluster.handles
         self.all: list[Outage] = []
         self._published = self._stepped = False
 
@@ -75,9 +75,9 @@ class Outages:
             self._begin()
 
     def _begin(self) -> None:
-        assert self._surroundings.router_actor is not None
-        pid = ray.get(self._surroundings.router_actor.pid.remote())
-        self.all.append(Outage(self._surroundings.router_url, pid))
+        assert self._handles.router_actor is not None
+        pid = ray.get(self._handles.router_actor.pid.remote())
+        self.all.append(Outage(self._handles.router_url, pid))
 
 
 @pytest.fixture(scope="module")

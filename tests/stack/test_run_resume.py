@@ -42,7 +42,7 @@ def test_a_resumed_run_trains_the_remaining_rollouts_and_prompts(stack: Stack, t
 
 async def logprobs(stack: Stack, tokens: list[int]) -> list[float]:
     """Log-probabilities of all tokens but the first under the current weights of the learner."""
-    [found] = await stack.cluster.surroundings.learner_ranks[0].logprobs.remote([tokens])
+    [found] = await stack.cluster.handles.learner_ranks[0].logprobs.remote([tokens])
     return found
 
 

@@ -23,7 +23,7 @@ def play(stack: Stack, entry: str, folder: Path, role: str, *flags: str, rollout
 def requests_so_far(stack: Stack) -> int:
     """Requests that the engines ever finished, by their own count."""
     total = 0
-    for engine in stack.cluster.surroundings.engines:
+    for engine in stack.cluster.handles.engines:
         with urllib.request.urlopen(f"{engine.url}/metrics") as answer:
             counts = re.findall(r"^sglang:num_requests_total\{.*\} ([\d.e+]+)$", answer.read().decode(), re.MULTILINE)
         total += int(sum(float(count) for count in counts))

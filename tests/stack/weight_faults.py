@@ -29,7 +29,7 @@ from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.types import Sample, SampleStatus
-from tests.sim.world import DirectJournal
+from tests.sim.world import DirectJournal, lifecycle_of
 from tests.stack.engine_stack import Stack, group_of
 from tests.stack.local_sources import LocalSources
 
@@ -155,6 +155,7 @@ async def publish_under_load(
     async with TaskSupervisor() as tasks:
         publisher = Publisher(
             run_state=run_state,
+            lifecycle=lifecycle_of(run_state),
             tasks=tasks,
             channel=channel,
             fleet=fleet,
@@ -187,7 +188,7 @@ async def rejoin(fleet: SGLangFleet, channel: Channel, version: int, engine: Eng
     fleet.register_engine(engine)
     await channel.connect([*fleet.routed(), engine.name])
     for _ in range(20):
-        [outcome] = await channel.send(version, [engine.name])
+        outcome = await channel.send(version, engine.name)
         if outcome.error is None:
             break
     await fleet.commit(engine.name, version)

@@ -28,7 +28,7 @@ from miles_async.sample_schema import PostedSample, accept_values, decode_json, 
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
-from tests.sim.world import DirectJournal, Feed, Trace
+from tests.sim.world import DirectJournal, Feed, Trace, lifecycle_of
 from workers.preflight import dynamic_filter
 
 
@@ -137,12 +137,14 @@ def test_a_field_that_is_refused_is_named_and_leaves_a_plain_sample(field: str, 
 
 
 def test_a_checkpoint_can_be_written_while_a_function_of_a_user_changes_a_sample() -> None:
-    run_state = RunState(VirtualClockOf(), DirectJournal(Trace()))
+    run_state, feed = RunState(VirtualClockOf(), DirectJournal(Trace())), Feed()
+    lifecycle = lifecycle_of(run_state, feed)
     group = Group([Sample(index=0, prompt="Q", metadata={"rows": [1]})], feed_index="sample_0_0")
-    run_state.feed(group)
+    lifecycle.feed(group)
     group[0].metadata["score"] = np.float32(0.5)
     group[0].metadata["rows"].append(own_member())
-    [owed] = json.loads(json.dumps(progress_of(0, run_state, Feed())))["owed"]
+    progress = progress_of(0, run_state, lifecycle, lambda: (feed.state_dict(), []))
+    [owed] = json.loads(json.dumps(progress))["owed"]
     assert owed["samples"][0]["metadata"] == {"rows": [1]}
 
 

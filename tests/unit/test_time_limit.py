@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.rewards.graders import Graders, UnavailableError
+from miles_async.rewards.graders import GraderPool, UnavailableError
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.time_limit import TimeLimit, permit, waiting_in_line
 from miles_async.types import Group, Sample, SampleStatus
@@ -118,7 +118,7 @@ async def test_the_wait_for_places_at_the_engines_does_not_count() -> None:
 
 
 async def test_the_wait_for_a_grader_process_does_not_count() -> None:
-    graders = Graders(path="none.at_all", setting="custom_rm_path", args={}, processes=1, timeout_seconds=1.0)
+    graders = GraderPool(path="none.at_all", setting="custom_rm_path", args={}, processes=1, timeout_seconds=1.0)
     await graders._permits.acquire()
     asyncio.get_running_loop().call_later(1_000.0, graders._permits.release)
     results: list[Any] = []

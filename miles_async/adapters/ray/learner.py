@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 import ray
 
 from miles_async.adapters.ray.actor_errors import actor_result
-from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
-from miles_async.types import Group, LearnerProgress, SendOutcome, StepReport
+from miles_async.types import Group, LearnerProgress, StepReport
 
 T = TypeVar("T")
 Rank = Any
@@ -155,25 +154,6 @@ class RayLearner:
                 f"the checkpoint of rollout {rollout_id} could not be written to {folder}: {error}; "
                 "the previous checkpoint is intact"
             ) from error
-
-
-class RayWeightSources:
-    """Implements `adapters.weights.channel.WeightSources`: every learner rank is a weight source.
-
-    Every call raises FatalError if a rank is lost.
-    """
-
-    def __init__(self, ranks: RayRanks) -> None:
-        self._ranks = ranks
-
-    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        await self._ranks.on_all("connect", list(engines), dict(transports))
-
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
-        await self._ranks.on_all("stage", version, list(transports))
-
-    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
-        return await self._ranks.on_all("send", version, engine, transport)
 
 
 def _merged(reports: Sequence[StepReport], tokens: int) -> StepReport:

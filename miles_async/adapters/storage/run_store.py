@@ -437,10 +437,10 @@ class _RunFile:
             self._put(_EVENTS, [(changes.number, _encode(changes.events))])
         self._delete(_GROUPS, changes.ended)
         self._delete(_CONTENTS, changes.ended)
-        self._delete(_OWED, changes.settled)
-        self._delete(_POSTED, changes.settled)
+        self._delete(_OWED, changes.forgotten)
+        self._delete(_POSTED, changes.forgotten)
         self._delete(_KEYS, changes.forgotten_keys)
-        for name in changes.settled:
+        for name in changes.forgotten:
             self._owed_positions.pop(name, None)
         self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
         row = (self._run_id, changes.number, _sum_text(self._sum))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -30,19 +30,11 @@ FALLBACKS = ("p2p", "broadcast", "disk")
 _log = structlog.get_logger(__name__)
 
 
-class WeightSources(Protocol):
-    """All weight sources of the learner, in whichever processes they run. Each call goes to every source."""
+class Ranks(Protocol):
+    """The learner's ranks, in whichever processes they run. Each of them is a weight source."""
 
-    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        """See `source.WeightSource.connect`."""
-        ...
-
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
-        """Copy the learner's current weights into the staging buffers and prepare them for `transports`."""
-        ...
-
-    async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
-        """Send the staged version to one engine and verify it; one outcome per source."""
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `connect`, `stage` or `send` of `workers.learner.LearnerRank` on every rank; one result per rank."""
         ...
 
 
@@ -52,9 +44,9 @@ class Channel:
     `transports` are in order of preference. `address` returns the current address of an engine.
     """
 
-    def __init__(self, transports: Sequence[str], sources: WeightSources, address: Callable[[str], EngineInfo]) -> None:
+    def __init__(self, transports: Sequence[str], ranks: Ranks, address: Callable[[str], EngineInfo]) -> None:
         self._transports = tuple(transports)
-        self._sources = sources
+        self._ranks = ranks
         self._address = address
         self._connected: dict[str, EngineInfo] = {}
         self._fallbacks: dict[str, int] = {}
@@ -72,7 +64,7 @@ class Channel:
             info.name: self._fallbacks.get(info.name, 0) for info in infos if self._connected.get(info.name) == info
         }
         transports = {info.name: self._transports[fallbacks.get(info.name, 0)] for info in infos}
-        await self._sources.connect(infos, transports)
+        await self._ranks.on_all("connect", infos, transports)
         self._connected, self._fallbacks = {info.name: info for info in infos}, fallbacks
 
     async def stage(self, version: int) -> None:
@@ -81,22 +73,12 @@ class Channel:
             raise FatalError(
                 f"weight version {version} was to be staged after version {self._staged}; versions only rise"
             )
-        await self._sources.stage(version, sorted({self.name, *map(self._transport_of, self._fallbacks)}))
+        await self._ranks.on_all("stage", version, sorted({self.name, *map(self._transport_of, self._fallbacks)}))
         self._staged = version
 
-    async def send(self, version: int, engines: Sequence[str]) -> list[SendOutcome]:
-        return list(await asyncio.gather(*(self._send_to_one(version, engine) for engine in engines)))
-
-    async def fall_back(self, engine: str) -> str | None:
-        fallbacks = self._fallbacks.get(engine, 0) + 1
-        if fallbacks >= len(self._transports):
-            return None
-        self._fallbacks[engine] = fallbacks
-        return self._transports[fallbacks]
-
-    async def _send_to_one(self, version: int, engine: str) -> SendOutcome:
-        """Merge the outcomes of all sources: the engine has the version only if every source's part arrived."""
-        parts = await self._sources.send(version, engine, self._transport_of(engine))
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        """Merge the outcomes of all ranks: the engine has the version only if every rank's part arrived."""
+        parts: list[SendOutcome] = await self._ranks.on_all("send", version, engine, self._transport_of(engine))
         errors = [part.error for part in parts if part.error]
         return SendOutcome(
             engine=engine,
@@ -106,11 +88,18 @@ class Channel:
             final=any(part.final for part in parts),
         )
 
+    async def fall_back(self, engine: str) -> str | None:
+        fallbacks = self._fallbacks.get(engine, 0) + 1
+        if fallbacks >= len(self._transports):
+            return None
+        self._fallbacks[engine] = fallbacks
+        return self._transports[fallbacks]
+
     def _transport_of(self, engine: str) -> str:
         return self._transports[self._fallbacks.get(engine, 0)]
 
 
-async def find_transports(sources: WeightSources, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
+async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
     `wanted` is `auto` or the name of a transport. `p2p`, the default, falls back to the next of `FALLBACKS` that works,
@@ -119,17 +108,17 @@ async def find_transports(sources: WeightSources, wanted: str, engines: Sequence
     Raises UserError if another named transport does not work, EngineLostError if an engine does not answer, and
     FatalError if an engine serves another model or no transport works.
     """
-    await sources.connect(engines, {})
-    await sources.stage(0, [])
+    await ranks.on_all("connect", engines, {})
+    await ranks.on_all("stage", 0, [])
     infos = {engine.name: engine for engine in engines}
     if wanted == "auto":
-        return await _fastest(sources, infos)
+        return await _fastest(ranks, infos)
     # p2p is the default and needs a system library. Without the library a run uses the next transport.
     candidates = FALLBACKS if wanted == "p2p" else (wanted,)
     failures: list[str] = []
     for transport in candidates:
         try:
-            await _measure(sources, transport, infos)
+            await _measure(ranks, transport, infos)
         except EngineLostError as failure:
             failures.append(f"{transport} does not work here: {failure}")
         else:
@@ -139,17 +128,17 @@ async def find_transports(sources: WeightSources, wanted: str, engines: Sequence
     raise UserError(f"weight_transfer {'; '.join(failures)}")
 
 
-async def _fastest(sources: WeightSources, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:
+async def _fastest(ranks: Ranks, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:
     """The transports that work, fastest first, with `disk` at the end. Raises FatalError if none works."""
     seconds: dict[str, float] = {}
     for transport in AUTO_CANDIDATES:
         try:
-            seconds[transport] = await _measure(sources, transport, infos)
+            seconds[transport] = await _measure(ranks, transport, infos)
         except EngineLostError as failure:
             _log.info(f"weight transport {transport} does not work here: {failure}")
     if not seconds:
         try:
-            await _measure(sources, "disk", infos)
+            await _measure(ranks, "disk", infos)
         except EngineLostError as failure:
             raise FatalError(f"no transport can send weights to the engines; disk failed with: {failure}") from failure
     milliseconds = {transport: round(1e3 * taken, 1) for transport, taken in seconds.items()}
@@ -169,15 +158,15 @@ def by_preference(seconds: Mapping[str, float]) -> list[str]:
     return sorted(seconds, key=cost)
 
 
-async def _measure(sources: WeightSources, transport: str, engines: Mapping[str, EngineInfo]) -> float:
+async def _measure(ranks: Ranks, transport: str, engines: Mapping[str, EngineInfo]) -> float:
     """Return the seconds of a second send of the staged weights to all engines; the first one also connects.
 
     Raises EngineLostError if a send fails.
     """
-    channel = Channel((transport,), sources, engines.__getitem__)
+    channel = Channel((transport,), ranks, engines.__getitem__)
     for _ in range(2):
         started = asyncio.get_running_loop().time()
-        for outcome in await channel.send(0, list(engines)):
+        for outcome in await asyncio.gather(*(channel.send(0, engine) for engine in engines)):
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
         seconds = asyncio.get_running_loop().time() - started

@@ -14,7 +14,7 @@ from miles_async.errors import UserError
 from miles_async.pipeline.checkpoint import progress_of, resume
 from miles_async.pipeline.run_state import RunState
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
-from tests.sim.world import DirectJournal, Feed, Trace
+from tests.sim.world import DirectJournal, Feed, Trace, lifecycle_of
 
 PROMPT, RESPONSE, GROUPS = 3, 1000, 5
 
@@ -53,11 +53,12 @@ def generated_group(number: int) -> Group:
 
 
 def progress_with_owed_groups() -> dict[str, Any]:
-    run_state = RunState(SystemClock(), DirectJournal(Trace()))
+    run_state, feed = RunState(SystemClock(), DirectJournal(Trace())), Feed()
+    lifecycle = lifecycle_of(run_state, feed)
     for number in range(GROUPS):
-        run_state.feed(generated_group(number))
+        lifecycle.feed(generated_group(number))
     CountedTokens.read = 0
-    return progress_of(7, run_state, Feed())
+    return progress_of(7, run_state, lifecycle, lambda: (feed.state_dict(), []))
 
 
 def test_the_progress_of_a_run_reads_no_generated_token() -> None:

@@ -19,7 +19,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Sample
 from tests.configuration import run_config
-from tests.sim.world import DirectOutbox, Trace
+from tests.sim.world import DirectOutbox, Trace, held_prompts_of
 
 ROWS = 6
 
@@ -35,13 +35,14 @@ def data(tmp_path: Path) -> BufferedSource:
 def source(data: BufferedSource, *, held_limit: int | None = None) -> RolloutSource:
     clock = SystemClock()
     not_used: Any = None
+    run_state = RunState(clock, Journal(NullStore(), DirectOutbox(Trace()), clock))
     return RolloutSource(
         data=data,
-        run_state=RunState(clock, Journal(NullStore(), DirectOutbox(Trace()), clock)),
+        run_state=run_state,
+        held=held_prompts_of(run_state, data, limit=held_limit),
         collector=not_used,
         evaluator=not_used,
         schedule=Schedule.ONE_STEP_OFF,
-        held_limit=held_limit,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from miles_async.adapters.null import NullEngines
 from miles_async.pipeline.monitor import WORK_POLL_SECONDS, follow_engine_load
 from miles_async.pipeline.run_state import RunState
+from miles_async.scheduling.ledger import Ledger
 from miles_async.types import EngineLoad, Group, Sample
 from tests.sim.virtual_time import VirtualClock, run_virtual
 from tests.sim.world import DirectJournal, Trace
@@ -54,7 +55,7 @@ def seconds_without_progress(
             group = Group([Sample(index=0)], feed_index=f"posted_{number}")
             asyncio.get_running_loop().call_at(at, journal.post, group, number, None)
         following = asyncio.create_task(
-            follow_engine_load(run_state, Reporting(numbers, held), lambda: asks, request_seconds, None)
+            follow_engine_load(run_state, Ledger(), Reporting(numbers, held), lambda: asks, request_seconds, None)
         )
         await clock.sleep(SECONDS + 0.1)
         following.cancel()

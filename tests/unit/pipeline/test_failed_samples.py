@@ -17,12 +17,11 @@ from miles_async.adapters.storage.rollout_file import load_groups, save_groups
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.batching.batch import policy_steps
 from miles_async.errors import EngineLostError, InfrastructureError, TrajectoryError, is_infrastructure
-from miles_async.pipeline.recycle import Recycler
 from miles_async.pipeline.run_state import RunState
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import REWARD_ERROR, DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
-from tests.sim.world import DeadLetterBox, DirectJournal, Feed, Trace
+from tests.sim.world import DirectJournal, Feed, Trace, lifecycle_of
 from tests.unit.config.test_config_checks import refusal
 from tests.unit.rollout.test_generate_functions import generating_with
 
@@ -284,15 +283,14 @@ def test_a_saved_group_keeps_the_prompts_of_the_samples_that_were_left_out(tmp_p
 
 
 def test_an_aborted_group_that_keeps_its_tokens_gets_the_samples_back_that_it_lost() -> None:
-    run_state = RunState(SystemClock(), DirectJournal(Trace()))
     feed = Feed(3)
-    recycler = Recycler(run_state, feed, DeadLetterBox(), max_attempts=3, first_attempts=32)
+    lifecycle = lifecycle_of(RunState(SystemClock(), DirectJournal(Trace())), feed)
     group = feed.get_samples(1)[0]
-    run_state.feed(group)
+    lifecycle.feed(group)
     group.leave_out(group[:1])
     for sample in group:
         sample.tokens, sample.response_length, sample.status = [1, 2], 1, SampleStatus.ABORTED
-    recycler.salvage(group, DropReason.PARTIAL)
+    lifecycle.salvage(group, DropReason.PARTIAL)
     [again] = feed.get_samples(1)
     assert [(sample.index, sample.response_length) for sample in again] == [(0, 0), (1, 1), (2, 1)]
 

@@ -19,14 +19,16 @@ from miles_async.errors import EngineLostError, FatalError, StoreError, Trajecto
 from miles_async.fault_points import POINTS, SYNCHRONOUS, FaultPoints
 from miles_async.pipeline.faults import FaultSchedule
 from miles_async.pipeline.journal import EventOutbox
-from miles_async.pipeline.run_ports import Ports
-from miles_async.ports import RunStore
+from miles_async.pipeline.run_ports import Ports, RunFunctions
+from miles_async.ports import Generator, RunStore
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from workers.faults import FaultInjector
 
 PIPELINE = Path(inspect.getfile(Ports)).parent
-PROTOCOLS: dict[str, type[Any]] = {"store": RunStore, "outbox": EventOutbox, "ranks": RayRanks} | {
+OUTSIDE_PORTS = {"store": RunStore, "outbox": EventOutbox, "ranks": RayRanks, "evaluator": Generator}
+"""An evaluator is the generator of a data set for evaluations."""
+PROTOCOLS: dict[str, type[Any]] = OUTSIDE_PORTS | {
     name: kind
     for name, kind in get_type_hints(Ports).items()
     if getattr(kind, "__module__", "") == ports_module.__name__
@@ -48,7 +50,7 @@ def test_each_asynchronous_method_of_a_port_has_points() -> None:
         found = {method for method in POINTS[name] if f"{name}.{method}" not in SYNCHRONOUS}
         assert found == methods(kind, asynchronous=True), name
     assert POINTS.keys() - PROTOCOLS.keys() == {"functions"}
-    assert set(POINTS["functions"]) < set(get_type_hints(Ports))
+    assert set(POINTS["functions"]) == set(get_type_hints(RunFunctions))
 
 
 def test_the_synchronous_methods_with_points_exist() -> None:

@@ -13,13 +13,14 @@ from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.events import GroupGenerated, GroupMoved, encode
+from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.run_state import RunState
 from miles_async.recording import Recording
 from miles_async.stored_run import Changes
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.operations import calls
-from tests.sim.world import DirectJournal, Trace, World
+from tests.sim.world import DirectJournal, Trace, World, held_prompts_of
 from tests.unit.gym import open_gym
 
 SIZES = (10, 1000)
@@ -31,10 +32,10 @@ def groups(count: int, samples: int = 2) -> list[Group]:
     ]
 
 
-def holding(count: int) -> tuple[RunState, list[Group]]:
-    run_state, taken = RunState(SystemClock(), DirectJournal(Trace())), groups(count)
-    run_state.record_taken(taken)
-    return run_state, taken
+def holding(count: int) -> tuple[HeldPrompts, list[Group]]:
+    held, taken = held_prompts_of(RunState(SystemClock(), DirectJournal(Trace()))), groups(count)
+    held.record_taken(taken)
+    return held, taken
 
 
 def test_taking_a_returned_group_does_not_touch_the_others() -> None:
@@ -50,10 +51,10 @@ def test_taking_a_returned_group_does_not_touch_the_others() -> None:
 @pytest.mark.parametrize("named", [True, False])
 def test_returning_a_group_does_not_touch_the_others_that_a_function_holds(named: bool) -> None:
     def cost(size: int) -> int:
-        run_state, taken = holding(size)
+        held, taken = holding(size)
         returned = taken[size // 2] if named else Group(taken[size // 2])
-        count = calls(lambda: run_state.record_returned([returned]))
-        assert run_state.taken_count == size - 1
+        count = calls(lambda: held.record_returned([returned]))
+        assert len(held.taken) == size - 1
         return count
 
     small, large = map(cost, SIZES)
@@ -62,26 +63,26 @@ def test_returning_a_group_does_not_touch_the_others_that_a_function_holds(named
 
 def test_finding_the_prompt_of_an_unnamed_sample_does_not_touch_the_others() -> None:
     def cost(size: int) -> int:
-        run_state, taken = holding(size)
-        found = run_state.taken_as(taken[-1][1])
+        held, taken = holding(size)
+        found = held.taken.find(taken[-1][1])
         assert found is not None
         assert found.copy.feed_index == taken[-1].feed_index
-        return calls(lambda: run_state.taken_as(taken[-1][1]))
+        return calls(lambda: held.taken.find(taken[-1][1]))
 
     small, large = map(cost, SIZES)
     assert large == small
 
 
 def test_a_sample_that_got_the_identity_of_a_lost_one_is_not_taken_for_it() -> None:
-    run_state, taken = holding(1)
+    held, taken = holding(1)
     identity = id(taken[0][0])
     del taken
     # CPython gives the memory of the lost sample to one of the next ones.
     new = [Sample(index=n) for n in range(100)]
     assert identity in map(id, new)
-    assert all(run_state.taken_as(sample) is None for sample in new)
-    run_state.record_returned([Group(new, feed_index="other")])
-    assert run_state.taken_count == 1
+    assert all(held.taken.find(sample) is None for sample in new)
+    held.record_returned([Group(new, feed_index="other")])
+    assert len(held.taken) == 1
 
 
 def test_unchanged_metadata_of_the_data_source_is_converted_once() -> None:

@@ -12,11 +12,13 @@ import pytest
 from miles_async.errors import StoreError
 from miles_async.events import Event, GroupMoved, WarningRaised
 from miles_async.pipeline.journal import RETRY_SECONDS, Journal
+from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, StoredRun
 from miles_async.types import DropReason, Group, Sample
 from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import lifecycle_of
 
 pytestmark = pytest.mark.virtual_time
 
@@ -67,110 +69,119 @@ def group(number: int) -> Group:
     return Group([Sample(index=number, prompt="1+1=", tokens=[1, 2])], feed_index=f"sample_0_{number}")
 
 
+def run_with(store: Store, driver: Driver, clock: VirtualClock, *, number: int = 0) -> tuple[Journal, GroupLifecycle]:
+    journal = Journal(store, driver, clock, number=number)
+    return journal, lifecycle_of(RunState(clock, journal))
+
+
 async def test_events_leave_only_with_what_was_stored() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state = RunState(clock, Journal(store, driver, clock))
-    run_state.feed(group(0))
+    journal, lifecycle = run_with(store, driver, clock)
+    lifecycle.feed(group(0))
     assert driver.events == []
-    await run_state.journal.flush()
+    await journal.flush()
     [batch] = store.batches
     assert batch.events == driver.events
-    assert (batch.groups[0].state, list(batch.owed), batch.settled) == (GroupState.FED, ["sample_0_0"], [])
-    await run_state.journal.flush()
+    assert (batch.groups[0].state, list(batch.owed), batch.forgotten) == (GroupState.FED, ["sample_0_0"], [])
+    await journal.flush()
     assert len(store.batches) == 1, "nothing has changed since"
 
 
 async def test_a_group_is_stored_as_a_whole_when_it_has_finished_and_removed_when_it_has_ended() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state, finished, filtered = RunState(clock, Journal(store, driver, clock)), group(0), group(1)
+    journal, lifecycle = run_with(store, driver, clock)
+    finished, filtered = group(0), group(1)
     for one in (finished, filtered):
-        run_state.feed(one)
-        run_state.advance([one], GroupState.IN_FLIGHT)
-    run_state.advance([finished], GroupState.FINISHED)
-    run_state.advance([finished], GroupState.QUEUED)
-    run_state.drop(filtered, DropReason.FILTERED)
-    await run_state.journal.flush()
-    run_state.advance([finished], GroupState.LEASED)
-    await run_state.journal.flush()
+        lifecycle.feed(one)
+        lifecycle.advance([one], GroupState.IN_FLIGHT)
+    lifecycle.advance([finished], GroupState.FINISHED)
+    lifecycle.advance([finished], GroupState.QUEUED)
+    lifecycle.drop(filtered, DropReason.FILTERED)
+    await journal.flush()
+    lifecycle.advance([finished], GroupState.LEASED)
+    await journal.flush()
     first, second = store.batches
     assert first.groups[0].content is finished
-    assert (list(first.groups), first.ended, first.settled) == ([0], [1], ["sample_0_1"])
+    assert (list(first.groups), first.ended, first.forgotten) == ([0], [1], ["sample_0_1"])
     assert (second.groups[0].state, second.groups[0].content) == (GroupState.LEASED, None), "it is stored already"
 
 
 async def test_a_drop_reports_the_tokens_that_no_other_attempt_continues() -> None:
     driver, clock = Driver(), VirtualClock()
-    run_state, groups = RunState(clock, Journal(Store(), driver, clock)), [group(number) for number in range(3)]
+    journal, lifecycle = run_with(Store(), driver, clock)
+    groups = [group(number) for number in range(3)]
     for one in groups:
-        run_state.feed(one)
+        lifecycle.feed(one)
         one[0].response_length = 7
-    run_state.leave_in_store(groups[2], partial(run_state.journal.load, 2), response_tokens=9)
-    run_state.drop(groups[0], DropReason.STALE)
-    run_state.drop(groups[1], DropReason.PARTIAL, kept_tokens=groups[1].response_tokens)
-    run_state.drop(groups[2], DropReason.STALE)
-    await run_state.journal.flush()
+    lifecycle.leave_in_store(groups[2], partial(journal.load, 2), response_tokens=9)
+    lifecycle.drop(groups[0], DropReason.STALE)
+    lifecycle.drop(groups[1], DropReason.PARTIAL, kept_tokens=groups[1].response_tokens)
+    lifecycle.drop(groups[2], DropReason.STALE)
+    await journal.flush()
     drops = [event for event in driver.events if isinstance(event, GroupMoved) and event.after == "dropped"]
     assert [event.discarded_tokens for event in drops] == [7, 0, 9]
 
 
-async def test_a_prompt_that_is_fed_again_is_still_owed() -> None:
+async def test_a_prompt_that_is_requeued_is_still_owed() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state, failed = RunState(clock, Journal(store, driver, clock)), group(0)
-    run_state.feed(failed)
-    run_state.drop(failed, DropReason.FAILED)
-    run_state.owe(failed)
-    await run_state.journal.flush()
-    assert (list(store.batches[0].owed), store.batches[0].settled) == (["sample_0_0"], [])
+    journal, lifecycle = run_with(store, driver, clock)
+    failed = group(0)
+    lifecycle.feed(failed)
+    lifecycle.drop(failed, DropReason.FAILED)
+    journal.track_prompt(failed)
+    await journal.flush()
+    assert (list(store.batches[0].owed), store.batches[0].forgotten) == (["sample_0_0"], [])
 
 
 async def test_the_order_of_transitions_continues_from_one_rollout_worker_to_the_next() -> None:
     orders = []
     for number in (0, 1):
         store, clock = Store(), VirtualClock()
-        run_state = RunState(clock, Journal(store, Driver(), clock, number=number))
+        journal, lifecycle = run_with(store, Driver(), clock, number=number)
         for one in (group(0), group(1)):
-            run_state.feed(one)
-        await run_state.journal.flush()
+            lifecycle.feed(one)
+        await journal.flush()
         orders += [change.order for change in store.batches[0].groups.values()]
     assert orders == sorted(set(orders))
 
 
 async def test_a_store_that_fails_stops_nothing_and_gets_everything_later() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state, kept, ended = RunState(clock, Journal(store, driver, clock)), group(0), group(1)
+    journal, lifecycle = run_with(store, driver, clock)
+    kept, ended = group(0), group(1)
     store.full = True
     for one in (kept, ended):
-        run_state.feed(one)
-        run_state.advance([one], GroupState.IN_FLIGHT)
-        run_state.advance([one], GroupState.FINISHED)
-    await run_state.journal.flush()
+        lifecycle.feed(one)
+        lifecycle.advance([one], GroupState.IN_FLIGHT)
+        lifecycle.advance([one], GroupState.FINISHED)
+    await journal.flush()
     assert len(driver.events) == 6, "the driver is not kept waiting"
-    run_state.advance([kept], GroupState.QUEUED)
-    run_state.drop(ended, DropReason.STALE)
-    await run_state.journal.flush()
+    lifecycle.advance([kept], GroupState.QUEUED)
+    lifecycle.drop(ended, DropReason.STALE)
+    await journal.flush()
     assert store.batches == []
     assert driver.warnings == [
         "the disk is full; the run continues, but it cannot be restored until the store is written again"
     ]
     store.full = False
     await clock.sleep(RETRY_SECONDS)
-    run_state.advance([kept], GroupState.LEASED)
-    await run_state.journal.flush()
+    lifecycle.advance([kept], GroupState.LEASED)
+    await journal.flush()
     [batch] = store.batches
     assert list(batch.groups) == [0]
     assert (batch.groups[0].state, batch.groups[0].content) == (GroupState.LEASED, kept)
-    assert (batch.ended, list(batch.owed), batch.settled) == ([1], ["sample_0_0"], ["sample_0_1"])
-    run_state.journal.emit(WarningRaised(time=0.0, text="later"))
-    await run_state.journal.flush()
+    assert (batch.ended, list(batch.owed), batch.forgotten) == ([1], ["sample_0_0"], ["sample_0_1"])
+    journal.emit(WarningRaised(time=0.0, text="later"))
+    await journal.flush()
     assert "the store is written again" in driver.warnings
 
 
 async def test_an_error_of_the_store_of_any_class_loses_nothing_that_was_taken() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state, owed = RunState(clock, Journal(store, driver, clock)), group(0)
-    journal = run_state.journal
+    journal, lifecycle = run_with(store, driver, clock)
+    owed = group(0)
     store.bug = ValueError("a value that cannot be written")
-    run_state.feed(owed)
+    lifecycle.feed(owed)
     journal.post(Group([Sample(index=1)], feed_index="external_0"), 1, "key")
     assert not await journal.flush()
     assert not await journal.flush(), "the group is still not stored"
@@ -189,13 +200,13 @@ async def test_an_error_of_the_progress_leaves_everything_pending() -> None:
         raise RuntimeError("broken")
 
     store, driver, clock = Store(), Driver(), VirtualClock()
-    run_state = RunState(clock, Journal(store, driver, clock))
-    run_state.feed(group(0))
-    run_state.journal.progress = broken
+    journal, lifecycle = run_with(store, driver, clock)
+    lifecycle.feed(group(0))
+    journal.progress = broken
     with pytest.raises(RuntimeError):
-        await run_state.journal.flush()
-    run_state.journal.progress = dict
-    assert await run_state.journal.flush()
+        await journal.flush()
+    journal.progress = dict
+    assert await journal.flush()
     assert list(store.batches[0].owed) == ["sample_0_0"]
     assert [event.after for event in driver.events if isinstance(event, GroupMoved)] == ["fed"]
 
@@ -212,12 +223,12 @@ async def test_a_write_that_is_cut_off_delivers_its_events_later() -> None:
             await super().write(changes)
 
     store, driver, clock = CutOff(), Driver(), VirtualClock()
-    run_state = RunState(clock, Journal(store, driver, clock))
-    run_state.feed(group(0))
+    journal, lifecycle = run_with(store, driver, clock)
+    lifecycle.feed(group(0))
     with pytest.raises(CutOffError):
-        await run_state.journal._flush()
+        await journal._flush()
     assert driver.events == [], "they are not known to be stored"
-    assert await run_state.journal.flush()
+    assert await journal.flush()
     assert list(store.batches[1].owed) == ["sample_0_0"]
     assert len(driver.events) == 1
 

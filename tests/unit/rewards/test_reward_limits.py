@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from miles_async.errors import InfrastructureError, TrajectoryError
-from miles_async.rewards.graders import Graders
+from miles_async.rewards.graders import GraderPool
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rewards.threads import _Series
 from miles_async.types import REWARD_ERROR, Group, Sample
@@ -153,7 +153,7 @@ async def test_an_async_reward_of_a_whole_group_that_takes_too_long_is_infrastru
     assert raised.value.samples == list(group)
 
 
-class Recording(Graders):
+class Recording(GraderPool):
     """Grader processes that give 1 to every response, without processes."""
 
     seen: list[str]

@@ -26,7 +26,7 @@ from tests.configuration import run_config
 from workers import cluster as module
 from workers.cluster import Cluster, EngineDevices
 from workers.heartbeats import Heartbeats
-from workers.rollout import RolloutWorker, Surroundings
+from workers.rollout import ClusterHandles, RolloutWorker
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Actor:
     async def _answer(self, *arguments: Any) -> None: ...
 
 
-def surroundings_with(*engines: EngineInfo) -> Surroundings:
-    return Surroundings(
+def handles_with(*engines: EngineInfo) -> ClusterHandles:
+    return ClusterHandles(
         checkpoint="",
         router_url="",
         router_key="",
@@ -75,9 +75,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster(config, RunFolder(folder), "train_async.py", lambda event: None)
     created: Any = Placement()
-    handles: Any = made
-    handles.rollout.current = Actor()
-    handles.surroundings = SimpleNamespace(checkpoint="")
+    faked: Any = made
+    faked.rollout.current = Actor()
+    faked.handles = SimpleNamespace(checkpoint="")
     made.heartbeats = Heartbeats(made.probes, "this node")
     probes: Any = made.probes
     monkeypatch.setattr(made, "_server", lambda kind, name, *rest: probes.setdefault(name, Actor()))
@@ -196,8 +196,8 @@ def test_the_last_address_of_an_engine_is_used_if_its_actor_does_not_answer(
     monkeypatch.setattr(module, "ADDRESS_SECONDS", 0.01)
     stopped: Any = SimpleNamespace(info=SimpleNamespace(remote=asyncio.Event().wait))
     cluster._engine_actors["engine-0"] = [stopped]
-    cluster.surroundings = surroundings_with(last)
-    assert asyncio.run(cluster._current_surroundings()).engines == [last]
+    cluster.handles = handles_with(last)
+    assert asyncio.run(cluster._current_handles()).engines == [last]
 
 
 class LostWorker:
@@ -229,11 +229,11 @@ class EngineActor(Actor):
 def with_engines(cluster: Cluster) -> dict[str, EngineActor]:
     """Let the cluster have two engines whose servers run."""
     actors = {f"engine-{number}": EngineActor(f"engine-{number}", number) for number in range(2)}
-    handles: Any = cluster
-    handles._engine_actors = {name: [actor] for name, actor in actors.items()}
-    handles._engine_devices = dict.fromkeys(actors, *handles._engine_devices.values())
-    handles.probes |= {name: Actor() for name in actors}
-    handles.surroundings = surroundings_with()
+    faked: Any = cluster
+    faked._engine_actors = {name: [actor] for name, actor in actors.items()}
+    faked._engine_devices = dict.fromkeys(actors, *faked._engine_devices.values())
+    faked.probes |= {name: Actor() for name in actors}
+    faked.handles = handles_with()
     return actors
 
 
@@ -241,11 +241,11 @@ def test_an_engine_that_is_removed_while_the_rollout_worker_dies_ends_and_leaves
     cluster: Cluster,
 ) -> None:
     actors = with_engines(cluster)
-    handles: Any = cluster
-    handles.rollout.current = LostWorker()
+    faked: Any = cluster
+    faked.rollout.current = LostWorker()
     asyncio.run(cluster.resize(1))
     assert [actor.stopped for actor in actors.values()] == [False, True]
-    following = asyncio.run(cluster._current_surroundings())
+    following = asyncio.run(cluster._current_handles())
     assert [info.name for info in following.engines] == [*following.engine_actors] == ["engine-0"]
     assert set(following.engine_urls) == {"http://127.0.0.1:0", "http://127.0.0.1:1"}
 
@@ -253,8 +253,8 @@ def test_an_engine_that_is_removed_while_the_rollout_worker_dies_ends_and_leaves
 def test_an_engine_that_is_added_while_the_rollout_worker_dies_belongs_to_the_next_one(
     cluster: Cluster, reserved: list[Placement]
 ) -> None:
-    handles: Any = cluster
-    handles.rollout.current = LostWorker()
+    faked: Any = cluster
+    faked.rollout.current = LostWorker()
     asyncio.run(cluster.resize(3))
     assert [*cluster._engine_actors] == ["engine-0", "engine-1", "engine-2"]
     assert len(reserved) == 2
@@ -268,7 +268,7 @@ def test_an_engine_that_is_removed_while_another_rollout_worker_starts_is_unknow
         return actors["engine-0"].started
 
     actors["engine-0"].info = SimpleNamespace(remote=remove_last)
-    following = asyncio.run(cluster._current_surroundings())
+    following = asyncio.run(cluster._current_handles())
     assert [info.name for info in following.engines] == [*following.engine_actors] == ["engine-0"]
 
 
@@ -324,8 +324,8 @@ def test_the_processes_of_actors_are_asked_to_exit_although_ray_does_not_answer(
     async def gone(function: Any) -> None:
         raise RayActorError
 
-    handles: Any = cluster
-    handles._actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote)) for remote in (gone, call)]
+    faked: Any = cluster
+    faked._actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote)) for remote in (gone, call)]
     asyncio.run(cluster._end_processes())
     assert asked == [module._exit_later]
 
@@ -339,10 +339,10 @@ def test_the_devices_are_released_at_the_end_of_a_run_only_if_the_head_node_answ
             raise UserError("connection refused")
 
     released: list[str] = []
-    handles: Any = cluster
-    handles._placements = [SimpleNamespace(release=lambda: released.append("all"))]
-    handles._engine_actors = {}
-    handles._reaper = SimpleNamespace(close=lambda grace: None)
+    faked: Any = cluster
+    faked._placements = [SimpleNamespace(release=lambda: released.append("all"))]
+    faked._engine_actors = {}
+    faked._reaper = SimpleNamespace(close=lambda grace: None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:6379"))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(module, "check_ray", check)

@@ -23,7 +23,7 @@ from miles_async.errors import EngineLostError, UserError
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.waiting import PATIENCE_SECONDS
-from workers.rollout import Surroundings
+from workers.rollout import ClusterHandles
 from workers.specs import engine_spec, external_router_key, router_spec
 
 KEY = "key-of-the-run"
@@ -85,12 +85,12 @@ def test_the_key_is_in_no_command_environment_or_text_of_a_specification(
     spec = engine_spec(run_config(), "e", str(tmp_path), tmp_path, key=KEY)
     routing = router_spec(run_config(), tmp_path, KEY)
     assert (spec.key, routing.key) == (KEY, KEY)
-    surroundings: dict[str, Any] = dict.fromkeys(Surroundings.__dataclass_fields__) | {"router_key": KEY}
+    handles: dict[str, Any] = dict.fromkeys(ClusterHandles.__dataclass_fields__) | {"router_key": KEY}
     shown = [
         launch.command(spec, 1, Rendezvous("127.0.0.1", 2, 3)),
         launch.environment(spec),
         router.arguments(routing, 1, 2),
-        (spec, routing, EngineInfo("e", "http://e", 1, 1, KEY), Surroundings(**surroundings)),
+        (spec, routing, EngineInfo("e", "http://e", 1, 1, KEY), ClusterHandles(**handles)),
     ]
     assert KEY not in repr(shown)
 

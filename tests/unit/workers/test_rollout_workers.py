@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from miles_async.events import Event, WarningRaised
-from workers.rollout_workers import RolloutWorkers
+from workers.rollout_supervisor import RolloutSupervisor
 
 
 class Method:
@@ -33,7 +33,7 @@ class Worker:
         self.run, self.heartbeat, self.events = Method(self._run), Method(self._heartbeat), Method(self._events)
         lives.append(self)
 
-    def _run(self, surroundings: Any, received: int) -> None:
+    def _run(self, handles: Any, received: int) -> None:
         self.received.append(received)
         if self._first:
             raise RayActorError
@@ -49,9 +49,9 @@ async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_
 ) -> None:
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     lives: list[Worker] = []
-    workers = RolloutWorkers(lambda name: Worker(lives), emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
+    workers = RolloutSupervisor(lambda name: Worker(lives), emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
 
-    async def surroundings() -> Any:
+    async def handles() -> Any:
         if len(lives) == 2:
             await workers.events()
 
@@ -60,7 +60,7 @@ async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_
     async def replace_learner() -> None: ...
 
     workers.start()
-    await workers.run(surroundings, learner_death, replace_learner)
+    await workers.run(handles, learner_death, replace_learner)
     first, second = lives
     assert (first.received, second.received) == ([0], [20])
 
@@ -100,7 +100,7 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
         started.append(name)
         return Actor(killed)
 
-    async def surroundings() -> Any:
+    async def handles() -> Any:
         return None
 
     async def no_death() -> None:
@@ -109,9 +109,9 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
     async def replace_learner() -> None:
         raise AssertionError("the learner lives")
 
-    workers = RolloutWorkers(create, events.append, max_restarts=3)
+    workers = RolloutSupervisor(create, events.append, max_restarts=3)
     workers.start()
-    run = asyncio.ensure_future(workers.run(surroundings, no_death, replace_learner))
+    run = asyncio.ensure_future(workers.run(handles, no_death, replace_learner))
     await asyncio.sleep(0)
     workers.stop()
     killed.set()
@@ -125,7 +125,7 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
 def test_a_rollout_worker_that_hangs_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, events = list[str](), list[Event]()
     monkeypatch.setattr(ray, "kill", killed.append)
-    workers = RolloutWorkers(lambda name: name, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
+    workers = RolloutSupervisor(lambda name: name, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
     workers.start()
     workers.end_hung(120.0)
     workers.end_hung(120.25)

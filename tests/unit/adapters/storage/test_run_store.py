@@ -92,7 +92,7 @@ async def test_a_prompt_that_is_stored_again_keeps_its_place_and_has_no_tokens(s
     for number, names in enumerate([["a", "b", "c"], ["b"], ["d"]], 1):
         prompts = {name: Group([Sample(prompt=f"{name}{number}")], feed_index=name) for name in names}
         owed = {name: prompt.prompt_dict() for name, prompt in prompts.items()}
-        await store.write(Changes(number=number, owed=owed, settled=["c"] if number == 3 else ["unknown"]))
+        await store.write(Changes(number=number, owed=owed, forgotten=["c"] if number == 3 else ["unknown"]))
     stored = await store.read()
     assert stored is not None
     assert [prompt[0].prompt for prompt in stored.owed] == ["a1", "b2", "d3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -27,6 +28,9 @@ class TwoSources:
         self.seconds = seconds
         self.staged: list[tuple[int, Sequence[str]]] = []
         self.sent: list[tuple[str, str]] = []
+
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return await getattr(self, method)(*arguments)
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None: ...
 
@@ -105,20 +109,21 @@ async def test_an_engine_falls_back_alone_and_returns_to_the_first_transport_aft
     await channel.connect(["a", "b"])
     await channel.stage(1)
     assert await channel.fall_back("b") == "broadcast"
-    await channel.send(1, ["a", "b"])
+    await channel.send(1, "a")
+    await channel.send(1, "b")
     assert sources.sent == [("a", "p2p"), ("b", "broadcast")]
     assert await channel.fall_back("b") is None
     await channel.stage(2)
     assert sources.staged == [(1, ["p2p"]), (2, ["broadcast", "p2p"])]
     address["b"] = EngineInfo("b", "http://b2", 3, 1)
     await channel.connect(["a", "b"])
-    await channel.send(2, ["b"])
+    await channel.send(2, "b")
     assert sources.sent[-1] == ("b", "p2p")
 
 
 async def test_a_failed_write_of_one_source_fails_the_send_to_the_engine() -> None:
     channel = Channel(("p2p",), TwoSources(), ADDRESS.__getitem__)
-    [outcome] = await channel.send(1, ["a"])
+    outcome = await channel.send(1, "a")
     assert outcome == SendOutcome(engine="a", seconds=0.2, bytes=50, error="no p2p here")
 
 

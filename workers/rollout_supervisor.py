@@ -20,13 +20,13 @@ from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventsReceived, StepEnded, WarningRaised
 
-from .rollout import Surroundings
+from .rollout import ClusterHandles
 
 MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
 
-class RolloutWorkers:
+class RolloutSupervisor:
     """Starts a rollout worker, runs the pipeline in it, and starts another one if it is lost."""
 
     def __init__(
@@ -67,11 +67,11 @@ class RolloutWorkers:
 
     async def run(
         self,
-        surroundings: Callable[[], Awaitable[Surroundings]],
+        handles: Callable[[], Awaitable[ClusterHandles]],
         learner_death: Callable[[], Awaitable[str | None]],
         replace_learner: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run the pipeline to its end. `surroundings` is called for each rollout worker.
+        """Run the pipeline to its end. `handles` is called for each rollout worker.
 
         `learner_death` returns how a rank of the learner died, or None if all ranks live. Then `replace_learner` is
         called, and another rollout worker continues with the weights of the last checkpoint. Nothing is replaced after
@@ -81,7 +81,7 @@ class RolloutWorkers:
         without a batch between them, or if the run cannot continue with another learner.
         """
         try:
-            while death := await self._run(await surroundings(), learner_death):
+            while death := await self._run(await handles(), learner_death):
                 if self._asked_to_stop:
                     self._warn(f"{death}; it is not replaced, because the run ends")
                     return
@@ -92,9 +92,9 @@ class RolloutWorkers:
             self._has_ended = True
             self._changed.set()
 
-    async def _run(self, surroundings: Surroundings, learner_death: Callable[[], Awaitable[str | None]]) -> str | None:
+    async def _run(self, handles: ClusterHandles, learner_death: Callable[[], Awaitable[str | None]]) -> str | None:
         """Run the pipeline in the current rollout worker. Returns how a process died; None at the end of the run."""
-        running: Any = self.current.run.remote(surroundings, self._received)
+        running: Any = self.current.run.remote(handles, self._received)
         if self._asked_to_stop:
             self.current.stop.remote()
         try:

@@ -1,0 +1,261 @@
+"""One attempt at a group: generate, score, filter; and what follows if the attempt fails or is aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+
+from miles_async.errors import (
+    EngineLostError,
+    InfrastructureError,
+    PromptTooLongError,
+    RouterLostError,
+    TrajectoryError,
+)
+from miles_async.events import GroupFiltered, GroupGenerated
+from miles_async.pipeline.grading import Grading
+from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
+from miles_async.pipeline.repair import EngineChecks
+from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.sample_display import SampleDisplay
+from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.pipeline.training import mean_reward
+from miles_async.ports import Generator
+from miles_async.scheduling.window import HeadAction, HeadPolicy
+from miles_async.types import DropReason, Group, SampleStatus, trajectories_of
+
+ENGINE_LOST_PAUSE_SECONDS = 1.0
+"""Delay before a group is requeued after its engine or router was lost, or after an engine aborted its requests on its
+own. The next health check has to notice the loss."""
+
+
+class Outcome(Enum):
+    """The result of an attempt."""
+
+    KEPT = auto()
+    FILTERED = auto()
+    ABORTED = auto()
+    FAILED = auto()
+
+
+class Attempts:
+    """Makes attempts at groups, and aborts them. Many attempts are in progress at a time."""
+
+    def __init__(
+        self,
+        *,
+        run_state: RunState,
+        lifecycle: GroupLifecycle,
+        tasks: TaskSupervisor,
+        generator: Generator,
+        engines: EngineChecks,
+        grading: Grading,
+        head_policy: HeadPolicy,
+        partial_rollout: bool,
+        sample_display: SampleDisplay,
+    ) -> None:
+        """With `partial_rollout`, an aborted attempt keeps its tokens for the next one."""
+        self._run_state = run_state
+        self._lifecycle = lifecycle
+        self._quarantine = lifecycle.quarantine
+        self._tasks = tasks
+        self._generator = generator
+        self._engines = engines
+        self.grading = grading
+        self._head_policy = head_policy
+        self._partial_rollout = partial_rollout
+        self._sample_display = sample_display
+        self.generating: dict[int, Group] = {}
+        """Groups at the engines, by sequence number."""
+        self.at_engines_since: dict[int, float] = {}
+        """When each of these groups was sent to the engines (`Clock.monotonic`), by sequence number, oldest first."""
+        self.rewarding = 0
+        """Number of groups that are generated and wait for their reward."""
+        self._overdue: set[int] = set()
+        """Groups that the head policy aborted and whose attempts have not ended yet."""
+        self._salvaged: dict[str, int] = {}
+        """Tokens that the unfinished samples had when their group was salvaged, by feed index."""
+        self._stopping = False
+        self._aborts = 0
+        """Calls of `aborting` since the run began."""
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Let no attempt continue inside the block, including those that have not reached the engines yet."""
+        self._stopping = True
+        self._aborts += 1
+        try:
+            yield
+        finally:
+            self._stopping = False
+
+    async def abort_requests(self) -> None:
+        """Abort everything that the engines generate."""
+        # Requests at a lost engine cannot be aborted; they fail when its process ends.
+        with suppress(EngineLostError):
+            await self._generator.abort()
+
+    async def abort_overdue(self, sequence: int) -> None:
+        """Abort the head of the window, whose deadline has passed. Does nothing if it is not at the engines now."""
+        if group := self.generating.get(sequence):
+            self._overdue.add(sequence)
+            with suppress(EngineLostError):
+                await self._generator.abort(group)
+
+    async def make(self, group: Group, sequence: int) -> bool:
+        """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end.
+
+        `sequence` is the number of the attempt.
+        """
+        aborts_before = self._aborts
+        try:
+            outcome = await self._generate_and_grade(group, sequence)
+        except (TrajectoryError, EngineLostError) as error:
+            outcome = Outcome.FAILED
+            await self._fail(group, error)
+        if outcome is Outcome.ABORTED:
+            await self._requeue_aborted(group, by_run=self._stopping or self._aborts != aborts_before)
+        elif outcome is Outcome.FILTERED:
+            self._lifecycle.drop(group, DropReason.FILTERED)
+        self._overdue.discard(sequence)
+        self._quarantine.end_trial(group)
+        if outcome is Outcome.KEPT:
+            self._salvaged.pop(group.feed_index, None)
+        return outcome is Outcome.KEPT
+
+    async def _generate_and_grade(self, group: Group, sequence: int) -> Outcome:
+        """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
+        clock = self._run_state.clock
+        if self._quarantine.suspects(group):
+            # The trial must not be lost at an engine that another group crashed a moment ago.
+            await self._engines.check_all()
+            await self._run_state.changed.until(lambda: self._stopping or self._engines.serving())
+        if self._stopping:
+            return Outcome.ABORTED
+        started = clock.monotonic()
+        self.generating[sequence] = group
+        self.at_engines_since[sequence] = started
+        try:
+            await self._generate(group)
+        except InfrastructureError as error:
+            if self._stopping:
+                return Outcome.ABORTED
+            self.grading.leave_out(group, error)
+        finally:
+            del self.generating[sequence], self.at_engines_since[sequence]
+        if _aborted(group):
+            return Outcome.ABORTED
+        # The engines survived the prompt, whatever the group is worth.
+        self._quarantine.clear(group)
+        return await self._grade(group, sequence, clock.monotonic() - started)
+
+    async def _grade(self, group: Group, sequence: int, generation_seconds: float) -> Outcome:
+        """Check, score and filter a generated group."""
+        clock, journal = self._run_state.clock, self._run_state.journal
+        self.grading.check(group)
+        generated = clock.monotonic()
+        self.rewarding += 1
+        try:
+            await self.grading.score(group, lambda: self._stopping)
+        finally:
+            self.rewarding -= 1
+        verdict, versions = self.grading.filter(group), group.versions
+        if not verdict.keep:
+            journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=verdict.reason))
+        journal.emit(
+            GroupGenerated(
+                time=clock.time(),
+                sequence=sequence,
+                generation_seconds=generation_seconds,
+                reward_seconds=clock.monotonic() - generated,
+                versions=(min(versions), max(versions)),
+                response_tokens=group.response_tokens,
+                reward=mean_reward([group]),
+                truncated=sum(group.truncated),
+                missing=len(trajectories_of(group.missing)),
+                unfinished_rewards=len(group.unfinished_rewards),
+            )
+        )
+        self._sample_display.offer(group)
+        return Outcome.KEPT if verdict.keep else Outcome.FILTERED
+
+    async def _generate(self, group: Group) -> None:
+        """Generate the group, and again after each publish that aborts it.
+
+        The group keeps its sequence number. The trainer cannot run ahead of the head of the window by more than the
+        window and the slots allow, so publishes stop until the group has ended, however long it takes.
+        """
+        run_state = self._run_state
+        while True:
+            aborts_before = run_state.publish_aborts
+            await self._generator.generate(group)
+            by_publish = run_state.publish_is_aborting or run_state.publish_aborts != aborts_before
+            if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
+                return
+            if not self._partial_rollout:
+                for sample in group:
+                    if sample.status is SampleStatus.ABORTED:
+                        self.grading.report_discarded(group, sample, "publish", "a publish aborted the request")
+                        sample.reset()
+
+    async def _fail(self, group: Group, error: TrajectoryError | EngineLostError) -> None:
+        """End a failed attempt."""
+        match error:
+            case PromptTooLongError():
+                self._lifecycle.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
+            case TrajectoryError():
+                self._quarantine.clear(group)
+                for sample in error.samples:
+                    sample.status = SampleStatus.FAILED
+                # An error that names no sample may be the fault of any.
+                self._lifecycle.fail(
+                    group,
+                    str(error),
+                    keeps_finished=bool(error.samples),
+                    may_pass=isinstance(error, InfrastructureError),
+                )
+            case EngineLostError():
+                if not self._stopping:
+                    # A dead engine has the fewest requests, so the router prefers it until the check has fenced it.
+                    self._tasks.spawn("check-engines", self._engines.check_all())
+                    await self._run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+                if isinstance(error, RouterLostError):
+                    self._lifecycle.requeue(group, DropReason.ROUTER_LOST, keeps_finished=True)
+                else:
+                    self._lifecycle.handle_engine_loss(group, str(error))
+
+    async def _requeue_aborted(self, group: Group, *, by_run: bool) -> None:
+        """Requeue an aborted group: with its tokens, or as a fresh attempt."""
+        if sequence_of(group) in self._overdue:
+            self._requeue_overdue(group)
+        elif not by_run:
+            # Without a pause and a limit, the group would be requeued forever, thousands of times a second.
+            await self._run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+            sentence = "its requests ended with an abort that the run did not ask for"
+            self._lifecycle.retry(group, DropReason.ABORTED, sentence, keeps_finished=True)
+        elif self._partial_rollout and group.response_tokens:
+            # Finished samples of the group keep their tokens too, because a group is trained as a whole.
+            self._lifecycle.salvage(group, DropReason.PARTIAL)
+        else:
+            self._lifecycle.requeue(group, DropReason.ABORTED)
+
+    def _requeue_overdue(self, group: Group) -> None:
+        """Requeue a group that blocked the window for too long."""
+        salvages = self._head_policy.action is HeadAction.SALVAGE
+        tokens = sum(sample.response_length for sample in group if not sample.finished)
+        if salvages and tokens > self._salvaged.pop(group.feed_index, 0):
+            self._salvaged[group.feed_index] = tokens
+            self._lifecycle.salvage(group, DropReason.HEAD_DEADLINE)
+        else:
+            # An agent that starts again has no more tokens than before. Its attempts are limited.
+            self._lifecycle.retry(
+                group,
+                DropReason.HEAD_DEADLINE,
+                f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
+                keeps_finished=salvages,
+            )
+
+
+def _aborted(group: Group) -> bool:
+    return any(sample.status is SampleStatus.ABORTED for sample in group)

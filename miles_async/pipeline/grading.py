@@ -1,0 +1,114 @@
+"""Grades a generated group: whether it is complete and valid, its rewards, and whether the filter keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from miles_async.errors import InfrastructureError
+from miles_async.events import SampleDiscarded
+from miles_async.pipeline.run_state import RunState
+from miles_async.ports import Rewarder
+from miles_async.sample_schema import SampleLimits, check_group
+from miles_async.scheduling.admission import Candidates
+from miles_async.types import DropReason, Group, Sample, Verdict, trajectories_of
+
+REWARD_PAUSE_SECONDS = 1.0
+"""Delay before samples are scored again whose reward failed; it doubles with each failure."""
+
+
+async def score(
+    group: Group,
+    rewarder: Rewarder,
+    *,
+    sleep: Callable[[float], Awaitable[None]],
+    max_attempts: int,
+    stopping: Callable[[], bool] = lambda: False,
+) -> InfrastructureError | None:
+    """Score the samples up to `max_attempts` times; those that failed keep their tokens.
+
+    Returns the error of the last attempt, which names the samples without a reward, or None if all have one. No further
+    attempt begins once `stopping` returns True. Any other error of `Rewarder.score` is raised.
+    """
+    failures = 0
+    while True:
+        try:
+            await rewarder.score(group)
+            return None
+        except InfrastructureError as error:
+            failures += 1
+            if failures == max_attempts or stopping():
+                return error
+        await sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
+
+
+class Grading:
+    """Decides what a generated group is worth."""
+
+    def __init__(
+        self,
+        run_state: RunState,
+        rewarder: Rewarder,
+        dynamic_filter: Callable[[Group], Verdict],
+        limits: SampleLimits,
+        *,
+        min_samples: int,
+        max_attempts: int,
+    ) -> None:
+        """`limits` are those of the model and the learner.
+
+        A group that lost samples to infrastructure is trained if it has `min_samples` left. Samples are scored up to
+        `max_attempts` times.
+        """
+        self._run_state = run_state
+        self._rewarder = rewarder
+        self._dynamic_filter = dynamic_filter
+        self._limits = limits
+        self._min_samples = min_samples
+        self._max_attempts = max_attempts
+        self.candidates: Candidates | None = None
+        """The groups of the batch that is being generated; None in the stream."""
+
+    def check(self, group: Group) -> None:
+        """Raise TrajectoryError if a sample is not valid."""
+        check_group(group, self._limits, self._run_state.trainer_version)
+
+    async def score(self, group: Group, stopping: Callable[[], bool]) -> None:
+        """Score the samples. No further attempt begins once `stopping` returns True.
+
+        Raises the error if too few samples would be left without those that cannot be scored.
+        """
+        sleep = self._run_state.clock.sleep
+        error = await score(group, self._rewarder, sleep=sleep, max_attempts=self._max_attempts, stopping=stopping)
+        if error is not None:
+            self.leave_out(group, error)
+            for sample in error.samples:
+                self.report_discarded(group, sample, DropReason.FAILED, str(error))
+
+    def leave_out(self, group: Group, error: InfrastructureError) -> None:
+        """Continue without the failed samples. Raises the error if too few would be left."""
+        if len(group.trajectories) - len(trajectories_of(error.samples)) < self._min_samples:
+            raise error
+        group.leave_out(error.samples)
+
+    def report_discarded(self, group: Group, sample: Sample, reason: str, error: str) -> None:
+        """Report that the response of a sample will not be trained, while its group goes on."""
+        self._run_state.journal.emit(
+            SampleDiscarded(
+                time=self._run_state.clock.time(),
+                sequence=group.sequence,
+                sample=sample.index,
+                reason=reason,
+                tokens=sample.response_length,
+                error=error,
+            )
+        )
+
+    def filter(self, group: Group) -> Verdict:
+        """The verdict of the dynamic filter. A batch that has too few groups keeps a group that the filter rejects."""
+        verdict = self._dynamic_filter(group)
+        if verdict.keep or self.candidates is None:
+            return verdict
+        if verdict.keep_when_insufficient and self.candidates.insufficient:
+            return Verdict(True)
+        self.candidates.drop()
+        return verdict

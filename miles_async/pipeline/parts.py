@@ -1,0 +1,215 @@
+"""Composes the parts of one run from its configuration and its ports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_async.config.derived import min_samples_per_group
+from miles_async.config.schema import RunConfig
+from miles_async.pipeline.attempt import Attempts
+from miles_async.pipeline.checkpoint import Checkpointer
+from miles_async.pipeline.collect import BatchCollector
+from miles_async.pipeline.devices import SharedDevices
+from miles_async.pipeline.evaluate import Evaluator
+from miles_async.pipeline.grading import Grading
+from miles_async.pipeline.held_prompts import HeldPrompts
+from miles_async.pipeline.lifecycle import GroupLifecycle
+from miles_async.pipeline.monitor import RunMonitor, StageLimits
+from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.publish import Publisher
+from miles_async.pipeline.repair import EngineChecks, Repair
+from miles_async.pipeline.rollout_source import RolloutSource
+from miles_async.pipeline.run_ports import Ports
+from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.sample_display import SampleDisplay
+from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.pipeline.training import Training
+from miles_async.scheduling.admission import Admission
+from miles_async.scheduling.bounds import Bounds, Schedule, StalenessGate
+from miles_async.scheduling.concurrency import AdaptiveConcurrency
+from miles_async.scheduling.window import HeadAction, HeadPolicy
+
+FIRST_ATTEMPTS = 32
+"""A run ends if all of its first attempts at a group fail: these many, and at least those of two batches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """The objects of which a run consists. `Service` decides when they work."""
+
+    tasks: TaskSupervisor
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    adaptive: AdaptiveConcurrency | None
+    admission: Admission
+    producer: Producer
+    collector: BatchCollector
+    held: HeldPrompts
+    training: Training
+    devices: SharedDevices
+    publisher: Publisher
+    repair: Repair
+    monitor: RunMonitor
+    checkpointer: Checkpointer
+    evaluator: Evaluator
+    source: RolloutSource
+
+
+def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> Parts:
+    """Build the parts of one run. None of them does anything yet."""
+    tasks, run_state = TaskSupervisor(), RunState(ports.clock, ports.journal)
+    lifecycle = GroupLifecycle(
+        run_state,
+        ports.data,
+        ports.dead_letters,
+        max_attempts=config.rollout.max_attempts,
+        first_attempts=max(FIRST_ATTEMPTS, 2 * config.rollout.rollout_batch_size),
+    )
+    gate = StalenessGate(config.rollout.max_weight_staleness)
+    adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
+    engines = EngineChecks(run_state, ports.fleet)
+    producer = _producer(config, bounds, ports, run_state, lifecycle, tasks, engines)
+    collector = BatchCollector(
+        run_state=run_state, lifecycle=lifecycle, producer=producer, gate=gate, adaptive=adaptive
+    )
+    held = HeldPrompts(
+        run_state,
+        lifecycle,
+        ports.data,
+        skip=producer.skip,
+        samples_per_group=config.rollout.n_samples_per_prompt,
+        limit=None if ports.functions.worker_function is None else bounds.room,
+    )
+    devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
+    publisher = Publisher(
+        run_state=run_state,
+        lifecycle=lifecycle,
+        tasks=tasks,
+        channel=ports.channel,
+        fleet=ports.fleet,
+        pause_mode=config.weights.pause_generation_mode,
+        queue_depth=lambda: len(producer.queue),
+        on_live=collector.sweep_queue,
+    )
+    evaluator = _evaluator(config, ports, run_state, lifecycle)
+    return Parts(
+        tasks=tasks,
+        run_state=run_state,
+        lifecycle=lifecycle,
+        adaptive=adaptive,
+        admission=Admission(
+            max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
+        ),
+        producer=producer,
+        collector=collector,
+        held=held,
+        training=Training(run_state, lifecycle, ports.learner, ports.dead_letters, gate, config),
+        devices=devices,
+        publisher=publisher,
+        repair=Repair(
+            run_state=run_state,
+            tasks=tasks,
+            fleet=ports.fleet,
+            checks=engines,
+            publisher=publisher,
+            interval_seconds=config.engine.engine_health_interval_seconds,
+            devices=devices.engine_start(),
+        ),
+        monitor=_monitor(config, ports, run_state, lifecycle, producer, collector, held),
+        checkpointer=Checkpointer(
+            run_state=run_state,
+            lifecycle=lifecycle,
+            snapshot=held.snapshot,
+            learner=ports.learner,
+            tasks=tasks,
+            asynchronous=config.learner.async_save,
+        ),
+        evaluator=evaluator,
+        source=RolloutSource(
+            data=ports.data,
+            run_state=run_state,
+            held=held,
+            collector=collector,
+            evaluator=evaluator,
+            schedule=schedule,
+        ),
+    )
+
+
+def _producer(
+    config: RunConfig,
+    bounds: Bounds,
+    ports: Ports,
+    run_state: RunState,
+    lifecycle: GroupLifecycle,
+    tasks: TaskSupervisor,
+    engines: EngineChecks,
+) -> Producer:
+    head_policy = HeadPolicy(config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action))
+    attempts = Attempts(
+        run_state=run_state,
+        lifecycle=lifecycle,
+        tasks=tasks,
+        generator=ports.generator,
+        engines=engines,
+        grading=Grading(
+            run_state,
+            ports.rewarder,
+            ports.dynamic_filter,
+            ports.limits,
+            min_samples=min_samples_per_group(config),
+            max_attempts=config.rollout.max_attempts,
+        ),
+        head_policy=head_policy,
+        partial_rollout=config.rollout.partial_rollout,
+        sample_display=SampleDisplay(
+            ports.clock, ports.journal, config.observability.sample_interval_seconds, ports.text_of
+        ),
+    )
+    return Producer(
+        run_state=run_state,
+        lifecycle=lifecycle,
+        tasks=tasks,
+        attempts=attempts,
+        engines=engines,
+        head_policy=head_policy,
+        window_size=bounds.window,
+        queue_capacity=config.rollout.queue_capacity,
+    )
+
+
+def _monitor(
+    config: RunConfig,
+    ports: Ports,
+    run_state: RunState,
+    lifecycle: GroupLifecycle,
+    producer: Producer,
+    collector: BatchCollector,
+    held: HeldPrompts,
+) -> RunMonitor:
+    rollout = config.rollout
+    return RunMonitor(
+        run_state=run_state,
+        lifecycle=lifecycle,
+        producer=producer,
+        collector=collector,
+        generator=ports.generator,
+        warn_seconds=config.observability.no_progress_warn_seconds,
+        abort_seconds=config.observability.no_progress_abort_seconds,
+        limits=StageLimits(
+            generation_seconds=rollout.generate_timeout_seconds if rollout.custom_generate_function_path else 0.0,
+            # A plain reward function scores the samples of a group one after the other.
+            reward_seconds=rollout.reward_timeout_seconds * rollout.n_samples_per_prompt,
+        ),
+        taken=lambda: len(held.taken),
+    )
+
+
+def _evaluator(config: RunConfig, ports: Ports, run_state: RunState, lifecycle: GroupLifecycle) -> Evaluator:
+    return Evaluator(
+        run_state,
+        ports.rewarder,
+        ports.eval_sets,
+        lambda: ports.fleet.serving() and not lifecycle.quarantine.has_engines_alone,
+        max_attempts=config.rollout.max_attempts,
+    )
