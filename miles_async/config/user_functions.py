@@ -45,7 +45,7 @@ _LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples
 """Settings whose functions may yield what they return."""
 
 
-SLIME_IMPORTS = "miles_async.rollout.slime_imports.install_slime_imports"
+SLIME_IMPORTS = "miles_async.compat.slime.imports.install_slime_imports"
 """Lets users' modules import slime's names. Loaded by its path, because configuration does not import the library."""
 
 

@@ -34,7 +34,7 @@ from miles_async.sample_schema import SampleLimits, check_group
 from miles_async.scheduling.admission import Admission, Blocked, Candidates
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
-from miles_async.scheduling.window import HeadAction, HeadPolicy, WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow, HeadAction, HeadPolicy
 from miles_async.types import DropReason, Group, SampleStatus, Verdict, trajectories_of
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
@@ -122,7 +122,7 @@ class Producer:
         self._salvaged: dict[str, int] = {}
         """Tokens that the unfinished samples had when their group was salvaged, by feed index."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
-        self.window: WindowedFIFOCollector[Group] = WindowedFIFOCollector(None, window_size)
+        self.window: FIFOWindow[Group] = FIFOWindow(window_size)
         self._data_empty_at = -1
         """Value of `changed.count` when the feed last found no data."""
         self._loops: list[asyncio.Task[None]] = []
@@ -194,7 +194,7 @@ class Producer:
         """
         self.queue.restore([*queued, *finished])
         self._run_state.advance(finished, GroupState.QUEUED)
-        self.window = WindowedFIFOCollector(None, self.window.window_size, first=self._run_state.ledger.fed)
+        self.window = FIFOWindow(self.window.window_size, first=self._run_state.ledger.fed)
 
     def skip(self, sequence: int) -> None:
         """Let the window pass a sequence number whose group was generated outside the pipeline."""
