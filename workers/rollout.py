@@ -38,8 +38,9 @@ from miles_async.config.derived import (
     takes_from_queue,
     trains_only,
 )
+from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_slime_imports, load_function
+from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import EngineLostError, UserError
 from miles_async.events import DataSkipped, Event, WarningRaised
 from miles_async.json_values import shown
@@ -169,8 +170,7 @@ class RolloutWorker:
         Raises UserError, FatalError or an error of a user's function.
         """
         config = self._config
-        if config.rollout.slime_imports:
-            install_slime_imports()
+        install_guests(values_of(config))
         faults = FaultInjector(config.faults, self._folder.faults, SystemClock())
         clock = faults.clock
         async with AsyncExitStack() as cleanup:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from miles_async.guests import GUESTS
 from miles_async.models.plugin import MODELS
 from miles_async.plugins import Kind
 from miles_async.section import Section
 
 S = TypeVar("S", bound=Section)
 
-KINDS: Sequence[Kind[Any]] = (MODELS,)
+KINDS: Sequence[Kind[Any]] = (MODELS, GUESTS)
 """All kinds of plug-ins."""
 
 
@@ -21,14 +22,18 @@ class PluginSettings:
     def __init__(self, *sections: type[Section]) -> None:
         """`sections` are all sections of the schema, as they are without plug-ins."""
         self._owners = {
-            section.flag_prefix + name: "miles_async" for section in sections for name in section.model_fields
+            section.flag_prefix + name: "miles_async"
+            for section in sections
+            for name, field in section.model_fields.items()
+            if field.annotation not in sections
         }
 
     def added_to(self, section: type[S], *kinds: Kind[Any]) -> type[S]:
         """The section with the settings of all plug-ins of these kinds."""
         added = [settings for kind in kinds for settings in self._of_kind(kind)]
         # The first base has the last fields, so the section's own settings come first in `--help`.
-        content = {"__module__": section.__module__, "__doc__": section.__doc__}
+        # The package of the schema has the class under the name of the section, which is where pickle looks for it.
+        content = {"__module__": section.__module__.rpartition(".")[0], "__doc__": section.__doc__}
         return type(section.__name__, (*reversed(added), section), content) if added else section
 
     def _of_kind(self, kind: Kind[Any]) -> Iterator[type[Section]]:

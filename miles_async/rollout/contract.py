@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -18,9 +18,11 @@ from typing import Any
 import structlog
 
 from miles_async.config.derived import min_samples_per_group
+from miles_async.config.fields import values_of
 from miles_async.config.objectives import clip_range, loss_aggregation
-from miles_async.config.schema import RunConfig, Section
+from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.guests import GUESTS
 from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -58,22 +60,16 @@ class Arguments:
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
-    """All settings of `config` by name, the names that slime's functions expect, and the values in `runtime`.
+    """All settings of `config` by name, what functions of guests expect, and the values in `runtime`.
 
     Settings of the objective that are unset have the values that training uses.
     """
-    slime = {"rollout_global_dataset": not config.data.disable_rollout_global_dataset}
+    settings = values_of(config)
+    for guest in GUESTS.usable().values():
+        settings |= guest.arguments(settings)
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    return Arguments(dict(_leaves(config)) | objective | slime | runtime)
-
-
-def _leaves(section: Section) -> Iterator[tuple[str, Any]]:
-    for name, value in section:
-        if isinstance(value, Section):
-            yield from _leaves(value)
-        else:
-            yield section.flag_prefix + name, value
+    return Arguments(settings | objective | runtime)
 
 
 MAX_USELESS_CALLS = 3

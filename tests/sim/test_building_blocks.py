@@ -19,8 +19,8 @@ import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.compat.slime.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_slime_imports
 from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource

@@ -8,6 +8,9 @@ describes exactly the run that wrote it. The docstring under a field is the help
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from miles_async.config.plugins import PluginSettings
 from miles_async.config.schema.algorithm import Algorithm
 from miles_async.config.schema.data import Data
 from miles_async.config.schema.faults import Fault, Faults
@@ -17,6 +20,7 @@ from miles_async.config.schema.observability import Debug, Observability
 from miles_async.config.schema.rollout import EvalDataset, Rollout
 from miles_async.config.schema.serving import Cluster, Engine, Weights
 from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, SkipRollout
+from miles_async.guests import GUESTS
 from miles_async.section import Section
 
 __all__ = [
@@ -42,6 +46,14 @@ __all__ = [
     "WarmStart",
     "Weights",
 ]
+
+
+if not TYPE_CHECKING:
+    _plugin_settings = PluginSettings(
+        Model, TinyModel, WarmStart, Data, Rollout, Algorithm, Learner, Weights, Engine, Cluster,
+        Skip, SkipRollout, SkipAsyncRollout, Observability, Debug, Faults,
+    )  # fmt: skip
+    Rollout = _plugin_settings.added_to(Rollout, GUESTS)
 
 
 class RunConfig(Section):
