@@ -20,6 +20,7 @@ from miles_async.plugins import Kind, Plugin
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
     from miles_async.config.translation import Translation
+    from miles_async.rollout.recordings import RecordingContext
 
 
 class Guest(Plugin):
@@ -61,6 +62,15 @@ class Guest(Plugin):
 
         A second call in the same process does nothing.
         """
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError if the run cannot begin with this configuration. Called after users' modules are imported."""
+
+    def begin_run(self, config: RunConfig, context: RecordingContext) -> None:
+        """Called in the rollout worker before anything is generated."""
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Called in the rollout worker before the batch `rollout_id` is collected."""
 
 
 GUESTS = Kind("guest", Guest, "miles_async.compat", by_path=False)

@@ -43,6 +43,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import EngineLostError, UserError
 from miles_async.events import DataSkipped, Event, WarningRaised
+from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
@@ -55,12 +56,11 @@ from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
+from miles_async.rollout.recording_generator import RecordingGenerator
+from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.rollout.sample_service import SampleService
 from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipContext, SkipManager
-from miles_async.skip.generator import SkippingGenerator
-from miles_async.skip.identity import identity_of
 from miles_async.stored_run import StoredRun
 
 from .batches import BatchPreparation, SavedBatches
@@ -130,6 +130,12 @@ class Outbox:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._filled.wait(), patience_seconds)
         return list(self._batches)
+
+
+def begin_rollout(rollout_id: int) -> None:
+    """Tell the guests which batch is collected next."""
+    for guest in GUESTS.usable().values():
+        guest.begin_rollout(rollout_id)
 
 
 class RolloutWorker:
@@ -237,12 +243,12 @@ class RolloutWorker:
             cleanup.callback(retries.cancel)
             live = generators.training()
             service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
-            skipping = await self._skipping(live, surroundings.checkpoint, limits)
+            recording = await self._recording(live, surroundings.checkpoint, limits)
             ports = Ports(
                 clock=clock,
                 journal=self._journal,
                 data=data,
-                generator=skipping or live,
+                generator=recording or live,
                 evaluator=generators.evaluation(greedy_of(config)),
                 rewarder=rewarder,
                 learner=RayLearner(
@@ -257,10 +263,10 @@ class RolloutWorker:
                 keep=dynamic_filter(config, args),
                 text_of=tokenizer.text_of,
                 limits=limits,
-                rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
+                rollout=None if has_worker(config) else self._rollout(args, generators, recording, limits),
                 worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
                 prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
-                on_rollout=SkipManager.set_step,
+                on_rollout=begin_rollout,
                 restore_posted=generators.trajectories.restore,
                 problems=data.eval_problems(),
                 eval_sets=[
@@ -290,7 +296,7 @@ class RolloutWorker:
             await self._service.run()
 
     def _rollout(
-        self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None, limits: SampleLimits
+        self, args: Arguments, generators: Generators, recording: RecordingGenerator | None, limits: SampleLimits
     ) -> RolloutFunction | None:
         """The rollout function; None if the service takes its batches directly from the queue."""
         config = self._config
@@ -304,7 +310,7 @@ class RolloutWorker:
             args,
             config,
             score_tokens=generators.frontend.score_logprobs,
-            skipping=skipping,
+            recording=recording,
             limits=limits,
         )
 
@@ -448,20 +454,22 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _skipping(self, live: Generator, checkpoint: str, limits: SampleLimits) -> SkippingGenerator | None:
-        """A generator that records or replays calls of `live`; None if no skip role is enabled."""
-        config = self._config
-
+    async def _recording(self, live: Generator, checkpoint: str, limits: SampleLimits) -> RecordingGenerator | None:
+        """A generator that records or replays calls of `live`; None if nothing is recorded."""
+        config, stream = self._config, self._schedule is Schedule.FULLY_ASYNC
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=self._warn))
-        if not manager.any_enabled:
+        context = RecordingContext(identity=identity, limits=limits, warn=self._warn)
+        for guest in GUESTS.usable().values():
+            guest.begin_run(config, context)
+        if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
             return None
-        return SkippingGenerator(
+        return RecordingGenerator(
             live,
-            manager,
-            stream=self._schedule is Schedule.FULLY_ASYNC,
+            config,
+            context,
+            stream=stream,
             clock=SystemClock(),
             events=self._journal,
             live_version=self._live_version,

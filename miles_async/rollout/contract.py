@@ -27,8 +27,8 @@ from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
+from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
-from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from miles_async.user_code import is_cancellation
 
@@ -90,11 +90,11 @@ class RolloutFunctionAdapter:
         config: RunConfig,
         *,
         score_tokens: Callable[[Sample], Awaitable[None]],
-        skipping: SkippingGenerator | None = None,
+        recording: RecordingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
         has_worker: bool = False,
     ) -> None:
-        """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch.
+        """`score_tokens` asks the engines for missing log-probabilities; `recording` records or replays each batch.
 
         With `has_worker`, the function returns groups that its worker has generated between calls.
         """
@@ -103,7 +103,7 @@ class RolloutFunctionAdapter:
         self._rollout = config.rollout
         self._min_samples = min_samples_per_group(config)
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
-        self._skipping = skipping
+        self._recording = recording
         self._limits = limits
         self._has_worker = has_worker
 
@@ -116,7 +116,7 @@ class RolloutFunctionAdapter:
         """
         size = self._rollout.rollout_batch_size
         collect = partial(self._collect, rollout_id, source, size)
-        return await (collect() if self._skipping is None else self._skipping.batch(collect))
+        return await (collect() if self._recording is None else self._recording.batch(rollout_id, collect))
 
     async def from_worker(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Return `size` groups that the function's worker has generated; implements `WorkerFunction`.

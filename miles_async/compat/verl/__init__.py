@@ -11,10 +11,11 @@ from miles_async.section import Section
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
     from miles_async.config.translation import Translation
+    from miles_async.rollout.recordings import RecordingContext
 
 
 class Verl(Guest):
-    """Translates verl's configuration files and overrides."""
+    """Translates verl's configuration files and overrides, and runs skip roles of users (SkipManager)."""
 
     name = "verl"
 
@@ -43,3 +44,21 @@ class Verl(Guest):
 
         assert isinstance(config.rollout, self.Settings)
         return resolve_skip_rollout(config) if config.rollout.skip_rollout else config
+
+    def check(self, config: RunConfig) -> None:
+        from miles_async.compat.verl.skip.manager import skip_instance
+        from miles_async.rollout.recordings import RecordingContext
+
+        # The run checks the roles of its own generation.
+        for role, settings in config.skip.roles.items():
+            skip_instance(role, settings, config, RecordingContext())
+
+    def begin_run(self, config: RunConfig, context: RecordingContext) -> None:
+        from miles_async.compat.verl.skip import SkipManager
+
+        SkipManager.init(config, context)
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        from miles_async.compat.verl.skip import SkipManager
+
+        SkipManager.set_step(rollout_id)
