@@ -21,7 +21,7 @@ from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, Ski
 from miles_async.types import Sample
 from tests.configuration import run_config
 
-DOCS = Path(__file__).parents[3] / "docs" / "how-to" / "replay.md"
+DOCS = Path(__file__).parents[4] / "docs" / "how-to" / "replay.md"
 
 
 @pytest.fixture
