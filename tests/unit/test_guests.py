@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,70 +16,57 @@ from miles_async.rollout.contract import flat_args
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
 
-TRAINER = """
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "recipes.md"
+WORKSHOP = """
 import sys
 from types import ModuleType
 
 from miles_async.guests import Guest
 
-class Trainer(Guest):
-    def recognises(self, content):
-        return "trainer_of_users" in content
-
-    def has_key(self, key):
-        return key == "trainer_of_users.steps"
-
-    def translate(self, content):
-        from miles_async.config.translation import Translator, entries, sets
-
-        translator = Translator("trainer", {"trainer_of_users.steps": sets("rollout.num_rollout")})
-        for key, value in entries(content, translator.table):
-            translator.apply(key, value)
-        return translator.translation, translator.problems
-
+class Workshop(Guest):
     def advice(self, flag):
-        return "set --num-rollout" if flag == "trainer_steps_of_users" else None
+        return "set --num-rollout" if flag == "workshop_steps" else None
 
     def arguments(self, settings):
-        return {"steps_of_users": settings["num_rollout"]}
+        return {"workshop_steps": settings["num_rollout"]}
 
     def install_modules(self, settings):
-        module = sys.modules["names_of_trainer"] = ModuleType("names_of_trainer")
+        module = sys.modules["names_of_workshop"] = ModuleType("names_of_workshop")
         module.reward = lambda args, sample: 1.0
 """
-
-
-@pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with a guest."""
-    install_plugin(tmp_path, monkeypatch, GUESTS, "trainer", "of_a_user:Trainer", TRAINER)
 
 
 def test_the_guests_of_the_project_are_found_by_name() -> None:
     assert GUESTS.names == ["ROLL", "slime", "verl"]
 
 
-@pytest.mark.usefixtures("trainer")
-def test_a_package_adds_a_project_whose_files_overrides_and_flags_are_understood(tmp_path: Path) -> None:
+def test_the_worked_example_of_the_documentation_translates_files_and_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [example] = re.findall(r"```python\n(from miles_async\.guests .*?)```", DOCS.read_text(), re.DOTALL)
+    install_plugin(tmp_path, monkeypatch, GUESTS, "my_trainer", "my_trainer:Trainer", example)
     file = tmp_path / "trainer.yaml"
-    file.write_text("trainer_of_users: {steps: 7}\n")
-    required = ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact", "--rollout-max-response-len", "8"]
-    assert load_config(["--config", str(file), *required], entry="train.py").rollout.num_rollout == 7
-    assert run_config("trainer_of_users.steps=8").rollout.num_rollout == 8
-    file.write_text("trainer_of_users: {step: 7}\n")
-    with pytest.raises(
-        UserError, match=r"trainer\.yaml: trainer_of_users\.step is not a key of trainer .*did you mean"
-    ):
-        load_config(["--config", str(file), *required], entry="train.py")
-    with pytest.raises(UserError, match="unknown flag --trainer-steps-of-users: set --num-rollout"):
-        run_config("--trainer-steps-of-users", "7")
+    file.write_text("my_trainer: {steps: 7}\n")
+    job = ["--config", str(file), "--reasoning-gym-task", "chain_sum", "--rm-type", "exact"]
+    job += ["--rollout-max-response-len", "8"]
+    assert load_config(job, entry="train.py").rollout.num_rollout == 7
+    assert run_config("my_trainer.steps=8").rollout.num_rollout == 8
+    file.write_text("my_trainer: {step: 7, epochs: 2}\n")
+    with pytest.raises(UserError) as refused:
+        load_config(job, entry="train.py")
+    assert str(refused.value).splitlines() == [
+        f"{file}: my_trainer.step is not a key of my_trainer that can be translated; did you mean my_trainer.steps?",
+        f"{file}: my_trainer.epochs has no counterpart: set my_trainer.steps",
+    ]
 
 
-@pytest.mark.usefixtures("trainer")
-def test_a_package_adds_attributes_to_args_and_modules_for_users_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_adds_advice_attributes_of_args_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin(tmp_path, monkeypatch, GUESTS, "workshop", "of_a_workshop:Workshop", WORKSHOP)
+    with pytest.raises(UserError, match="unknown flag --workshop-steps: set --num-rollout"):
+        run_config("--workshop-steps", "7")
     args = flat_args(run_config(num_rollout=9))
-    assert (args.steps_of_users, args.rollout_global_dataset) == (9, True)
-    monkeypatch.delitem(sys.modules, "names_of_trainer", raising=False)
+    assert (args.workshop_steps, args.rollout_global_dataset) == (9, True)
     install_guests({"slime_imports": False})
-    assert load_function("names_of_trainer.reward", setting="custom_rm_path")(None, None) == 1.0
-    monkeypatch.delitem(sys.modules, "names_of_trainer")
+    monkeypatch.setitem(sys.modules, "names_of_workshop", sys.modules["names_of_workshop"])
+    assert load_function("names_of_workshop.reward", setting="custom_rm_path")(None, None) == 1.0
+    monkeypatch.delitem(sys.modules, "names_of_workshop")
