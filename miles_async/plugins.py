@@ -31,7 +31,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from time import process_time
 from types import ModuleType
@@ -158,6 +158,7 @@ class Kind(Generic[P]):
 
     def forget(self) -> None:
         """Look for the plug-ins of installed packages again, because the installed packages have changed."""
+        _registered.cache_clear()
         self._found.clear()
 
     def missing(self, name: str) -> str:
@@ -189,7 +190,7 @@ class Kind(Generic[P]):
     def _entries(self) -> Mapping[str, Sequence[EntryPoint]]:
         """The entry points of the kind by name, except those of an older version of this project."""
         found: dict[str, list[EntryPoint]] = {}
-        for entry in entry_points(group=self.group):
+        for entry in _registered(tuple(sys.path)).select(group=self.group):
             if entry.dist is None or entry.dist.name.replace("-", "_") != "miles_async":
                 found.setdefault(entry.name, []).append(entry)
         return found
@@ -217,6 +218,13 @@ class Kind(Generic[P]):
             advice = "import large libraries inside the methods that need them, because --help imports the module"
             return _Found(plugin, f"{_origin(entry)} {what}: {advice}")
         return _Found(plugin, None)
+
+
+@cache
+def _registered(path: tuple[str, ...]) -> Any:
+    """The entry points of all packages on `path`, which is `sys.path`. Reading their metadata takes tens of
+    milliseconds, and each kind of plug-in needs them. Their type depends on the version of Python."""
+    return entry_points()
 
 
 def _is_declared_in(module: ModuleType, value: Any) -> bool:

@@ -230,11 +230,11 @@ async def call_rollout_function(
 ) -> Any:
     """Call a rollout or evaluation function, or an object of that form, and return its groups or scores.
 
-    A plain function runs in a thread, because it may block. The metrics of slime's `RolloutFnTrainOutput` and
-    `RolloutFnEvalOutput` are written to the log.
+    A plain function runs in a thread, because it may block. It may return an object with the attributes `samples` (or
+    `data`, for an evaluation) and `metrics`; the metrics are written to the log.
     """
     result = await _call(function, args, rollout_id, data_source, evaluation)
-    # By shape, because slime's own classes may come from a checkout.
+    # By shape, because the class may be one of another project.
     match result:
         case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
             # As one fact, because a metric may have any name, also that of another fact.

@@ -196,7 +196,7 @@ class RecordingGenerator:
         return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]
 
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
-        if not self._recordings.has_prompt(record.prompt, prompt_hash(group), group.feed_index):
+        if not self._recordings.matches_prompt(record.prompt, prompt_hash(group), group.feed_index):
             await self._generate(group)
             return
         remaining = record.seconds - (self._clock.monotonic() - began) if self._replays_timing else 0.0

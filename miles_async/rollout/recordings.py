@@ -81,7 +81,7 @@ class Recordings:
             try:
                 loaded = self.store.load(recorded)
                 # The identity comes first: a recording of another model must not be set aside as damaged.
-                if not self._has_identity(loaded.identity, f"the recording {self.store.path(recorded)}"):
+                if not self._matches_identity(loaded.identity, f"the recording {self.store.path(recorded)}"):
                     return None
                 samples = self._config.rollout.n_samples_per_prompt
                 self.store.check_samples(recorded, loaded.recording, self.context.limits, samples)
@@ -100,7 +100,7 @@ class Recordings:
         except (OSError, StoreFullError, TypeError) as error:
             self._warn_once(f"nothing more is recorded for skip.{self.role}: {error}; generation continues", "save")
 
-    def has_prompt(self, recorded: str, current: str, feed_index: str) -> bool:
+    def matches_prompt(self, recorded: str, current: str, feed_index: str) -> bool:
         """Whether a group was recorded for the current prompt; both prompts are hashes.
 
         The action `repeat` accepts any prompt. Raises UserError as `load` does.
@@ -120,7 +120,7 @@ class Recordings:
     def _recorded_step(self, step: int) -> int | None:
         return choose_step(self.action, step, self.store.steps)
 
-    def _has_identity(self, recorded: Mapping[str, Any], subject: str) -> bool:
+    def _matches_identity(self, recorded: Mapping[str, Any], subject: str) -> bool:
         different = differences(recorded, self.context.identity)
         if self.action is SkipAction.REPEAT:
             different = {name: text for name, text in different.items() if name in NEEDED_TO_REPEAT}
