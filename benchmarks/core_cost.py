@@ -41,7 +41,7 @@ from miles_async.scheduling.admission import Admission
 from miles_async.scheduling.bounds import Bounds
 from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.queue import GroupQueue
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow
 from miles_async.types import Group, Prompt, Sample
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace, World, held_prompts_of
@@ -61,7 +61,7 @@ BOUNDS = Bounds.derive(
 def whole_lifecycle(order: list[int]) -> None:
     """Take every group from admission to published weights. `order` selects which group in flight finishes next."""
     ledger, queue = Ledger(), GroupQueue[int](BOUNDS.room)
-    window = WindowedFIFOCollector[int](None, BOUNDS.window)
+    window = FIFOWindow[int](BOUNDS.window)
     admission = Admission(max_in_flight=BOUNDS.generation_batch, room=BOUNDS.room, slots=BOUNDS.slots)
     in_flight: list[int] = []
     trained = 0
@@ -85,7 +85,7 @@ def whole_lifecycle(order: list[int]) -> None:
 
 
 def window_alone(order: list[int]) -> None:
-    window = WindowedFIFOCollector[int](None, BOUNDS.window)
+    window = FIFOWindow[int](BOUNDS.window)
     in_flight = list(range(BOUNDS.generation_batch))
     for admitted, choice in enumerate(order, start=BOUNDS.generation_batch):
         index = choice % len(in_flight)

@@ -10,7 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from miles_async.recipe import (
+    from miles_async.compat.tutorial.recipe import (
         DatasetConfig,
         HuggingFaceDataset,
         ModelConfig,
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> "Any":
 
         return version("miles_async")
     if name in __all__:
-        from miles_async import recipe
+        from miles_async.compat.tutorial import recipe
 
         return getattr(recipe, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ settings of a section of the schema:
 
 A name is looked up in three places, and the first place that has the name wins:
 
-1. the package of the kind in miles_async, which has one file per plug-in;
+1. the package of the kind in miles_async, which has one file or folder per plug-in;
 2. the entry points of installed packages, in the group that has the name of that package;
 3. for a name with dots, the module of that path.
 
@@ -31,7 +31,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from time import process_time
 from types import ModuleType
@@ -105,9 +105,9 @@ class Kind(Generic[P]):
     def __init__(self, title: str, base: type[P], package: str, *, by_path: bool = True) -> None:
         """`title` is what messages call a plug-in, such as `model plug-in`. `base` is the class to derive from.
 
-        `package` is the dotted path of the package that contains the plug-ins of this project, one per file, and also
-        the group of the entry points. `by_path` allows dotted paths as names; names that do not come from the user's
-        settings must not import modules.
+        `package` is the dotted path of the package that contains the plug-ins of this project, one per file or folder,
+        and the group of the entry points. `by_path` allows dotted paths as names; names that do not come from the
+        user's settings must not import modules.
         """
         self.title, self.base, self.group, self._by_path = title, base, package, by_path
         self._found: dict[str, _Found[P]] = {}
@@ -116,7 +116,8 @@ class Kind(Generic[P]):
     def shipped(self) -> Mapping[str, P]:
         """The plug-ins of this project by name."""
         package = importlib.import_module(self.group)
-        modules = [package, *(importlib.import_module(f"{self.group}.{entry.name}") for entry in _modules_of(package))]
+        entries = pkgutil.iter_modules(package.__path__)
+        modules = [package, *(importlib.import_module(f"{self.group}.{entry.name}") for entry in entries)]
         declared = (value for module in modules for value in vars(module).values() if _is_declared_in(module, value))
         return {one.name: one() for one in declared if issubclass(one, self.base) and one.name}
 
@@ -169,6 +170,7 @@ class Kind(Generic[P]):
 
     def forget(self) -> None:
         """Look for the plug-ins of installed packages again, because the installed packages have changed."""
+        _registered.cache_clear()
         self._found.clear()
 
     def missing(self, name: str) -> str:
@@ -200,7 +202,7 @@ class Kind(Generic[P]):
     def _entries(self) -> Mapping[str, Sequence[EntryPoint]]:
         """The entry points of the kind by name, except those of an older version of this project."""
         found: dict[str, list[EntryPoint]] = {}
-        for entry in entry_points(group=self.group):
+        for entry in _registered(tuple(sys.path)).select(group=self.group):
             if entry.dist is None or entry.dist.name.replace("-", "_") != "miles_async":
                 found.setdefault(entry.name, []).append(entry)
         return found
@@ -230,8 +232,11 @@ class Kind(Generic[P]):
         return _Found(plugin, None)
 
 
-def _modules_of(package: ModuleType) -> Iterator[pkgutil.ModuleInfo]:
-    return (entry for entry in pkgutil.iter_modules(package.__path__) if not entry.ispkg)
+@cache
+def _registered(path: tuple[str, ...]) -> Any:
+    """The entry points of all packages on `path`, which is `sys.path`. Reading their metadata takes tens of
+    milliseconds, and each kind of plug-in needs them. Their type depends on the version of Python."""
+    return entry_points()
 
 
 def _is_declared_in(module: ModuleType, value: Any) -> bool:

@@ -1,7 +1,6 @@
-"""Rules for skipping generation: which steps are eligible, which recording is replayed, and what a replay restores.
+"""Rules for replaying generation: which steps are eligible, which recording is replayed, and what a replay restores.
 
-The idea is verl's SkipManager. These rules do no I/O: `adapters/storage` stores recordings, and `miles_async/skip`
-decides per call.
+These rules do no I/O: `adapters/storage` stores recordings, and `rollout/recording_generator.py` replays them.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ class Steps:
             ranges.append((first, last))
         return Steps(tuple(ranges))
 
-    def __contains__(self, step: int) -> bool:
-        return any(first <= step and (last is None or step <= last) for first, last in self.ranges)
+    def __contains__(self, step: int | None) -> bool:
+        return step is not None and any(first <= step and (last is None or step <= last) for first, last in self.ranges)
 
 
 def choose_step(action: SkipAction, current: int, available: Collection[int]) -> int | None:
     """The recorded step to replay as step `current`; None if the step is to be generated.
 
-    `repeat` takes the current step, else the largest step below it, else the smallest above it (verl SkipManager).
+    `repeat` takes the current step, else the largest step below it, else the smallest above it.
     """
     if current in available:
         return current

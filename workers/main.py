@@ -60,7 +60,7 @@ def doctor(argv: Sequence[str]) -> int:
 
 def recordings(argv: Sequence[str]) -> int:
     """List or remove recordings that --skip-rollout-enable or --skip-async-rollout-enable made."""
-    from miles_async.skip.__main__ import main
+    from miles_async.adapters.storage.recordings_command import main
 
     return main(argv)
 

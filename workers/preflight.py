@@ -40,13 +40,14 @@ from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.recordings import check_recordings
 from miles_async.sample_schema import SampleLimits, accept_group, decode_json, too_long
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipContext, SkipManager
 from miles_async.types import Group, Prompt, Sample, Verdict
 from miles_async.user_code import USER_CODE_ERRORS
 
@@ -120,9 +121,11 @@ def preflight(config: RunConfig, entry: str) -> Checked:
             rewards = RunRewards(config, flat_args(config))
             for dataset in config.rollout.eval_datasets.values():
                 rewards.of(dataset)
-        # The user modules imported above may register skip roles.
         with collected(problems):
-            SkipManager(config, SkipContext())
+            check_recordings(config)
+        for guest in GUESTS.usable().values():
+            with collected(problems):
+                guest.check(config)
     sft_examples = SftExamples(problems=[], check=[])
     if data is not None and not functions:
         with collected(problems):

@@ -39,10 +39,12 @@ from miles_async.config.derived import (
     takes_from_queue,
     trains_only,
 )
+from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_slime_imports, load_function
+from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import EngineLostError, UserError
 from miles_async.events import DataSkipped, Event, WarningRaised
+from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
@@ -55,12 +57,11 @@ from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
+from miles_async.rollout.recording_generator import RecordingGenerator
+from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.rollout.sample_service import SampleService
 from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipContext, SkipManager
-from miles_async.skip.generator import SkippingGenerator
-from miles_async.skip.identity import identity_of
 from miles_async.stored_run import StoredRun
 
 from .batches import BatchPreparation, SavedBatches
@@ -132,6 +133,12 @@ class Outbox:
         return list(self._batches)
 
 
+def begin_rollout(rollout_id: int) -> None:
+    """Tell the guests which batch is collected next."""
+    for guest in GUESTS.usable().values():
+        guest.begin_rollout(rollout_id)
+
+
 class RolloutWorker:
     """Hosts the service. `run` returns at the end of the run; the other methods are served meanwhile."""
 
@@ -170,8 +177,7 @@ class RolloutWorker:
         Raises UserError, FatalError or an error of a user's function.
         """
         config = self._config
-        if config.rollout.slime_imports:
-            install_slime_imports()
+        install_guests(values_of(config))
         faults = FaultInjector(config.faults, self._folder.faults, SystemClock())
         async with AsyncExitStack() as cleanup:
             stored = await self._open_journal(faults, received, cleanup)
@@ -189,12 +195,12 @@ class RolloutWorker:
             cleanup.push_async_callback(rewarder.close)
             live = generators.training()
             service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
-            skipping = await self._skipping(live, handles.checkpoint, generators.limits)
+            recording = await self._recording(live, handles.checkpoint, generators.limits)
             ports = Ports(
                 clock=faults.clock,
                 journal=self._journal,
                 data=data,
-                generator=skipping or live,
+                generator=recording or live,
                 rewarder=rewarder,
                 learner=self._learner(ranks, handles.learner_checkpoint, stored),
                 channel=channel,
@@ -203,9 +209,9 @@ class RolloutWorker:
                 dynamic_filter=dynamic_filter(config, generators.args),
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
-                functions=self._functions(generators, skipping),
+                functions=self._functions(generators, recording),
                 eval_sets=self._eval_sets(data, generators, rewarder),
-                on_rollout=SkipManager.set_step,
+                on_rollout=begin_rollout,
                 restore_posted=generators.trajectories.restore,
             )
             self._service = Service(
@@ -295,10 +301,10 @@ class RolloutWorker:
         newest = self._newest_checkpoint(loaded, stored)
         return RayLearner(self._config, ranks, self._folder.path.name, newest)
 
-    def _functions(self, generators: Generators, skipping: SkippingGenerator | None) -> RunFunctions:
+    def _functions(self, generators: Generators, recording: RecordingGenerator | None) -> RunFunctions:
         config, args, limits = self._config, generators.args, generators.limits
         return RunFunctions(
-            rollout=None if has_worker(config) else self._rollout(args, generators, skipping, limits),
+            rollout=None if has_worker(config) else self._rollout(args, generators, recording, limits),
             worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
             prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
             evaluate=self._evaluation(args),
@@ -322,7 +328,7 @@ class RolloutWorker:
         return [held_out, *others]
 
     def _rollout(
-        self, args: Arguments, generators: Generators, skipping: SkippingGenerator | None, limits: SampleLimits
+        self, args: Arguments, generators: Generators, recording: RecordingGenerator | None, limits: SampleLimits
     ) -> RolloutFunction | None:
         """The rollout function; None if the service takes its batches directly from the queue."""
         config = self._config
@@ -336,7 +342,7 @@ class RolloutWorker:
             args,
             config,
             score_tokens=generators.engine_client.score_logprobs,
-            skipping=skipping,
+            recording=recording,
             limits=limits,
         )
 
@@ -480,20 +486,22 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _skipping(self, live: Generator, checkpoint: str, limits: SampleLimits) -> SkippingGenerator | None:
-        """A generator that records or replays calls of `live`; None if no skip role is enabled."""
-        config = self._config
-
+    async def _recording(self, live: Generator, checkpoint: str, limits: SampleLimits) -> RecordingGenerator | None:
+        """A generator that records or replays calls of `live`; None if nothing is recorded."""
+        config, stream = self._config, self._schedule is Schedule.FULLY_ASYNC
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        manager = SkipManager.init(config, SkipContext(identity=identity, limits=limits, warn=self._warn))
-        if not manager.any_enabled:
+        context = RecordingContext(identity=identity, limits=limits, warn=self._warn)
+        for guest in GUESTS.usable().values():
+            guest.begin_run(config, context)
+        if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
             return None
-        return SkippingGenerator(
+        return RecordingGenerator(
             live,
-            manager,
-            stream=self._schedule is Schedule.FULLY_ASYNC,
+            config,
+            context,
+            stream=stream,
             clock=SystemClock(),
             events=self._journal,
             live_version=self._live_version,

@@ -16,7 +16,9 @@ from mkdocs.structure.files import File, Files
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("recipe", "types", "errors", "events", "ports", "pipeline", "rollout", "rewards", "filters", "losses")
+PUBLIC = (
+    "types", "errors", "events", "ports", "pipeline", "rollout", "rewards", "filters", "losses", "guests", "compat",
+)  # fmt: skip
 """The modules and packages of `miles_async` whose names users may import."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -110,6 +111,12 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _setting
 
 BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting in SETTINGS.values()}
 """All settings by path."""
+
+
+def values_of(config: RunConfig) -> dict[str, Any]:
+    """The values of all settings by name."""
+    return {name: reduce(getattr, setting.path, config) for name, setting in SETTINGS.items()}
+
 
 SECTIONS: Mapping[str, str] = dict(_sections(RunConfig, ()))
 """What each section is about, by its dotted path, such as `model.tiny_model`."""

@@ -22,22 +22,15 @@ from itertools import takewhile
 from typing import Any
 
 from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
-from miles_async.config.translators import verl
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError, raise_collected
+from miles_async.guests import GUESTS, Guest
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
-_OF_SLIME = {
-    "lora_": "LoRA is not supported, remove it",
-    "eval_prompt_data": "set eval_datasets to the name and the path of each data set",
-    "n_samples_per_eval_prompt": "set n_samples of each data set in eval_datasets",
-    "attention_backend": "set --sglang-attention-backend for the engines",
-}
-"""Beginnings of slime's flags that have no counterpart of a similar name, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +111,20 @@ def _is_value(word: str) -> bool:
     """Whether a word after a flag belongs to the flag, rather than being the next flag or an override.
 
     A text that merely contains `=`, such as a prompt template, is a value: an override starts with the name of a
-    section, or with a key of verl.
+    section, or with a key of another project.
     """
     if word.startswith("--"):
         return False
     key = word.partition("=")[0]
     section = key.partition(".")[0]
-    is_setting = key in verl.TABLE or any(section == setting.path[0] for setting in SETTINGS.values())
-    return not (_OVERRIDE.match(word) and is_setting)
+    if not _OVERRIDE.match(word):
+        return True
+    return not any(section == setting.path[0] for setting in SETTINGS.values()) and _guest_with(key) is None
+
+
+def _guest_with(key: str) -> Guest | None:
+    """The project whose key an override has; None if no project has it."""
+    return next((guest for guest in GUESTS.usable().values() if guest.has_key(key)), None)
 
 
 def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
@@ -161,7 +160,7 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
-        if instead := next((text for start, text in _OF_SLIME.items() if name.startswith(start)), None):
+        if instead := next(filter(None, (guest.advice(name) for guest in GUESTS.usable().values())), None):
             raise UserError(f"unknown flag {flag}: {instead}")
         known = [setting.flag for setting in SETTINGS.values()]
         similar = nearest(flag, known, cutoff=0.7) or nearest(flag.partition(" ")[0], known, cutoff=0.7)
@@ -174,7 +173,7 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
 
 
 def _parse_override(word: str) -> list[Assignment]:
-    """The assignments of `section.setting=value`; verl's keys are translated."""
+    """The assignments of `section.setting=value`; keys of other projects are translated."""
     dotted, _, text = word.partition("=")
     path = tuple(dotted.split("."))
     for setting in SETTINGS.values():
@@ -183,8 +182,8 @@ def _parse_override(word: str) -> list[Assignment]:
             return [Assignment(path, value, dotted)]
         if dict in setting.kinds and path[: len(setting.path)] == setting.path:
             return [Assignment(path, _yaml(text, dotted), dotted)]
-    if dotted in verl.TABLE:
-        translation, refused = verl.translate({dotted: _yaml(text, dotted)})
+    if (guest := _guest_with(dotted)) is not None:
+        translation, refused = guest.translate({dotted: _yaml(text, dotted)})
         raise_collected(refused)
         return [Assignment(tuple(name.split(".")), ours.value, dotted) for name, ours in translation.items()]
     if len(path) == 3 and is_skip_role(path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, i
 from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
-from miles_async.config.translators import project_of, translate
+from miles_async.config.translation import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError, raise_collected
+from miles_async.guests import GUESTS
 from miles_async.rewards.registry import reward_type
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
@@ -93,7 +93,10 @@ def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]
         return config, [*found, *(_describe(detail, sources) for detail in details), *more]
     config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
     config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
-    return _resolve_skip(_resolve_reward_key(config)), found
+    config = _resolve_reward_key(config)
+    for guest in GUESTS.usable().values():
+        config = guest.resolve(config)
+    return config, found
 
 
 def _merged(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
@@ -113,7 +116,7 @@ def _merged(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[tup
 
 
 def read_yaml(path: Path) -> list[Assignment]:
-    """The assignments in one YAML file, which may be a file of ROLL or verl.
+    """The assignments in one YAML file, which may be a file of another project.
 
     Raises UserError with the file and the keys if the file is invalid.
     """
@@ -277,25 +280,6 @@ def _resolve_reward_key(config: RunConfig) -> RunConfig:
     if rollout.reward_key is not None or kind is None or not kind.keys:
         return config
     return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": kind.keys[0]})})
-
-
-def _resolve_skip(config: RunConfig) -> RunConfig:
-    """Translate the deprecated `skip_rollout`: enable both skip roles at every step, unless one is enabled already."""
-    if not config.rollout.skip_rollout:
-        return config
-    skip = config.skip
-    if skip.rollout.enable or skip.async_rollout.enable:
-        text = "--skip-rollout is deprecated and has no effect beside skip.rollout or skip.async_rollout: remove it"
-        update: dict[str, Any] = {}
-    else:
-        text = "--skip-rollout is deprecated: set skip.rollout.enable or skip.async_rollout.enable, and steps, instead"
-        all_steps: dict[str, Any] = {"enable": True, "steps": ["0-"]}
-        roles = {"rollout": skip.rollout, "async_rollout": skip.async_rollout}
-        enabled = {name: role.model_copy(update=all_steps) for name, role in roles.items()}
-        update = {"skip": skip.model_copy(update=enabled)}
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    update["rollout"] = config.rollout.model_copy(update={"skip_rollout": False})
-    return config.model_copy(update=update)
 
 
 def _module_exists(module: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from miles_async.guests import GUESTS
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
@@ -14,7 +15,7 @@ from miles_async.section import Section
 
 S = TypeVar("S", bound=Section)
 
-KINDS: Sequence[Kind[Any]] = (MODELS, OBJECTIVES, CORRECTIONS, ADVANTAGES)
+KINDS: Sequence[Kind[Any]] = (MODELS, OBJECTIVES, CORRECTIONS, ADVANTAGES, GUESTS)
 """All kinds of plug-ins."""
 
 
@@ -24,7 +25,10 @@ class PluginSettings:
     def __init__(self, *sections: type[Section]) -> None:
         """`sections` are all sections of the schema, as they are without plug-ins."""
         self._owners = {
-            section.flag_prefix + name: "miles_async" for section in sections for name in section.model_fields
+            section.flag_prefix + name: "miles_async"
+            for section in sections
+            for name, field in section.model_fields.items()
+            if field.annotation not in sections
         }
         self._added: set[type[Section]] = set()
 

@@ -7,16 +7,16 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from miles_async.config.fields import SETTINGS
+from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError, collected, raise_collected
+from miles_async.guests import GUESTS
 from miles_async.json_values import shown_error
 
 _ROLLOUT = "args, rollout_id, data_source, evaluation=False"
@@ -45,13 +45,13 @@ _LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples
 """Settings whose functions may yield what they return."""
 
 
-SLIME_IMPORTS = "miles_async.rollout.slime_imports.install_slime_imports"
-"""Lets users' modules import slime's names. Loaded by its path, because configuration does not import the library."""
+def install_guests(settings: Mapping[str, Any]) -> None:
+    """Let modules of users import modules of guests. Call it before modules of users are imported.
 
-
-def install_slime_imports() -> None:
-    """Apply `--slime-imports` in this process. Call it before users' modules are imported."""
-    load_function(SLIME_IMPORTS, setting="slime_imports")()
+    `settings` are the values of all settings by name.
+    """
+    for guest in GUESTS.usable().values():
+        guest.install_modules(settings)
 
 
 def check_functions(config: RunConfig) -> None:
@@ -59,12 +59,9 @@ def check_functions(config: RunConfig) -> None:
 
     The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
     """
-    if config.rollout.slime_imports:
-        install_slime_imports()
-    named: dict[str, str | None] = {}
-    for setting in PARAMETERS:
-        value: Any = reduce(getattr, SETTINGS[setting].path, config)
-        named[setting] = value
+    settings = values_of(config)
+    install_guests(settings)
+    named: dict[str, str | None] = {setting: settings[setting] for setting in PARAMETERS}
     for of_set, dataset in config.rollout.eval_datasets.items():
         named[f"eval_datasets.{of_set}.custom_rm_path"] = dataset.custom_rm_path
     problems: list[str] = []

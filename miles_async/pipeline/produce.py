@@ -21,7 +21,7 @@ from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.scheduling.admission import Admission, Blocked
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.queue import GroupQueue
-from miles_async.scheduling.window import HeadPolicy, WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow, HeadPolicy
 from miles_async.types import Group
 
 
@@ -60,7 +60,7 @@ class Producer:
         self.waits_for: tuple[Blocked, float] | None = None
         """The limit that blocks admission now, and since when."""
         self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
-        self.window: WindowedFIFOCollector[Group] = WindowedFIFOCollector(None, window_size)
+        self.window: FIFOWindow[Group] = FIFOWindow(window_size)
         self._data_empty_at = -1
         """Value of `changed.count` when the feed last found no data."""
         self._loops: list[asyncio.Task[None]] = []
@@ -123,7 +123,7 @@ class Producer:
         """
         self.queue.restore([*queued, *finished])
         self._lifecycle.advance(finished, GroupState.QUEUED)
-        self.window = WindowedFIFOCollector(None, self.window.window_size, first=self._lifecycle.ledger.fed)
+        self.window = FIFOWindow(self.window.window_size, first=self._lifecycle.ledger.fed)
 
     def skip(self, sequence: int) -> None:
         """Let the window pass a sequence number whose group was generated outside the pipeline."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 from miles_async import ports
 from miles_async.config.derived import generates
-from miles_async.config.fields import SETTINGS
+from miles_async.config.fields import values_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -219,7 +218,7 @@ def _isolated(config: RunConfig, path: str, *, is_async: bool) -> GraderPool:
     return GraderPool(
         path=path,
         setting="custom_rm_path",
-        args={name: reduce(getattr, field.path, config) for name, field in SETTINGS.items()},
+        args=values_of(config),
         processes=rollout.reward_processes,
         timeout_seconds=rollout.reward_timeout_seconds,
         whole_groups=rollout.group_rm,

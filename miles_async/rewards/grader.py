@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from miles_async import cpu_compat
-from miles_async.config.user_functions import install_slime_imports, load_function
+from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import is_infrastructure
 from miles_async.json_values import shown_error
 from miles_async.rewards.child import Children
@@ -50,8 +50,8 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     cpu_compat.install()
     nonce, task = pickle.load(requests), pickle.load(requests)
-    if task["args"].get("slime_imports"):
-        install_slime_imports()
+    if task["setting"] == "custom_rm_path":
+        install_guests(task["args"])
     function: Any = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
     if isinstance(function, type):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -18,15 +18,17 @@ from typing import Any
 import structlog
 
 from miles_async.config.derived import min_samples_per_group
+from miles_async.config.fields import values_of
 from miles_async.config.losses import clip_range, loss_aggregation
-from miles_async.config.schema import RunConfig, Section
+from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.guests import GUESTS
 from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
+from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
-from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from miles_async.user_code import is_cancellation
 
@@ -58,22 +60,16 @@ class Arguments:
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
-    """All settings of `config` by name, the names that slime's functions expect, and the values in `runtime`.
+    """All settings of `config` by name, what functions of guests expect, and the values in `runtime`.
 
     Settings of the objective that are unset have the values that training uses.
     """
-    slime = {"rollout_global_dataset": not config.data.disable_rollout_global_dataset}
+    settings = values_of(config)
+    for guest in GUESTS.usable().values():
+        settings |= guest.arguments(settings)
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    return Arguments(dict(_leaves(config)) | objective | slime | runtime)
-
-
-def _leaves(section: Section) -> Iterator[tuple[str, Any]]:
-    for name, value in section:
-        if isinstance(value, Section):
-            yield from _leaves(value)
-        else:
-            yield section.flag_prefix + name, value
+    return Arguments(settings | objective | runtime)
 
 
 MAX_USELESS_CALLS = 3
@@ -94,11 +90,11 @@ class RolloutFunctionAdapter:
         config: RunConfig,
         *,
         score_tokens: Callable[[Sample], Awaitable[None]],
-        skipping: SkippingGenerator | None = None,
+        recording: RecordingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
         has_worker: bool = False,
     ) -> None:
-        """`score_tokens` asks the engines for missing log-probabilities; `skipping` records or replays each batch.
+        """`score_tokens` asks the engines for missing log-probabilities; `recording` records or replays each batch.
 
         With `has_worker`, the function returns groups that its worker has generated between calls.
         """
@@ -107,7 +103,7 @@ class RolloutFunctionAdapter:
         self._rollout = config.rollout
         self._min_samples = min_samples_per_group(config)
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
-        self._skipping = skipping
+        self._recording = recording
         self._limits = limits
         self._has_worker = has_worker
 
@@ -120,7 +116,7 @@ class RolloutFunctionAdapter:
         """
         size = self._rollout.rollout_batch_size
         collect = partial(self._collect, rollout_id, source, size)
-        return await (collect() if self._skipping is None else self._skipping.batch(collect))
+        return await (collect() if self._recording is None else self._recording.batch(rollout_id, collect))
 
     async def from_worker(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Return `size` groups that the function's worker has generated; implements `WorkerFunction`.
@@ -234,11 +230,11 @@ async def call_rollout_function(
 ) -> Any:
     """Call a rollout or evaluation function, or an object of that form, and return its groups or scores.
 
-    A plain function runs in a thread, because it may block. The metrics of slime's `RolloutFnTrainOutput` and
-    `RolloutFnEvalOutput` are written to the log.
+    A plain function runs in a thread, because it may block. It may return an object with the attributes `samples` (or
+    `data`, for an evaluation) and `metrics`; the metrics are written to the log.
     """
     result = await _call(function, args, rollout_id, data_source, evaluation)
-    # By shape, because slime's own classes may come from a checkout.
+    # By shape, because the class may be one of another project.
     match result:
         case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
             # As one fact, because a metric may have any name, also that of another fact.

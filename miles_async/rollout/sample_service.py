@@ -1,8 +1,7 @@
 """The pipeline's generator and rewarder for users' functions, which may call them from any thread and event loop.
 
-A run passes a `SampleService` to users' functions as `args.sample_service`. The functions with slime's
-names, in `sglang_rollout.py` and `rm_hub.py`, are based on it. Samples get log-probabilities and weight versions, and
-requests need permits, as in the pipeline itself.
+A run passes a `SampleService` to users' functions as `args.sample_service`. Samples get log-probabilities and weight
+versions, and requests need permits, as in the pipeline itself.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SampleService:
         self._evaluator: SampleGenerator
         self._rewarder: Rewarder
         self.states: dict[type, Any] = {}
-        """One object per class that keeps state for the whole run, such as `sglang_rollout.GenerateState`."""
+        """One object per class that keeps state for the whole run, such as slime's `GenerateState`."""
 
     def connect(self, *, generator: SampleGenerator, evaluator: SampleGenerator, rewarder: Rewarder) -> None:
         """Set the generators, for training and for evaluations, and the rewarder.

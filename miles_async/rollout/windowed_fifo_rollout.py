@@ -5,9 +5,7 @@ setting only `--windowed-fifo-ratio`, tells the run to keep each batch close to 
 the window itself, in pure Python.
 """
 
-from __future__ import annotations
-
-from miles_async.rollout.sglang_rollout import generate_rollout
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.compat.tutorial.windowed_fifo import WindowedFIFOCollector
+from miles_async.rollout.batch_rollout import generate_rollout
 
 __all__ = ["WindowedFIFOCollector", "generate_rollout"]

@@ -74,33 +74,29 @@ _COLLECTED: _Finished[None] = _Finished(None)
 _DROPPED: _Finished[None] = _Finished(None)
 
 
-class WindowedFIFOCollector(Generic[T]):
-    """Releases finished groups in queue order, at most `window_size` positions past the head.
+class FIFOWindow(Generic[T]):
+    """Releases the finished groups of a stream in queue order, at most `window_size` positions past the head.
 
-    `total` is the number of positions in a batch, counted from 0. With `total=None` the window is unbounded, and the
-    positions are the sequence numbers of a stream. A window of 1 is strict FIFO; a window of `total` is greedy. Each
-    call costs O(log n) at most. Memory is bounded by the number of positions past the head.
+    The positions are the sequence numbers of the stream. A window of 1 is strict FIFO. Each call costs O(log n) at
+    most. Memory is bounded by the number of positions past the head.
 
     Example::
 
-        window = WindowedFIFOCollector(total=4, window_size=2)
+        window = FIFOWindow(2)
         window.mark_completed(1, "b")
         window.mark_completed(2, "c")
         list(window.drain())            # ["b"]: position 2 lies outside the window [0, 2)
         window.mark_completed(0, "a")
         list(window.drain())            # ["a", "c"]: the head moved to 2
 
-    Raises WindowError (a ValueError) if `window_size` or `total` is below 1, if a position is negative, out of range or
-    ended twice, and for any use after `close`.
+    Raises WindowError (a ValueError) if `window_size` is below 1, if a position is negative or ended twice, and for any
+    use after `close`.
     """
 
-    def __init__(self, total: int | None, window_size: int, *, first: int = 0) -> None:
+    def __init__(self, window_size: int, *, first: int = 0) -> None:
         """`first` is the first position of a stream that is continued."""
-        if total is not None and total < 1:
-            raise WindowError(f"total must be at least 1, got {total}: a batch has at least one group")
         if window_size < 1:
             raise WindowError(f"window_size must be at least 1 (strict FIFO), got {window_size}")
-        self.total = total
         self.window_size = window_size
         self.head = first
         """The oldest position that is neither collected nor dropped."""
@@ -164,16 +160,11 @@ class WindowedFIFOCollector(Generic[T]):
         self._closed = True
         return held  # type: ignore[return-value]  # every outcome but the two sentinels is a _Finished[T]
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether every position of a finite window is collected or dropped."""
-        return self.head == self.total
-
     def _check(self, position: int) -> None:
         if self._closed:
             raise WindowError(f"position {position} after close: the window takes no more groups")
-        if position < 0 or (self.total is not None and position >= self.total):
-            raise WindowError(f"position {position} is outside [0, {self.total})")
+        if position < 0:
+            raise WindowError(f"position {position} is outside the stream, whose positions begin with 0")
         if position < self.head or position in self._outcomes:
             raise WindowError(f"position {position} was completed or dropped before; each position ends once")
 
@@ -191,7 +182,7 @@ class WindowedFIFOCollector(Generic[T]):
         """Add positions to the window until it holds `window_size` positions that are not dropped."""
         # The head overtakes the end of the window when a run of dropped positions lies directly behind it.
         self._end = max(self._end, self.head)
-        while self._counted < self.window_size and self._end != self.total:
+        while self._counted < self.window_size:
             outcome = self._outcomes.get(self._end)
             if outcome is not _DROPPED:
                 self._counted += 1

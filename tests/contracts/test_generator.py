@@ -21,8 +21,8 @@ from miles_async.adapters.system.clock import SystemClock
 from miles_async.ports import Generator
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
-from miles_async.skip import SkipContext, SkipManager
-from miles_async.skip.generator import SkippingGenerator
+from miles_async.rollout.recording_generator import RecordingGenerator
+from miles_async.rollout.recordings import RecordingContext
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.contracts.engine import WEIGHTS, HttpEngine, http_engine
@@ -61,12 +61,16 @@ def skipping(live: Case, folder: Path, *, stream: bool) -> Case:
     prefix = "skip_async_rollout_" if stream else "skip_rollout_"
     settings: dict[str, Any] = {"enable": True, "dump_dir": str(folder), "steps": ["0-"]}
     config = run_config(**{f"{prefix}{name}": value for name, value in settings.items()})
-    manager = SkipManager.init(config, SkipContext(identity={}, warn=lambda sentence: None, offload=_at_once))
-    clock, events = SystemClock(), Trace()
-    generator = SkippingGenerator(
-        live.generator, manager, stream=stream, clock=clock, events=events, live_version=lambda: WEIGHTS
+    context = RecordingContext(identity={}, warn=lambda sentence: None, offload=_at_once)
+    generator = RecordingGenerator(
+        live.generator,
+        config,
+        context,
+        stream=stream,
+        clock=SystemClock(),
+        events=Trace(),
+        live_version=lambda: WEIGHTS,
     )
-    SkipManager.set_step(0)
     return Case(generator, live.hold)
 
 

@@ -1,6 +1,6 @@
 """ROLL's page on dynamic batching, in its order: the worked example and the parameters.
 
-`tests/unit/config/test_translators.py` loads the full configuration at the end of the page.
+`tests/unit/compat/test_translators.py` loads the full configuration at the end of the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The SkipManager page of verl, in its order: settings, files, workflow, steps, the API and a module of a user.
 
-`tests/unit/config/test_translators.py` loads the settings from a file of verl.
+`tests/unit/compat/test_translators.py` loads the settings from a file of verl.
 """
 
 from __future__ import annotations

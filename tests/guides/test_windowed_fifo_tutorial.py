@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
     "save_interval": 10,
     "apply_chat_template_kwargs": {"enable_thinking": True},
 }
-"""The settings of the recipe. `tests/unit/test_recipe.py` runs the tutorial's Python code."""
+"""The settings of the recipe. `tests/unit/compat/tutorial/test_recipe.py` runs the tutorial's Python code."""
 
 
 # --- See the bias ---------------------------------------------------------------------------------------------------

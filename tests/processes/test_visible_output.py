@@ -132,7 +132,7 @@ driver.with_environment_tasks = fails
 sys.exit(driver.drive(RunConfig(), [], entry="train_async.py"))
 """,
     "the output of a run that a recipe starts": """
-from miles_async.recipe import _run
+from miles_async.compat.tutorial.recipe import _run
 _run([sys.executable, "-c", f"print({HOSTILE!a})"])
 """,
 }
@@ -251,13 +251,13 @@ PROTECTED_BY = {
     "miles_async/config/cli.py": "protect_output",
     "miles_async/observability/page/report.py": "protect_output",
     "miles_async/observability/trace/groups.py": "protect_output",
-    "miles_async/skip/__main__.py": "protect_output",
+    "miles_async/adapters/storage/recordings_command.py": "protect_output",
     "workers/doctor.py": "protect_output",
     "workers/driver.py": "protect_output",
     "workers/inspect_rollout.py": "protect_output",
     "workers/main.py": "protect_output",
     "miles_async/observability/console/lines.py": "visible_text",
-    "miles_async/recipe.py": "visible_text",
+    "miles_async/compat/tutorial/recipe.py": "visible_text",
     "miles_async/observability/subscribers.py": "the driver, which creates them",
     "miles_async/adapters/storage/gguf.py": "its parent reads its output, and raises it as an error",
     "miles_async/adapters/system/sessions.py": "it prints nothing",

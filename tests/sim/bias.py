@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles_async.compat.tutorial.windowed_fifo import WindowedFIFOCollector
 from miles_async.scheduling.bounds import window_size
-from miles_async.scheduling.window import WindowedFIFOCollector
 
 GENERATED, KEPT, HARD = 256, 128, 0.6
 RATIOS = (1.0, 0.5, 0.3, 0.0)

@@ -8,7 +8,7 @@ import pytest
 
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.scheduling.ledger import GroupState
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow
 from miles_async.types import DropReason, Group
 from tests.configuration import run_config
 from tests.sim.engines import EngineModel
@@ -33,12 +33,12 @@ def test_a_sound_scheduler_passes() -> None:
 
 
 def test_a_window_off_by_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = WindowedFIFOCollector.__init__
+    original = FIFOWindow.__init__
 
-    def one_wider(self: WindowedFIFOCollector[Group], total: int | None, window_size: int) -> None:
-        original(self, total, window_size + 1)
+    def one_wider(self: FIFOWindow[Group], window_size: int) -> None:
+        original(self, window_size + 1)
 
-    monkeypatch.setattr(WindowedFIFOCollector, "__init__", one_wider)
+    monkeypatch.setattr(FIFOWindow, "__init__", one_wider)
     violations = World(config=CONFIG, latency=long_tailed).run().audit.violations
     assert any("was bypassed 9 times with a window of 9" in violation for violation in violations)
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams
+from miles_async.compat.slime.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_slime_imports
 from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports, RunFunctions
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, flat_args
-from miles_async.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from miles_async.rollout.rm_hub import async_rm, batched_async_rm
 from miles_async.rollout.sample_service import SampleService
 from miles_async.rollout.sglang_rollout import (

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from miles_async.events import StepStarted
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.sim.engines import EngineModel
@@ -32,7 +32,7 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(width=st.integers(1, 6))
     def start(self, width: int) -> None:
         self.width = width
-        self.window = WindowedFIFOCollector[int](None, width)
+        self.window = FIFOWindow[int](width)
 
     @precondition(lambda self: self.width > 0)
     @rule(count=st.integers(1, 4))

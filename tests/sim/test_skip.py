@@ -20,9 +20,9 @@ from miles_async.events import GroupGenerated, GroupMoved, GroupReplayed, QueueC
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import Generator
 from miles_async.recording import Recording
+from miles_async.rollout.recording_generator import RecordingGenerator
+from miles_async.rollout.recordings import RecordingContext
 from miles_async.scheduling.bounds import Schedule
-from miles_async.skip import SkipContext, SkipManager
-from miles_async.skip.generator import SkippingGenerator
 from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -79,22 +79,19 @@ class SkippingWorld(World):
 
     def _generator(self, clock: VirtualClock) -> Generator:
         self.live = CountingEngines(self.fleet)
-        world = SkipContext(identity=self.identity, warn=self.warnings.append, offload=_at_once)
-        self.skipping = SkippingGenerator(
+        self.recording = RecordingGenerator(
             self.live,
-            SkipManager.init(self.config, world),
+            self.config,
+            RecordingContext(identity=self.identity, warn=self.warnings.append, offload=_at_once),
             stream=self.schedule is Schedule.FULLY_ASYNC,
             clock=clock,
             events=self.journal,
             live_version=lambda: self.service.run_state.live_version,
         )
-        return self.skipping
+        return self.recording
 
     async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        return await self.skipping.batch(lambda: World._rollout(self, rollout_id, source))
-
-    def _on_rollout(self, rollout_id: int) -> None:
-        SkipManager.set_step(rollout_id)
+        return await self.recording.batch(rollout_id, lambda: World._rollout(self, rollout_id, source))
 
 
 def play(

@@ -31,7 +31,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator, RunStore, SeekableSource
 from miles_async.scheduling.bounds import Bounds, Schedule
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
 from tests.sim.engines import EngineModel, Engines, Latency
@@ -256,7 +256,7 @@ class World:
     """To evaluate on."""
     evaluate: EvaluationFunction | None = None
     dead_letters: DeadLetterBox = field(default_factory=DeadLetterBox)
-    window: Callable[[int], WindowedFIFOCollector[Group]] | None = None
+    window: Callable[[int], FIFOWindow[Group]] | None = None
     """Makes another window of size W, to compare with."""
     engine_kind: type[Engines] = Engines
     trainer_kind: type[Trainer] = Trainer

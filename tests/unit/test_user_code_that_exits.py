@@ -18,9 +18,7 @@ from miles_async.ports import DataSource
 from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import call_rollout_function, flat_args
-from miles_async.skip import SkipContext, SkipManager
-from miles_async.skip.base import REGISTERED
-from miles_async.skip.rollout_skip import RolloutSkip
+from miles_async.skip import RolloutSkip, SkipContext, SkipManager, base
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
@@ -127,7 +125,7 @@ def test_a_skip_role_is_named(module: str, escape: BaseException, monkeypatch: p
         def __init__(self, settings: Any, config: Any) -> None:
             raise escape
 
-    monkeypatch.setitem(REGISTERED, "rollout", Leaving)
+    monkeypatch.setitem(base.REGISTERED, "rollout", Leaving)
     with pytest.raises(UserError, match=r"skip\.rollout: .*Leaving raised .*: change its constructor"):
         SkipManager(run_config(), SkipContext())
 

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import yaml
 
-from miles_async import recipe
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
+from miles_async.compat.tutorial import recipe
 from miles_async.config.cli import EXIT_INVALID, parse_or_exit
 from miles_async.config.fields import SECTIONS, SETTINGS
 from miles_async.errors import UserError
@@ -152,7 +152,7 @@ def _start(argv: Sequence[str]) -> None:
 
 
 def _train(program: Path) -> None:
-    """Run a program that uses `miles_async.recipe`. It must not come as far as starting a run."""
+    """Run a program that uses `miles_async.compat.tutorial.recipe`. It must not come as far as starting a run."""
     with patch.object(recipe, "_run", side_effect=AssertionError("the recipe was accepted")):
         try:
             runpy.run_path(str(program), run_name="__main__")

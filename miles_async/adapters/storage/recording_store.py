@@ -47,7 +47,7 @@ class StoreFullError(Exception):
 class LoadedRecording:
     recording: Recording
     identity: dict[str, Any]
-    """The conditions under which it was recorded (`skip/identity.py`)."""
+    """The conditions under which it was recorded (`rollout/recordings.py`)."""
 
 
 class RecordingStore:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from miles_async.config.plugins import PluginSettings
-from miles_async.config.schema import algorithm
+from miles_async.config.schema.algorithm import Algorithm
 from miles_async.config.schema.data import Data
 from miles_async.config.schema.faults import Fault, Faults
 from miles_async.config.schema.learner import Learner
@@ -21,19 +21,11 @@ from miles_async.config.schema.observability import Debug, Observability
 from miles_async.config.schema.rollout import EvalDataset, Rollout
 from miles_async.config.schema.serving import Cluster, Engine, Weights
 from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, SkipRollout
+from miles_async.guests import GUESTS
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.section import Section
-
-if TYPE_CHECKING:
-    from miles_async.config.schema.algorithm import Algorithm
-else:
-    _plugins = PluginSettings(
-        *(algorithm.Algorithm, Cluster, Data, Debug, Engine, Faults, Learner, Model, Observability, Rollout),
-        *(Skip, SkipAsyncRollout, SkipRole, SkipRollout, TinyModel, WarmStart, Weights),
-    )
-    Algorithm = _plugins.added_to(algorithm.Algorithm, OBJECTIVES, CORRECTIONS, ADVANTAGES)
 
 __all__ = [
     "Algorithm",
@@ -58,6 +50,15 @@ __all__ = [
     "WarmStart",
     "Weights",
 ]
+
+
+if not TYPE_CHECKING:
+    _plugins = PluginSettings(
+        *(Algorithm, Cluster, Data, Debug, Engine, Faults, Learner, Model, Observability, Rollout),
+        *(Skip, SkipAsyncRollout, SkipRole, SkipRollout, TinyModel, WarmStart, Weights),
+    )
+    Algorithm = _plugins.added_to(Algorithm, OBJECTIVES, CORRECTIONS, ADVANTAGES)
+    Rollout = _plugins.added_to(Rollout, GUESTS)
 
 
 class RunConfig(Section):

@@ -53,10 +53,6 @@ class Rollout(Section):
     the next batch is generated while the current one trains. synchronous: generation and training alternate.
     Default: synchronous for train.py; for train_async.py, fully_async if the rollout function drains the stream or has
     a worker that generates between calls, and one_step_off for any other. --check-config prints which applies."""
-    slime_imports: bool = False
-    """Let user modules import slime's names, such as slime.rollout.sglang_rollout and slime.utils.types, from this
-    project. Other modules of slime come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs unchanged.
-    If off, imports of slime find only a checkout."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
@@ -167,9 +163,6 @@ class Rollout(Section):
     rollout_sample_filter_path: str | None = None
     """Function that inspects a batch before training, as module.function with the signature fn(args, groups). It sets
     sample.remove_sample to exclude a sample from the loss. If unset, all samples are trained."""
-    skip_rollout: bool = False
-    """Deprecated: replay recorded generation at every step. Set skip.rollout.enable or skip.async_rollout.enable and
-    the steps to replay instead; this flag has no effect if one of them is set."""
     partial_rollout: bool = False
     """Continue groups that were aborted at the end of a batch from the tokens generated so far. If off, such groups are
     generated from scratch. This applies to rollout functions that return batches."""

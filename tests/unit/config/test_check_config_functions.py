@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from miles_async import types
+from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
-from miles_async.config.user_functions import install_slime_imports, load_function
+from miles_async.config.user_functions import load_function
 from miles_async.rollout import rm_hub
 
 FUNCTIONS = sorted(name for name in SETTINGS if name.endswith("_path"))

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles_async.compat.slime.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.observability.console.logging import configure_logging, log_file
 from miles_async.ports import DataSource
-from miles_async.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
 from miles_async.sample_schema import NO_LIMITS, check_sample
 from miles_async.types import Group, Sample

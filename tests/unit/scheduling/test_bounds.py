@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miles_async.errors import WindowError
 from miles_async.scheduling.bounds import Bounds, Schedule, window_size
-from miles_async.scheduling.window import WindowedFIFOCollector
+from miles_async.scheduling.window import FIFOWindow
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_no_order_of_finishing_and_publishing_makes_a_group_older_than_the_bound
 
 def ages(bounds: Bounds, batch: int, random: Random, groups: int) -> list[int]:
     """Returns the ages of trained groups, in versions. Each next event is drawn at random from the possible ones."""
-    window: WindowedFIFOCollector[int] = WindowedFIFOCollector(None, bounds.window)
+    window: FIFOWindow[int] = FIFOWindow(bounds.window)
     assert bounds.slots is not None
     in_flight: dict[int, int] = {}
     queue: deque[int] = deque()

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from miles_async.compat.tutorial.windowed_fifo import WindowedFIFOCollector
 from miles_async.errors import WindowError
-from miles_async.scheduling.window import WindowedFIFOCollector
 
 
 def complete(collector: WindowedFIFOCollector[int], *positions: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A generator that replays recorded groups and generates the others.
+"""A generator that replays recorded groups, and generates and records the others (docs/how-to/replay.md).
 
 Everything but generation runs as in a live run: admission, rewards, filters, window, queue and the staleness gate. With
 `skip.replay_timing` recorded, a replayed group takes as long as its generation took. Its staleness relative to the
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
+from miles_async.config.schema import RunConfig
 from miles_async.events import EventSink, GroupReplayed
 from miles_async.identity import IdentityMap
 from miles_async.ports import Clock, Generator
-from miles_async.recording import GroupRecord, Recording, SkipAction, is_first_attempt, is_generated
-from miles_async.skip.base import CannotSkipError
-from miles_async.skip.identity import prompt_hash
-from miles_async.skip.manager import SkipManager
-from miles_async.skip.rollout_skip import RolloutSkip
+from miles_async.recording import GroupRecord, Recording, SkipAction, feed_step, is_first_attempt, is_generated
+from miles_async.rollout.recordings import (
+    RecordingContext,
+    prompt_hash,
+    recordings_of_batches,
+    recordings_of_groups,
+)
 from miles_async.types import Group, SampleStatus
 
 T = TypeVar("T")
@@ -29,18 +33,19 @@ GRACE_SECONDS = 1.0
 """How long after the end of its recorded batch an unrecorded group waits before it is generated."""
 
 
-class SkippingGenerator:
+class RecordingGenerator:
     """Implements the `Generator` port on top of the generator `live`.
 
-    With `stream=True` groups are skipped one at a time (role `async_rollout`); otherwise all groups that are generated
-    within one call of `batch` are skipped together (role `rollout`). `live_version` returns the weight version that the
-    engines hold. Create the object inside the running event loop, after `SkipManager.init`.
+    With `stream=True` groups are recorded one at a time (`skip.async_rollout`); otherwise all groups that are generated
+    within one call of `batch` are recorded together (`skip.rollout`). `live_version` returns the weight version that
+    the engines hold. Create the object inside the running event loop.
     """
 
     def __init__(
         self,
         live: Generator,
-        manager: SkipManager,
+        config: RunConfig,
+        context: RecordingContext,
         *,
         stream: bool,
         clock: Clock,
@@ -52,13 +57,10 @@ class SkippingGenerator:
         self._events = events
         self._live_version = live_version
         self._stream = stream
-        role = manager.skip_instances["async_rollout" if stream else "rollout"]
-        assert isinstance(role, RolloutSkip), "built-in roles have built-in classes"
-        self._role = role
-        if role.is_enabled():
-            role.warn_of_other_sizes()
-        self._replays_timing = manager.config.replay_timing == "recorded"
-        self._drain_seconds = manager.config.drain_seconds
+        self._recordings = (recordings_of_groups if stream else recordings_of_batches)(config, context)
+        self._recordings.warn_of_other_sizes()
+        self._replays_timing = config.skip.replay_timing == "recorded"
+        self._drain_seconds = config.skip.drain_seconds
         self._generated: list[GroupRecord] = []
         """Groups that were generated since the batch began."""
         self._recorded_batch: dict[str, GroupRecord] | None = None
@@ -67,7 +69,7 @@ class SkippingGenerator:
         """Time at which groups that are not in the recorded batch are generated."""
         self._abort_signals: IdentityMap[Group, asyncio.Future[None]] = IdentityMap()
         """One future per group that the live generator does not hold; an abort resolves the future."""
-        self._recording: set[asyncio.Future[None]] = set()
+        self._being_recorded: set[asyncio.Future[None]] = set()
         """One future per group that is being generated and will be recorded; resolved when its generation ends."""
         self._interrupted: set[str] = set()
         """Feed indices of groups that were aborted individually during a replay; they are generated next time."""
@@ -101,8 +103,8 @@ class SkippingGenerator:
         if group is None:
             for aborted in self._abort_signals.values():
                 _resolve(aborted)
-            if self._recording:
-                await asyncio.wait(self._recording, timeout=self._drain_seconds)
+            if self._being_recorded:
+                await asyncio.wait(self._being_recorded, timeout=self._drain_seconds)
             await self._live.abort()
         elif (signal := self._abort_signals.get(group)) is not None:
             self._interrupted.add(group.feed_index)
@@ -110,38 +112,47 @@ class SkippingGenerator:
         else:
             await self._live.abort(group)
 
-    async def batch(self, collect: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `collect`, whose groups are recorded as the manager's step, or replayed."""
+    async def batch(self, rollout_id: int, collect: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `collect`, whose groups are recorded as the step `rollout_id`, or replayed."""
+        if self._stream:
+            return await collect()
         results: list[T] = []
-        recording = await self._run_batch(collect, results)
-        # If the batch was recorded, the role returned the recording and `collect` has not run yet: it runs now, and
-        # each group that it submits is looked up in the recording.
-        if recording.replayed_from is not None:
-            self._recorded_batch = {record.feed_index: record for record in recording.groups}
-            self._grace_ends = (
-                self._clock.monotonic() + GRACE_SECONDS + (recording.seconds if self._replays_timing else 0.0)
-            )
-            try:
-                results.append(await collect())
-            finally:
-                self._recorded_batch = None
-        return results[0]
 
-    @SkipManager.annotate(role="rollout")
-    async def _run_batch(self, collect: Callable[[], Awaitable[T]], results: list[T]) -> Recording:
-        began, self._generated = self._clock.monotonic(), []
-        results.append(await collect())
-        return Recording(groups=self._generated, seconds=self._clock.monotonic() - began)
+        async def generate() -> Recording:
+            began, self._generated = self._clock.monotonic(), []
+            results.append(await collect())
+            return Recording(groups=self._generated, seconds=self._clock.monotonic() - began)
 
-    @SkipManager.annotate(role="async_rollout")
-    async def _run_group(self, group: Group) -> Recording:
-        groups = await self._generate(group)
-        return Recording(groups=groups, seconds=sum(record.seconds for record in groups))
+        recording = await self._recorded(rollout_id, generate)
+        if recording.replayed_from is None:
+            return results[0]
+        # `collect` has not run yet. Each group that it submits is looked up in the recording.
+        self._recorded_batch = {record.feed_index: record for record in recording.groups}
+        self._grace_ends = (
+            self._clock.monotonic() + GRACE_SECONDS + (recording.seconds if self._replays_timing else 0.0)
+        )
+        try:
+            return await collect()
+        finally:
+            self._recorded_batch = None
+
+    async def _recorded(self, step: int | None, generate: Callable[[], Awaitable[Recording]]) -> Recording:
+        """Return the recording that replaces the step, or else what `generate` returns, which is then recorded."""
+        recordings = self._recordings
+        if step is None or step not in recordings.steps:
+            return await generate()
+        offload = recordings.context.offload
+        recorded: Recording | None = await offload(partial(recordings.load, step))
+        if recorded is not None:
+            return recorded
+        generated = await generate()
+        await offload(partial(recordings.save, step, generated))
+        return generated
 
     async def _recorded_or_generated(self, group: Group) -> GroupRecord | None:
         """Return the record to replay, or None if the group was generated or aborted instead."""
         if self._stream:
-            recording = await self._run_group(group)
+            recording = await self._recorded(feed_step(group.feed_index), partial(self._generate_alone, group))
             return recording.groups[0] if recording.replayed_from is not None else None
         if self._recorded_batch is None:
             self._generated += await self._generate(group)
@@ -154,10 +165,14 @@ class SkippingGenerator:
             await self._generate(group)
         return None
 
+    async def _generate_alone(self, group: Group) -> Recording:
+        groups = await self._generate(group)
+        return Recording(groups=groups, seconds=sum(record.seconds for record in groups))
+
     def _take_recorded(self, group: Group, recorded_batch: dict[str, GroupRecord]) -> GroupRecord | None:
         if group.feed_index in recorded_batch:
             return recorded_batch.pop(group.feed_index)
-        if self._role.action is SkipAction.REPEAT and recorded_batch:
+        if self._recordings.action is SkipAction.REPEAT and recorded_batch:
             return recorded_batch.pop(next(iter(recorded_batch)))
         return None
 
@@ -168,12 +183,12 @@ class SkippingGenerator:
             return []
         began, prompt = self._clock.monotonic(), prompt_hash(group)
         ended = asyncio.get_running_loop().create_future()
-        if self._stream and self._role.records(group):
-            self._recording.add(ended)
+        if self._stream and feed_step(group.feed_index) in self._recordings.steps:
+            self._being_recorded.add(ended)
         try:
             await self._live.generate(group)
         finally:
-            self._recording.discard(ended)
+            self._being_recorded.discard(ended)
             _resolve(ended)
         if not is_generated(group):
             return []
@@ -181,9 +196,7 @@ class SkippingGenerator:
         return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]
 
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
-        try:
-            self._role.compare_prompt(record.prompt, prompt_hash(group), group.feed_index)
-        except CannotSkipError:
+        if not self._recordings.matches_prompt(record.prompt, prompt_hash(group), group.feed_index):
             await self._generate(group)
             return
         remaining = record.seconds - (self._clock.monotonic() - began) if self._replays_timing else 0.0

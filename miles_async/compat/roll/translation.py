@@ -1,7 +1,4 @@
-"""ROLL's configuration file: roles such as `actor_train`, each with its strategy, its devices and its batching.
-
-https://github.com/alibaba/ROLL
-"""
+"""Translates ROLL's configuration file: roles such as `actor_train`, each with its strategy, devices and batching."""
 
 from __future__ import annotations
 
@@ -9,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.config.translators.rules import (
+from miles_async.compat.roll import ROLES
+from miles_async.config.translation import (
     Combined,
     Only,
     Refused,
@@ -21,8 +19,6 @@ from miles_async.config.translators.rules import (
     entries,
     sets,
 )
-
-ROLES = ("actor_train", "actor_infer", "reference")
 
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32"}
 _ENGINE_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -203,11 +199,6 @@ _TEMPLATES = frozenset({"global_template", *(f"{role}.data_args.template" for ro
 _RANGE = re.compile(r"(?:list\()?range\((?:(\d{1,6}),)?(\d{1,6})\)\)?")
 _NUMBERS = re.compile(r"\[((?:\d{1,6}(?:,|(?=\])))*)\]")
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}")
-
-
-def recognises(content: Mapping[str, Any]) -> bool:
-    """Whether the content has a role of ROLL."""
-    return any(role in content for role in ROLES)
 
 
 def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:

@@ -16,12 +16,12 @@ from miles_async.config.flags import parse_flags
 from miles_async.config.load import build, read_yaml
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
+from miles_async.rollout.recordings import identity_of
 from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, SkipManagerConfig, base, register_skip
-from miles_async.skip.identity import identity_of
 from miles_async.types import Sample
 from tests.configuration import run_config
 
-DOCS = Path(__file__).parents[3] / "docs" / "how-to" / "replay.md"
+DOCS = Path(__file__).parents[4] / "docs" / "how-to" / "replay.md"
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_recordings_are_kept_in_the_folders_that_verl_uses(tmp_path: Path, monke
     sizes = ["--rollout-batch-size", "32", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "8"]
     manager = SkipManager(run_config(*words, *sizes, "--experiment-name", "e", "--project-name", "p"), SkipContext())
     roles: Mapping[str, Any] = manager.skip_instances
-    folders = {role: str(skip.store.folder.relative_to(tmp_path)) for role, skip in roles.items()}
+    folders = {role: str(skip.recordings.store.folder.relative_to(tmp_path)) for role, skip in roles.items()}
     assert folders == {
         "rollout": "dump/e_p/GBS32_N4_in64_out8",
         "async_rollout": "dump/e_p/GBS1_N4_in64_out8",

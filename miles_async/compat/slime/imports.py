@@ -4,16 +4,16 @@ slime's own fully asynchronous worker then runs unchanged: its file comes from a
 the modules that it imports are these:
 
     module                          what it has
-    slime.rollout.sglang_rollout    miles_async/rollout/sglang_rollout.py
-    slime.rollout.rm_hub            miles_async/rollout/rm_hub.py
-    slime.rollout.data_source       miles_async/rollout/data_source.py
-    slime.rollout.base_types        miles_async/rollout/base_types.py
+    slime.rollout.sglang_rollout    sglang_rollout.py
+    slime.rollout.rm_hub            rm_hub.py
+    slime.rollout.data_source       data_source.py
+    slime.rollout.base_types        base_types.py
     slime.utils.types               miles_async/types.py
     slime.utils.async_utils         run
     slime.utils.http_utils          get_rollout_num_engines
     slime.utils.misc                load_function
 
-Every other module of slime comes from the checkout, also the modules in its folder `slime/rollout/rm_hub`.
+Every other module of slime comes from the checkout, including those in its folder `slime/rollout/rm_hub`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from miles_async import types
+from miles_async.compat.slime import base_types, data_source, rm_hub, sglang_rollout
 from miles_async.config.user_functions import load_function
-from miles_async.rollout import base_types, data_source, rm_hub, sglang_rollout
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 
 
 def _module(name: str, **names: Any) -> ModuleType:
-    module = ModuleType(name, f"Names of {name} for users' functions (miles_async/rollout/slime_imports.py).")
+    module = ModuleType(name, f"Names of {name} for users' functions (miles_async/compat/slime/imports.py).")
     vars(module).update(names)
     return module
 

@@ -17,8 +17,8 @@ from miles_async.adapters.storage.recording_store import (
     RecordingStore,
     StoreFullError,
 )
+from miles_async.adapters.storage.recordings_command import main
 from miles_async.recording import GroupRecord, Recording
-from miles_async.skip.__main__ import main
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.disks import files_at_most
 

@@ -1,4 +1,9 @@
-"""What a key of another project's configuration file means here, and the translation of a whole file."""
+"""Translates configuration files of other projects.
+
+`Translator` does so with a table, which has a rule for every key that is accepted. A key sets one of our settings, or
+it may only have the value that corresponds to what a run does anyway, or it is refused with the setting to use instead.
+No key is ignored.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miles_async.config.fields import SECTIONS, nearest
+from miles_async.guests import GUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,16 @@ class Translated:
 
 Translation = dict[str, Translated]
 """Our settings by dotted path."""
+
+
+def project_of(content: Mapping[str, Any]) -> str | None:
+    """The project whose configuration file has this content; None for a file with our own sections."""
+    return next((name for name, guest in GUESTS.usable().items() if guest.recognises(content)), None)
+
+
+def translate(content: Mapping[str, Any], project: str) -> tuple[Translation, list[str]]:
+    """Our settings for the content of a file of `project`, and one sentence per key that is refused."""
+    return GUESTS.find(project).translate(content)
 
 
 def sets(*settings: str) -> Sets:

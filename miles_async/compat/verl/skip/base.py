@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, TypeVar
-
-import structlog
 
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.recording import SkipAction, Steps
-from miles_async.sample_schema import NO_LIMITS, SampleLimits
+from miles_async.rollout.recordings import RecordingContext
 
 Kind = TypeVar("Kind", bound="type[BaseSkip]")
 
@@ -23,27 +19,6 @@ REGISTERED: dict[str, type[BaseSkip]] = {}
 
 class CannotSkipError(Exception):
     """Raised by `warp_function` if it cannot replay the step after all; the decorated function then runs normally."""
-
-
-def _warn(text: str) -> None:
-    structlog.get_logger("miles_async.skip").warning(text)
-
-
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    return await asyncio.to_thread(work)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkipContext:
-    """What the roles of one run share."""
-
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    """The conditions that a recording depends on. A recording with other conditions is not replayed."""
-    limits: SampleLimits = NO_LIMITS
-    """The limits that recorded samples must keep."""
-    warn: Callable[[str], None] = _warn
-    offload: Callable[[Callable[[], Any]], Awaitable[Any]] = _in_thread
-    """Runs the hooks of async functions outside the event loop, because hooks read and write files."""
 
 
 class BaseSkip(ABC):
@@ -66,8 +41,7 @@ class BaseSkip(ABC):
         self.steps = Steps.parse(local_config.steps)
         self.action = SkipAction(local_config.action)
         self.global_config = global_config
-        self.context = SkipContext()
-        """Replaced by the manager of the run after the construction."""
+        self.context = RecordingContext()
 
     def is_enabled(self) -> bool:
         """Return whether calls may be skipped at all. A subclass may also define this as a property."""
@@ -76,6 +50,10 @@ class BaseSkip(ABC):
     def extract_step(self, *args: Any, **kwargs: Any) -> int | None:
         """Return the step of this call, or None to run it normally. Required if `support_online_step` is True."""
         raise NotImplementedError(f"{type(self).__name__} supports online steps and must define extract_step")
+
+    def attach(self, context: RecordingContext) -> None:
+        """Called by the manager of a run after the construction; `context` is what all roles of the run share."""
+        self.context = context
 
     @abstractmethod
     def meet_precondition(self, step: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

@@ -18,11 +18,11 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from miles_async.compat.verl.skip.base import REGISTERED, BaseSkip, CannotSkipError
 from miles_async.config.schema import RunConfig, Skip, SkipRole
 from miles_async.errors import UserError
 from miles_async.json_values import shown
-from miles_async.skip.base import REGISTERED, BaseSkip, CannotSkipError, SkipContext
-from miles_async.skip.identity import identity_of
+from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.user_code import USER_CODE_ERRORS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,18 +62,18 @@ class SkipManager(metaclass=_CurrentManager):
     manager. As attributes of the class, they are those of the current manager.
     """
 
-    def __init__(self, config: RunConfig, context: SkipContext) -> None:
+    def __init__(self, config: RunConfig, context: RecordingContext) -> None:
         """Raises UserError if no class is registered for a role, or if it does not support the configured action."""
         self.config = config.skip
         self.skip_instances: Mapping[str, BaseSkip] = {
-            role: _skip_instance(role, settings, config, context) for role, settings in role_settings(config).items()
+            role: skip_instance(role, settings, config, context) for role, settings in role_settings(config).items()
         }
         self.step = NO_STEP
 
     @staticmethod
-    def init(config: RunConfig, context: SkipContext | None = None) -> SkipManager:
+    def init(config: RunConfig, context: RecordingContext | None = None) -> SkipManager:
         """Create the manager and make it current in this context, in contexts that inherit from it, and in threads."""
-        manager = SkipManager(config, context or SkipContext(identity=identity_of(config)))
+        manager = SkipManager(config, context or RecordingContext(identity=identity_of(config)))
         replaced = _current.get()
         if replaced is not None and replaced in _open:
             _open.remove(replaced)
@@ -203,7 +203,8 @@ def role_settings(config: RunConfig) -> Mapping[str, SkipRole]:
     return {"rollout": config.skip.rollout, "async_rollout": config.skip.async_rollout, **config.skip.roles}
 
 
-def _skip_instance(role: str, settings: SkipRole, config: RunConfig, context: SkipContext) -> BaseSkip:
+def skip_instance(role: str, settings: SkipRole, config: RunConfig, context: RecordingContext) -> BaseSkip:
+    """Create the role. Raises UserError if no class is registered for it, or if the class cannot be used."""
     if role not in REGISTERED:
         known = ", ".join(sorted(REGISTERED))
         raise UserError(
@@ -220,5 +221,5 @@ def _skip_instance(role: str, settings: SkipRole, config: RunConfig, context: Sk
         raise
     except USER_CODE_ERRORS as error:
         raise UserError(f"skip.{role}: {kind.__qualname__} raised {shown(error)}: change its constructor") from error
-    instance.context = context
+    instance.attach(context)
     return instance

@@ -1,14 +1,13 @@
-"""verl's keys: SkipManager's section `skip`, and the keys on which the folder of its recordings depends.
-
-https://github.com/volcengine/verl
-"""
+"""Translates verl's keys: SkipManager's section `skip`, and the keys on which the folder of its recordings depends."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.config.translators.rules import Refused, Table, Translation, Translator, entries, sets
+from miles_async.config.schema import RunConfig
+from miles_async.config.translation import Refused, Table, Translation, Translator, entries, sets
 
 _SKIP_FIELDS = ("enable", "dump_dir", "steps", "action")
 
@@ -78,6 +77,26 @@ def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
     for key, value in entries(content, table):
         translator.apply(key, value)
     return translator.translation, translator.problems
+
+
+def resolve_skip_rollout(config: RunConfig) -> RunConfig:
+    """The configuration without the deprecated `skip_rollout`, which enables both skip roles at every step.
+
+    It has no effect if a role is enabled already.
+    """
+    skip = config.skip
+    if skip.rollout.enable or skip.async_rollout.enable:
+        text = "--skip-rollout is deprecated and has no effect beside skip.rollout or skip.async_rollout: remove it"
+        update: dict[str, Any] = {}
+    else:
+        text = "--skip-rollout is deprecated: set skip.rollout.enable or skip.async_rollout.enable, and steps, instead"
+        all_steps: dict[str, Any] = {"enable": True, "steps": ["0-"]}
+        roles = {"rollout": skip.rollout, "async_rollout": skip.async_rollout}
+        enabled = {name: role.model_copy(update=all_steps) for name, role in roles.items()}
+        update = {"skip": skip.model_copy(update=enabled)}
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    update["rollout"] = config.rollout.model_copy(update={"skip_rollout": False})
+    return config.model_copy(update=update)
 
 
 def _skip_roles(section: Any) -> Table:

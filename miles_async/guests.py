@@ -1,0 +1,76 @@
+"""Guests: other projects whose configuration files, names and calling conventions work in a run.
+
+A guest is a plug-in (`miles_async/plugins.py`). The guests of this project are the folders of `miles_async/compat`,
+which the rest of the project reaches through `GUESTS` only. A package of a user adds a guest with an entry point:
+
+    [project.entry-points."miles_async.compat"]
+    my_project = "my_package:MyProject"
+
+A run asks every guest. A method that a guest does not override has no effect. The schema imports all guests, so a guest
+imports `miles_async.config` only inside its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from miles_async.plugins import Kind, Plugin
+
+if TYPE_CHECKING:
+    from miles_async.config.schema import RunConfig
+    from miles_async.config.translation import Translation
+    from miles_async.rollout.recordings import RecordingContext
+
+
+class Guest(Plugin):
+    """Another project. Its `Settings` are added to the section `rollout`."""
+
+    def recognises(self, content: Mapping[str, Any]) -> bool:
+        """Whether a configuration file with this content is one of the project."""
+        return False
+
+    def has_key(self, key: str) -> bool:
+        """Whether `key=value` on the command line sets a key of the project."""
+        return False
+
+    def translate(self, content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+        """Return our settings for the content of a file, or for a key of the command line.
+
+        The list has one sentence per key that is refused: because it is unknown, has no counterpart, or contradicts
+        another key.
+        """
+        return {}, []
+
+    def advice(self, flag: str) -> str | None:
+        """Return what to do instead of a flag of the project that has no counterpart; None for any other flag.
+
+        `flag` has underscores and no leading hyphens.
+        """
+        return None
+
+    def resolve(self, config: RunConfig) -> RunConfig:
+        """Return the configuration in which the guest's own settings have set what they stand for."""
+        return config
+
+    def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the attributes of `args` that functions of the project expect in addition to all settings."""
+        return {}
+
+    def install_modules(self, settings: Mapping[str, Any]) -> None:
+        """Make modules of the project importable. Called in each process before it imports users' modules.
+
+        A second call in the same process does nothing.
+        """
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError if the run cannot begin with this configuration. Called after users' modules are imported."""
+
+    def begin_run(self, config: RunConfig, context: RecordingContext) -> None:
+        """Called in the rollout worker before anything is generated."""
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Called in the rollout worker before the batch `rollout_id` is collected."""
+
+
+GUESTS = Kind("guest", Guest, "miles_async.compat", by_path=False)

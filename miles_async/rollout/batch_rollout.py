@@ -1,0 +1,27 @@
+"""The batch rollout function: each call generates the groups of one batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from miles_async.config.user_functions import load_function
+from miles_async.pipeline.rollout_source import RolloutSource
+from miles_async.rollout.contract import Arguments
+
+
+async def generate_rollout(
+    args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
+) -> Any:
+    """Return `rollout_batch_size` groups out of `over_sampling_batch_size`, and abort the surplus.
+
+    With `evaluation`, return rewards and truncation flags of the held-out data sets instead. Raises UserError under the
+    schedule `fully_async`.
+    """
+    if evaluation:
+        return await data_source.evaluate(rollout_id)
+    over_sampling = args.over_sampling_batch_size or args.rollout_batch_size
+    choose = None
+    if args.over_sampling_filter_path is not None:
+        choose = partial(load_function(args.over_sampling_filter_path, setting="over_sampling_filter_path"), args)
+    return await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling, choose)
