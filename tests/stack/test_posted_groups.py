@@ -64,8 +64,8 @@ class Posted:
 def posted(tmp_path_factory: pytest.TempPathFactory) -> Posted:
     folder = tmp_path_factory.mktemp("posted")
     port, key_file = free_port(), folder / "runs" / "latest" / "agent_key"
-    flags = ("--rollout-function-path", EXTERNAL, "--agent-port", str(port), "--n-samples-per-prompt", "4")
-    flags += ("--rollout-batch-size", "4", "--over-sampling-batch-size", "4", "--max-restarts", "1")
+    flags = ["--rollout-function-path", EXTERNAL, "--agent-port", str(port), "--n-samples-per-prompt", "4"]
+    flags += ["--rollout-batch-size", "4", "--over-sampling-batch-size", "4", "--max-restarts", "1"]
     acknowledged, ended = list[str](), threading.Event()
     generator = threading.Thread(
         target=lambda: asyncio.run(_generate(f"http://127.0.0.1:{port}", key_file, acknowledged, ended))
