@@ -134,7 +134,7 @@ class TakenGroups:
 class HeldPrompts:
     """What a rollout function holds, and how it comes back.
 
-    The function may run in a thread of its own: `take`, `give_back`, `version_when_taken` and what they call hold
+    The function may run in another thread: `take`, `give_back`, `version_when_taken` and what they call hold
     `journal.data_lock`. Everything else is called from the event loop.
     """
 

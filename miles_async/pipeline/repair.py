@@ -19,7 +19,7 @@ MAX_BACKOFF_SECONDS = 60.0
 
 
 class EngineChecks:
-    """Checks engines at any time, for whoever depends on their answers."""
+    """Checks engines at any time, for callers that depend on their answers."""
 
     def __init__(self, run_state: RunState, fleet: Fleet) -> None:
         self._run_state = run_state

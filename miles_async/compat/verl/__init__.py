@@ -49,7 +49,7 @@ class Verl(Guest):
         from miles_async.compat.verl.skip.manager import skip_instance
         from miles_async.rollout.recordings import RecordingContext
 
-        # The run checks the roles of its own generation.
+        # The run itself checks the roles for generation.
         for role, settings in config.skip.roles.items():
             skip_instance(role, settings, config, RecordingContext())
 

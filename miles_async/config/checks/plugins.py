@@ -27,7 +27,7 @@ def _problems(setting: Setting, section: Any) -> Iterator[str]:
     own = setting.plugins.find(name).Settings
     if own is not None and not isinstance(section, own):
         yield (
-            f"{setting.name} {name} has settings of its own, which only a plug-in of an installed package adds to the "
+            f"{setting.name} {name} has settings, which only a plug-in of an installed package adds to the "
             f"flags: install it with an entry point in the group {setting.plugins.group!r}"
         )
 
