@@ -31,7 +31,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from time import process_time
 from types import ModuleType
@@ -155,9 +155,10 @@ class Kind(Generic[P]):
         for name, found in self._installed():
             if found.problem is not None:
                 yield Problem(name, found.problem)
-        for name in sorted(self.shipped.keys() & self._entries().keys()):
+        entries = self._entries()
+        for name in sorted(self.shipped.keys() & entries.keys()) if entries else ():
             taken = f"declares the name of a {self.title} of miles_async, which is used: give it another name"
-            yield Problem(name, f"{_origins(self._entries()[name])} {taken}")
+            yield Problem(name, f"{_origins(entries[name])} {taken}")
 
     def origin(self, name: str) -> str:
         """What messages say about where the plug-in with this name comes from."""
@@ -169,6 +170,7 @@ class Kind(Generic[P]):
 
     def forget(self) -> None:
         """Look for the plug-ins of installed packages again, because the installed packages have changed."""
+        _registered.cache_clear()
         self._found.clear()
 
     def missing(self, name: str) -> str:
@@ -179,20 +181,24 @@ class Kind(Generic[P]):
             f"the entry point {name!r} in the group {self.group!r}"
         )
 
-    def accept(self, name: str) -> str:
-        """Return a name that a plug-in has, or that is a dotted path. Raises ValueError for any other name."""
+    def accept(self, name: Any) -> str | None:
+        """Return a name that a plug-in has, or that is a dotted path. Raises ValueError for any other value."""
+        if not isinstance(name, str):
+            raise ValueError(f"input should be the name of a {self.title}: use one of {', '.join(self.names)}")
         if not self.has(name) and not self._is_path(name):
             raise ValueError(self.missing(name))
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.accept, handler(source))
+        return core_schema.no_info_before_validator_function(self.accept, handler(source))
 
     def _is_path(self, name: str) -> bool:
         return self._by_path and all(part.isidentifier() for part in name.split(".")) and "." in name
 
     def _installed(self) -> Iterator[tuple[str, _Found[P]]]:
-        for name in sorted(self._entries().keys() - self.shipped.keys()):
+        entries = self._entries()
+        # The modules of the project are imported only to compare names.
+        for name in sorted(entries.keys() - self.shipped.keys()) if entries else ():
             if name not in self._found:
                 self._found[name] = self._find(name)
             yield name, self._found[name]
@@ -200,7 +206,7 @@ class Kind(Generic[P]):
     def _entries(self) -> Mapping[str, Sequence[EntryPoint]]:
         """The entry points of the kind by name, except those of an older version of this project."""
         found: dict[str, list[EntryPoint]] = {}
-        for entry in entry_points(group=self.group):
+        for entry in _registered(tuple(sys.path)).select(group=self.group):
             if entry.dist is None or entry.dist.name.replace("-", "_") != "miles_async":
                 found.setdefault(entry.name, []).append(entry)
         return found
@@ -228,6 +234,13 @@ class Kind(Generic[P]):
             advice = "import large libraries inside the methods that need them, because --help imports the module"
             return _Found(plugin, f"{_origin(entry)} {what}: {advice}")
         return _Found(plugin, None)
+
+
+@cache
+def _registered(path: tuple[str, ...]) -> Any:
+    """The entry points of all packages on `path`, which is `sys.path`. Reading their metadata takes tens of
+    milliseconds, and each kind of plug-in needs them. Their type depends on the version of Python."""
+    return entry_points()
 
 
 def _modules_of(package: ModuleType) -> Iterator[pkgutil.ModuleInfo]:

@@ -24,7 +24,9 @@ from miles_async.config.schema.skip import Skip, SkipAsyncRollout, SkipRole, Ski
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
+from miles_async.rewards.plugin import REWARDS
 from miles_async.section import Section
+from miles_async.transports import TRANSPORTS
 
 if TYPE_CHECKING:
     from miles_async.config.schema.algorithm import Algorithm
@@ -34,6 +36,8 @@ else:
         *(Skip, SkipAsyncRollout, SkipRole, SkipRollout, TinyModel, WarmStart, Weights),
     )
     Algorithm = _plugins.added_to(algorithm.Algorithm, OBJECTIVES, CORRECTIONS, ADVANTAGES)
+    Rollout = _plugins.added_to(Rollout, REWARDS)
+    Weights = _plugins.added_to(Weights, TRANSPORTS)
 
 __all__ = [
     "Algorithm",
