@@ -27,10 +27,6 @@ class EnvironmentLibrary(Plugin):
     setup: ClassVar[str] = ""
     """The command that creates the Python environment; empty if the user creates it."""
 
-    def python(self, chosen: str | None) -> Path:
-        """The interpreter of the program. `chosen` is the setting `environment_python`."""
-        return Path(chosen or f".venv-{self.name}/bin/python").expanduser()
-
 
 ENVIRONMENTS = Kind(
     "environment library", EnvironmentLibrary, "miles_async.adapters.environments.libraries", by_path=False

@@ -12,6 +12,7 @@ import subprocess
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -33,7 +34,7 @@ def environment_command(data: Data) -> list[str]:
     assert data.environment is not None, "the run has an environment"
     library, _, name = data.environment.partition(":")
     plugin = ENVIRONMENTS.find(library)
-    python = plugin.python(data.environment_python)
+    python = Path(data.environment_python or f".venv-{library}/bin/python").expanduser()
     if not python.is_file():
         create = f"create it with `{plugin.setup}`, or " if plugin.setup else ""
         raise UserError(

@@ -14,10 +14,11 @@ from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.config.schema import RunConfig
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.plugin import REWARDS
+from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
+from tests.scoring import scored
 from tests.unit.config.test_config_checks import refusal
 
 RECORDED = json.loads(Path(__file__).with_name("slime_rewards.json").read_text())
@@ -115,6 +116,22 @@ async def test_the_failures_of_several_rewards_name_their_samples() -> None:
     assert unreachable.value.samples == [group[1]]
     assert [sample.reward for sample in group] == [1.0, None, None]
     await rewards.close()
+
+
+class Own(Reward):
+    """A reward without a name."""
+
+    def score(self, args: Any, sample: Sample) -> float:
+        return 5.0
+
+
+async def test_a_setting_may_name_the_class_of_a_reward_by_its_path_but_a_row_may_not(tmp_path: Path) -> None:
+    path = f"{__name__}.Own"
+    assert await scored("a", rm_type=path) == [5.0]
+    with pytest.raises(TrajectoryError, match=rf"rm_type '{path}' is unknown"):
+        await scored("a", metadata={"rm_type": path}, rm_type="exact")
+    with pytest.raises(UserError, match=rf"line 1: 'metadata': rm_type '{path}' is unknown"):
+        open_data(configured(tmp_path, [{"metadata": {"rm_type": path}}]))
 
 
 async def test_a_reward_that_a_users_function_has_named_wrongly_fails_its_samples() -> None:
