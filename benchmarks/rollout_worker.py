@@ -49,8 +49,8 @@ from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
 from miles_async.ports import RunStore
-from miles_async.rewards.builtin import exact
 from miles_async.rewards.factory import RunRewards
+from miles_async.rewards.functions.exact import Exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, EngineLoad, Group, Prompt, Sample, SendOutcome, StepReport, Verdict
@@ -231,7 +231,7 @@ async def measure(
         journal=Journal(store or NullStore(), finished, SystemClock()),
         data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
         generator=generator,
-        rewarder=rewards or Rewarder(exact, None, name="exact", timeout_seconds=60, changes_samples=False),
+        rewarder=rewards or Rewarder(Exact().score, None, name="exact", timeout_seconds=60, changes_samples=False),
         learner=instant,
         channel=instant,
         fleet=instant,

@@ -40,7 +40,6 @@ from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.p2p import P2PTransport
-from miles_async.adapters.weights.transports.transport import segments
 
 TRANSPORTS = ("memory", "p2p", "broadcast")
 STREAMS = 4
@@ -116,7 +115,7 @@ class Bench:
         transport = self._source._transports["p2p"]
         assert isinstance(transport, P2PTransport)
         staging, engine = self._staging, self._source._engines[self._engines[0].name]
-        pieces = list(segments(staging, staging.plans, 0))
+        pieces = list(staging.segments(staging.plans, 0))
         regions, here = engine.ranks[0].regions, staging.buffer.data_ptr()
         arguments = (
             transport._sessions[engine.name][0],

@@ -8,34 +8,47 @@ at the latter nothing changes outside, so a fault there has the effect of a faul
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
-POINTS: Mapping[str, Sequence[str]] = {
-    "clock": ("sleep",),
-    "store": ("write", "read", "load", "load_posted"),
+from miles_async.ports import (
+    Clock,
+    DeadLetters,
+    Fleet,
+    Generator,
+    Learner,
+    Rewarder,
+    RunStore,
+    SeekableSource,
+    WeightChannel,
+)
+
+SYNCHRONOUS = frozenset({"outbox.put", "data.get_samples", "data.add_samples", "dead_letters.dead_letter"})
+"""The methods with points that are not coroutine functions."""
+
+_PORTS: Mapping[str, type] = {
+    "clock": Clock,
+    "store": RunStore,
+    "data": SeekableSource,
+    "generator": Generator,
+    "evaluator": Generator,
+    "rewarder": Rewarder,
+    "learner": Learner,
+    "channel": WeightChannel,
+    "fleet": Fleet,
+    "dead_letters": DeadLetters,
+}
+
+
+def _methods(port: str) -> list[str]:
+    """The methods with points: all coroutine functions of the port, and those in SYNCHRONOUS."""
+    declared = {name: value for kind in reversed(_PORTS[port].__mro__) for name, value in vars(kind).items()}
+    return [name for name, value in declared.items() if iscoroutinefunction(value) or f"{port}.{name}" in SYNCHRONOUS]
+
+
+POINTS: Mapping[str, Sequence[str]] = {port: _methods(port) for port in _PORTS} | {
     "outbox": ("put",),
-    "data": ("get_samples", "add_samples"),
-    "generator": ("generate", "abort"),
-    "evaluator": ("generate", "abort"),
-    "rewarder": ("score",),
     "ranks": ("give_batch", "on_all", "on_first"),
-    "learner": ("train", "progress", "work_seconds", "copy_state", "write_state", "offload", "onload"),
-    "channel": ("connect", "stage", "send", "fall_back"),
-    "fleet": (
-        "loads",
-        "pause",
-        "commit",
-        "resume",
-        "fence",
-        "admit",
-        "dismiss",
-        "check",
-        "restart",
-        "offload",
-        "onload",
-        "check_router",
-    ),
-    "dead_letters": ("dead_letter",),
     "functions": ("rollout", "worker_function", "prepare", "evaluate"),
 }
 """The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions.
@@ -43,8 +56,6 @@ POINTS: Mapping[str, Sequence[str]] = {
 `ranks` are the calls of which a call to the learner consists (`adapters/ray/learner.py`): a rollout worker may die when
 some ranks have received their part of a batch and others have not.
 """
-SYNCHRONOUS = frozenset({"outbox.put", "data.get_samples", "data.add_samples", "dead_letters.dead_letter"})
-"""The methods that are not coroutine functions."""
 
 Reached = Callable[[str, Sequence[Any]], float]
 """`(point, arguments) -> seconds`: called at a point with the arguments of the call. It may raise or end the process.

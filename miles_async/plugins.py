@@ -156,9 +156,10 @@ class Kind(Generic[P]):
         for name, found in self._installed():
             if found.problem is not None:
                 yield Problem(name, found.problem)
-        for name in sorted(self.shipped.keys() & self._entries().keys()):
+        entries = self._entries()
+        for name in sorted(self.shipped.keys() & entries.keys()) if entries else ():
             taken = f"declares the name of a {self.title} of miles_async, which is used: give it another name"
-            yield Problem(name, f"{_origins(self._entries()[name])} {taken}")
+            yield Problem(name, f"{_origins(entries[name])} {taken}")
 
     def origin(self, name: str) -> str:
         """What messages say about where the plug-in with this name comes from."""
@@ -181,20 +182,24 @@ class Kind(Generic[P]):
             f"the entry point {name!r} in the group {self.group!r}"
         )
 
-    def accept(self, name: str) -> str:
-        """Return a name that a plug-in has, or that is a dotted path. Raises ValueError for any other name."""
+    def accept(self, name: Any) -> str | None:
+        """Return a name that a plug-in has, or that is a dotted path. Raises ValueError for any other value."""
+        if not isinstance(name, str):
+            raise ValueError(f"input should be the name of a {self.title}: use one of {', '.join(self.names)}")
         if not self.has(name) and not self._is_path(name):
             raise ValueError(self.missing(name))
         return name
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.accept, handler(source))
+        return core_schema.no_info_before_validator_function(self.accept, handler(source))
 
     def _is_path(self, name: str) -> bool:
         return self._by_path and all(part.isidentifier() for part in name.split(".")) and "." in name
 
     def _installed(self) -> Iterator[tuple[str, _Found[P]]]:
-        for name in sorted(self._entries().keys() - self.shipped.keys()):
+        entries = self._entries()
+        # The modules of the project are imported only to compare names.
+        for name in sorted(entries.keys() - self.shipped.keys()) if entries else ():
             if name not in self._found:
                 self._found[name] = self._find(name)
             yield name, self._found[name]

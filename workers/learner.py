@@ -271,6 +271,7 @@ def weight_source(
         verify_all=config.weights.check_weight_update_equal,
         timeout=config.weights.update_weight_timeout_seconds,
         offsets=offsets,
+        settings=config.weights,
     )
 
 

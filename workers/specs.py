@@ -31,6 +31,7 @@ from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.errors import UserError
 from miles_async.observability.run_folder import RunFolder
 from miles_async.sample_schema import SampleLimits
+from miles_async.transports import TRANSPORTS
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -127,7 +128,7 @@ def engine_spec(
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         dtype="bfloat16" if config.learner.precision == "bf16" else "auto",
         colocated=config.cluster.colocate,
-        p2p=config.weights.weight_transfer in ("auto", "p2p"),
+        p2p=TRANSPORTS.needs_transfer_engine(config.weights.weight_transfer),
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

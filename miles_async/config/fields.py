@@ -113,9 +113,9 @@ BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting 
 """All settings by path."""
 
 
-def values_of(config: RunConfig) -> dict[str, Any]:
-    """The values of all settings by name."""
-    return {name: reduce(getattr, setting.path, config) for name, setting in SETTINGS.items()}
+def values_of(config: RunConfig, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
+    """The values of settings by name; of all settings if `names` is left out."""
+    return {name: reduce(getattr, SETTINGS[name].path, config) for name in names}
 
 
 SECTIONS: Mapping[str, str] = dict(_sections(RunConfig, ()))

@@ -24,7 +24,7 @@ from miles_async.config.translation import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError, raise_collected
 from miles_async.guests import GUESTS
-from miles_async.rewards.registry import reward_type
+from miles_async.rewards.plugin import usable_reward
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
@@ -274,12 +274,12 @@ def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
 
 
 def _resolve_reward_key(config: RunConfig) -> RunConfig:
-    """The configuration with the key of the reward that is trained on, if the built-in reward is a dictionary."""
+    """The configuration with the key of the reward that is trained on, if the reward is a dictionary."""
     rollout = config.rollout
-    kind = reward_type(rollout.rm_type)
-    if rollout.reward_key is not None or kind is None or not kind.keys:
+    reward = usable_reward(rollout.rm_type)
+    if rollout.reward_key is not None or reward is None or not reward.keys:
         return config
-    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": kind.keys[0]})})
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": reward.keys[0]})})
 
 
 def _module_exists(module: str) -> bool:

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+from miles_async.environments import ENVIRONMENTS
 from miles_async.guests import GUESTS
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.models.plugin import MODELS
 from miles_async.plugins import Kind
+from miles_async.rewards.plugin import REWARDS
 from miles_async.section import Section
+from miles_async.transports import TRANSPORTS
+from miles_async.wire_formats import FORMATS
 
 S = TypeVar("S", bound=Section)
 
-KINDS: Sequence[Kind[Any]] = (MODELS, OBJECTIVES, CORRECTIONS, ADVANTAGES, GUESTS)
+KINDS: Sequence[Kind[Any]] = (
+    MODELS,
+    OBJECTIVES,
+    CORRECTIONS,
+    ADVANTAGES,
+    REWARDS,
+    TRANSPORTS,
+    FORMATS,
+    ENVIRONMENTS,
+    GUESTS,
+)
 """All kinds of plug-ins."""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from miles_async import ports
@@ -13,10 +13,9 @@ from miles_async.config.fields import values_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.rewards.builtin import exact
+from miles_async.rewards.functions.exact import Exact
 from miles_async.rewards.graders import GraderPool
-from miles_async.rewards.registry import BOXED, RewardType, RunsIn, complaints, reward_type, row_reward
-from miles_async.rewards.remote import RemoteReward
+from miles_async.rewards.plugin import BOXED, REWARDS, Reward, RunsIn, complaints, row_reward
 from miles_async.rewards.rewarder import Rewarder, is_async, raise_first
 from miles_async.types import Group, Sample
 
@@ -67,27 +66,26 @@ class RunRewards:
             # The environment computes the rewards, which this rewarder only checks. Saved batches contain theirs, and
             # supervised examples need none.
             name = environment or "none"
-            checks = Rewarder(exact, self._args, name=name, timeout_seconds=None, changes_samples=False)
+            checks = Rewarder(Exact().score, self._args, name=name, timeout_seconds=None, changes_samples=False)
             return self._opened.setdefault((name, None), checks)
         if rollout.custom_rm_path is not None:
             return self._custom(rollout.custom_rm_path, key)
-        for complaint in complaints(rollout.rm_type, self._config):
-            raise UserError(complaint)
-        return self._by_row(str(rollout.rm_type), key)
+        if rollout.rm_type is None:
+            raise UserError(REWARDS.missing(None))
+        return self._by_row(rollout.rm_type, key)
 
     def _by_row(self, default: str, key: str | None) -> ports.Rewarder:
         self._named(default, key)
-        return _ByRow(default, lambda name: self._named(name, key))
+        return _ByRow(default, lambda name: self._named(name, key, of_row=name != default))
 
-    def _named(self, name: str, key: str | None) -> Rewarder:
-        """Return the rewarder of a built-in reward."""
-        for complaint in complaints(name, self._config):
+    def _named(self, name: str, key: str | None, *, of_row: bool = False) -> Rewarder:
+        """Return the rewarder of a plug-in, which a row of the data may have named (`of_row`)."""
+        for complaint in complaints(name, self._config, of_row=of_row):
             raise UserError(complaint)
-        kind = reward_type(name)
-        assert kind is not None, "an unknown reward has a complaint"
-        key = kind.key(key)
+        reward = REWARDS.find(name)
+        key = reward.key(key)
         if (name, key) not in self._opened:
-            self._opened[name, key] = _built_in(self._config, self._args, kind, name=name, key=key)
+            self._opened[name, key] = _plugin(self._config, self._args, reward, name=name, key=key)
         return self._opened[name, key]
 
     def _custom(self, path: str, key: str | None) -> Rewarder:
@@ -98,7 +96,7 @@ class RunRewards:
 
 
 class _ByRow:
-    """Scores each sample with the built-in reward that its row names in `metadata["rm_type"]`, or else with `default`.
+    """Scores each sample with the reward that its row names in `metadata["rm_type"]`, or else with `default`.
 
     Rows differ within a group only if a user's function has put samples of several rows together.
     """
@@ -131,66 +129,57 @@ class _ByRow:
         await rewarder.score(group)
 
 
-def _built_in(config: RunConfig, args: Any, kind: RewardType, *, name: str, key: str | None) -> Rewarder:
-    rollout, boxed = config.rollout, name.startswith(BOXED)
-    match kind.runs_in:
+def _plugin(config: RunConfig, args: Any, reward: Reward, *, name: str, key: str | None) -> Rewarder:
+    """Return the rewarder of a plug-in, which runs where the plug-in declares."""
+    boxed, settings = name.startswith(BOXED), values_of(config, reward.settings)
+    match reward.runs_in:
         case RunsIn.GRADER | RunsIn.CHILD:
             return Rewarder(
-                _confined(config, kind),
+                _confined(config, reward, settings),
                 args,
                 name=name,
                 timeout_seconds=None,
                 reward_key=key,
                 boxed=boxed,
-                wrong=kind.wrong,
+                wrong=reward.wrong,
             )
         case RunsIn.SERVER:
-            reward = RemoteReward(
-                str(rollout.rm_url),
-                concurrency=rollout.remote_rm_concurrency,
-                retries=rollout.remote_rm_retries,
-                timeout_seconds=rollout.reward_timeout_seconds,
-            )
+            function: Any = reward.open(SimpleNamespace(**settings))
             # Each request has its own deadline: a deadline here would count the time in the queue and in retries. The
             # server gets the whole response, also with the prefix, as in slime.
             return Rewarder(
-                reward,
+                function,
                 args,
                 name=name,
                 timeout_seconds=None,
                 reward_key=key,
                 changes_samples=False,
-                close=reward.close,
+                close=function.close,
             )
         case RunsIn.THREAD:
-            module, _, function = kind.path.rpartition(".")
             return Rewarder(
-                getattr(importlib.import_module(module), function),
+                reward.open(SimpleNamespace(**settings)),
                 args,
                 name=name,
-                timeout_seconds=rollout.reward_timeout_seconds,
+                timeout_seconds=config.rollout.reward_timeout_seconds,
+                reward_key=key,
                 boxed=boxed,
                 changes_samples=False,
+                wrong=reward.wrong,
             )
 
 
-def _confined(config: RunConfig, kind: RewardType) -> GraderPool:
-    """Return the processes of a built-in reward that parses or evaluates text of the model.
-
-    They receive only the settings that they need, because settings can hold keys.
-    """
-    data, rollout = config.data, config.rollout
+def _confined(config: RunConfig, reward: Reward, settings: dict[str, Any]) -> GraderPool:
+    """Return the processes of a reward that parses or evaluates text of the model. They receive only `settings`."""
+    rollout = config.rollout
     return GraderPool(
-        path=kind.path,
+        path=reward.path,
         setting="rm_type",
-        args={
-            "reasoning_gym_task": data.reasoning_gym_task,
-            "reasoning_gym_settings": data.reasoning_gym_settings,
-        },
+        args=settings,
         processes=rollout.reward_processes,
         timeout_seconds=rollout.reward_timeout_seconds,
         memory_bytes=int(rollout.reward_memory_gb * 1e9),
-        evaluates=kind.runs_in is RunsIn.CHILD,
+        evaluates=reward.runs_in is RunsIn.CHILD,
         allow_unconfined=rollout.allow_unconfined_rewards,
     )
 

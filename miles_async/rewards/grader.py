@@ -34,6 +34,7 @@ from miles_async.errors import is_infrastructure
 from miles_async.json_values import shown_error
 from miles_async.rewards.child import Children
 from miles_async.rewards.confinement import confine, protect, python_files, refuse_code
+from miles_async.rewards.plugin import Reward
 from miles_async.rewards.protocol import Cause, Started, failure
 from miles_async.types import Sample
 from miles_async.user_code import USER_CODE_ERRORS
@@ -54,7 +55,9 @@ def main() -> None:
         install_guests(task["args"])
     function: Any = load_function(task["path"], setting=task["setting"])
     args = SimpleNamespace(**task["args"])
-    if isinstance(function, type):
+    if isinstance(function, type) and issubclass(function, Reward):
+        function = function().open(args)
+    elif isinstance(function, type):
         function = function(args)
     started = Started()
     score: Callable[[list[Sample]], Iterator[bytes]] = partial(grade, function, args, task=task)

@@ -58,7 +58,8 @@ class GraderPool:
     """
 
     path: str
-    """The reward, as `module.function`. If it is a class, each process creates one object with `args` and calls it."""
+    """The reward, as `module.function`, or the class of a reward plug-in. Of any other class, each process creates one
+    object with `args` and calls it."""
     setting: str
     """The setting that names the function, for messages."""
     args: dict[str, Any]

@@ -19,21 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_async.rewards.english import count_capital_words, count_sentences, is_in_language
-from miles_async.types import Sample
-
-
-def ifeval(args: Any, sample: Sample) -> float:
-    """Return the fraction of instructions that the response follows, from 0 to 1.
-
-    The fraction is 1 exactly if the response counts in the prompt-level accuracy of the benchmark. Raises KeyError for
-    an unknown instruction, and ValueError if names and arguments differ in number or arguments are missing.
-    """
-    names: list[str] = sample.metadata["instruction_id_list"]
-    arguments: list[dict[str, Any] | None] = sample.metadata.get("kwargs") or [{}] * len(names)
-    if len(arguments) != len(names):
-        raise ValueError(f"metadata has {len(names)} instructions, but {len(arguments)} kwargs")
-    followed = [follows(sample.response, name, given or {}) for name, given in zip(names, arguments, strict=True)]
-    return sum(followed) / len(followed)
 
 
 def follows(response: str, name: str, arguments: dict[str, Any]) -> bool:

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from miles_async.adapters.agents.endpoint import FORMATS, Agents
-from miles_async.adapters.agents.formats.format import Format
+from miles_async.adapters.agents.endpoint import Agents
 from miles_async.adapters.agents.messages import Message, plain
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed
 from miles_async.errors import UserError
 from miles_async.types import Sample
+from miles_async.wire_formats import FORMATS, WireFormat
 from tests.processes import parse_dialects
 from tests.unit.adapters.agents.test_agent_endpoint import PARAMS, Agent, connected_agent
 from tests.unit.adapters.agents.test_agent_formats import WIRES, completed
@@ -137,7 +137,7 @@ def test_a_tool_call_is_found_in_every_dialect(dialect: str, parsed: dict[str, P
 
 @pytest.mark.parametrize("wire, ask", WIRES)
 def test_the_answer_of_every_dialect_that_is_sent_back_is_the_same_message(
-    wire: Format, ask: Any, parsed: dict[str, Parsed | None]
+    wire: WireFormat, ask: Any, parsed: dict[str, Parsed | None]
 ) -> None:
     for found in parsed.values():
         assert found is not None
@@ -196,4 +196,4 @@ async def test_the_examples_of_the_documentation_run(example: str) -> None:
 
 
 def test_the_documentation_has_an_example_for_each_protocol() -> None:
-    assert len(EXAMPLES) == len(FORMATS)
+    assert len(EXAMPLES) == len(FORMATS.shipped)

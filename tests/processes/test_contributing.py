@@ -35,13 +35,9 @@ def test_the_steps_for_a_reward_give_a_reward_that_a_run_can_use(tmp_path: Path)
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     steps = re.search(r"## Add a reward\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert steps is not None
-    function, entry = map(textwrap.dedent, re.findall(r" *```python\n(.*?) *```\n", steps[1], re.DOTALL))
-    files = re.findall(r"`(miles_async/rewards/\w+\.py)`", steps[1])
-    builtin, table = (tmp_path / path for path in files if path.endswith(("builtin.py", "registry.py")))
-    builtin.write_text(f"{builtin.read_text()}\n\n{function}")
-    text = table.read_text()
-    assert text.count("REWARD_TYPES = {\n") == 1, "the table that the steps name"
-    table.write_text(text.replace("REWARD_TYPES = {\n", f"REWARD_TYPES = {{\n{textwrap.indent(entry, '    ')}"))
+    [source] = re.findall(r" *```python\n(.*?) *```\n", steps[1], re.DOTALL)
+    [folder] = re.findall(r"`(miles_async/rewards/\w+/)`", steps[1])
+    (tmp_path / folder / "starts_with_label.py").write_text(textwrap.dedent(source))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", SCORE], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.stdout.split() == ["1.0", "0.0"], done.stderr

@@ -16,8 +16,10 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.environments.tasks import with_environment_tasks
 from miles_async.config.schema import RunConfig
+from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from tests.configuration import run_config
+from tests.plugin_packages import install_plugin
 
 FAKE = Path(__file__).with_name("fake_environment.py")
 PROJECT = FAKE.parents[2]
@@ -90,6 +92,47 @@ def test_an_environment_that_cannot_be_used_ends_the_run_before_it_starts(
 ) -> None:
     with pytest.raises(UserError, match=message):
         with_environment_tasks(configure(name))
+
+
+LIBRARY = """
+import json, sys
+from pathlib import Path
+
+
+if __name__ == "__main__":
+    library, name = sys.argv[1:]
+    settings = json.loads(sys.stdin.readline())["settings"]
+    print(json.dumps({"id": 0, "result": "ready"}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["method"] == "tasks":
+            result = [{"prompt": f"{library} {name}", "label": None, "task": settings}]
+        else:
+            result = {"reward": request["task"]["worth"], "metrics": {}}
+        print(json.dumps({"id": request["id"], "result": result}), flush=True)
+else:
+    from miles_async.environments import EnvironmentLibrary
+
+    class Toys(EnvironmentLibrary):
+        program = Path(__file__)
+"""
+
+
+async def test_a_package_adds_a_library_whose_environments_run_in_their_own_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, monkeypatch, ENVIRONMENTS, "toys", "of_users:Toys", LIBRARY)
+    config = run_config(
+        environment="toys:blocks",
+        environment_python=sys.executable,
+        environment_settings={"worth": 0.5},
+        cache_dir=str(tmp_path),
+        eval_size=0,
+    )
+    [sample, *_] = open_data(with_environment_tasks(config)).get_samples(1)[0]
+    assert (sample.prompt, sample.metadata["task"]) == ("toys blocks", {"worth": 0.5})
+    async with started(config) as process:
+        assert (await process.run(sample.metadata["task"], "http://model"))["reward"] == 0.5
 
 
 def test_a_missing_interpreter_is_reported_with_the_command_that_creates_it() -> None:

@@ -33,7 +33,7 @@ VIOLATIONS = {
     ),
     "know Ray": ("miles_async/observability/trace/event_log.py", "import ray"),
     "knows Megatron": ("workers/driver.py", "from megatron import core"),
-    "know SGLang": ("miles_async/rewards/builtin.py", "def f():\n    import sglang"),
+    "know SGLang": ("miles_async/rewards/functions/exact.py", "def f():\n    import sglang"),
     "knows Mooncake": ("workers/driver.py", "import mooncake.engine"),
     "load without torch": ("miles_async/config/fields.py", "import torch"),
     "Scheduling does no I/O": ("miles_async/scheduling/window.py", "import asyncio"),

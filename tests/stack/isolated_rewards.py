@@ -10,12 +10,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from miles_async.rewards.plugin import Reward, RunsIn
 from miles_async.types import Sample
 
 
 def evaluates(args: Any, sample: Sample) -> float:
     """A reward that runs the response as code."""
     return float(bool(eval(sample.response, {"args": args, "os": os})))
+
+
+class Evaluates(Reward):
+    """The same reward as a plug-in."""
+
+    runs_in = RunsIn.CHILD
+
+    def score(self, args: Any, sample: Sample) -> float:
+        return evaluates(args, sample)
 
 
 def answers_the_next_request(args: Any, sample: Sample) -> float:

@@ -19,10 +19,8 @@ from reasoning_gym import create_dataset
 from structlog.testing import capture_logs
 
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.rewards import registry
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.graders import GraderError, GraderPool
-from miles_async.rewards.registry import RewardType, RunsIn
 from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
 from tests.stack import grader_attacks
@@ -125,16 +123,16 @@ async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await evaluated("'WANDB_API_KEY' in os.environ or 'secret' in str(os.environ) or vars(args)") == [0.0]
 
 
-async def test_a_response_that_needs_too_much_memory_counts_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.REWARD_TYPES, "math", RewardType(EVALUATES, RunsIn.CHILD))
+async def test_a_response_that_needs_too_much_memory_counts_as_wrong() -> None:
+    own = "tests.stack.isolated_rewards.Evaluates"
 
     def samples() -> list[Sample]:
         return [Sample(index=3, response="len(bytes(2 * 10**9))"), Sample(index=4, response="1")]
 
-    assert await rewards_of(samples(), rm_type="math") == [[1.0, 1.0]]
+    assert await rewards_of(samples(), rm_type=own) == [[1.0, 1.0]]
     group = samples()
-    assert await rewards_of(group, rm_type="math", reward_memory_gb=1) == [[0.0, 1.0]]
-    assert group[0].metadata[REWARD_ERROR] == "sample 3: reward math raised MemoryError: "
+    assert await rewards_of(group, rm_type=own, reward_memory_gb=1) == [[0.0, 1.0]]
+    assert group[0].metadata[REWARD_ERROR] == f"sample 3: reward {own} raised MemoryError: "
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

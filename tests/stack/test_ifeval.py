@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from miles_async.rewards.instructions import follows, ifeval
+from miles_async.rewards.functions.ifeval import IfEval
+from miles_async.rewards.instructions import follows
 from miles_async.types import Sample
 from tests.oracles.ifeval import DIFFERENT, VERDICTS, generated_inputs
 
@@ -44,4 +45,4 @@ def test_a_response_has_the_full_reward_exactly_if_it_counts_at_the_prompt_level
     for (name, given, text, first), (other, more, _, _) in pairwise(RECORDED["generated"]):
         metadata = {"instruction_id_list": [name, other], "kwargs": [given, more]}
         together = first and follows(text, other, more)
-        assert (ifeval(None, Sample(response=text, metadata=metadata)) == 1.0) == together
+        assert (IfEval().score(None, Sample(response=text, metadata=metadata)) == 1.0) == together

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from miles_async.rewards.builtin import f1, gpqa
+from miles_async.rewards.functions.f1 import F1
+from miles_async.rewards.functions.gpqa import Gpqa
 from miles_async.rewards.mathematics import dapo, deepscaler, math
 from miles_async.types import Sample
 from tests.oracles.answer_pairs import chosen, lines, pairs
@@ -21,8 +22,8 @@ REWARDS: dict[str, Callable[[Any, Sample], Any]] = {
     "math": math,
     "deepscaler": deepscaler,
     "dapo": lambda args, sample: dapo(args, sample)["score"],
-    "f1": f1,
-    "gpqa": gpqa,
+    "f1": F1().score,
+    "gpqa": Gpqa().score,
 }
 FAMILIES: dict[str, list[tuple[str, bool | None]]] = {
     "math": [(pair.family, pair.right) for pair in pairs()],

@@ -17,7 +17,9 @@ from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
 from miles_async.errors import EngineLostError, FatalError
+from miles_async.transports import TRANSPORTS as TRANSPORT_PLUGINS
 from tests.configuration import run_config
+from tests.plugin_packages import install_plugin
 from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.stack.learning import create_experts, learning, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
@@ -105,6 +107,38 @@ async def test_tensors_may_change_as_soon_as_they_are_staged(
         group = group_of("2 + 2 =")
         await generator.generate(group)
         assert serving.error(group[0]) < 1e-4
+
+
+CARRIER = """
+from miles_async.transports import Transport
+
+
+class Carrier(Transport):
+    \"\"\"Writes to the memory of the engine's process as a file.\"\"\"
+
+    def send(self, staging, engine):
+        data, size = staging.buffer.numpy().data, 0
+        for rank, memory in enumerate(engine.ranks):
+            with open(f"/proc/{memory.pid}/mem", "r+b", buffering=0) as file:
+                for source, parameter, target, length in staging.segments(staging.plans, rank):
+                    file.seek(memory.regions[parameter].address + target)
+                    size += file.write(data[source : source + length])
+        return size
+"""
+
+
+def test_a_package_adds_a_transport_that_is_verified_as_all_others(
+    serving: Stack, source: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, monkeypatch, TRANSPORT_PLUGINS, "carrier", "of_users:Carrier", CARRIER)
+    serving.change_weights()
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), ["carrier"])
+    outcome = source.send(version, "e0", "carrier")
+    assert outcome.error is None
+    assert outcome.bytes > 3_000_000
+    # No other prompt begins with this token, so that nothing is cached under older weights.
+    assert serving.error_of([220, *PROMPT[:20]]) < 1e-5
 
 
 def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(

@@ -18,10 +18,10 @@ from miles_async.adapters.sglang.engine_weights import apply_delta, checksums, m
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import plan_tensors
-from miles_async.adapters.weights.source import _mooncake_advice
 from miles_async.adapters.weights.staging import Staging, plans_of_source
 from miles_async.adapters.weights.transports.disk_delta import Snapshot, make_delta
 from miles_async.adapters.weights.transports.memory import MemoryTransport, _remaining
+from miles_async.adapters.weights.transports.p2p import mooncake_advice
 from miles_async.errors import EngineLostError, FatalError
 
 WIDTH, HEADS, VOCABULARY, EXPERTS = 8, 16, 10, 3
@@ -284,4 +284,4 @@ def test_a_delta_contains_the_changed_bytes_and_needs_the_same_base(tmp_path: Pa
 
 def test_the_error_for_a_missing_library_has_the_command_that_installs_it() -> None:
     missing = ImportError("libibverbs.so.1: cannot open shared object file: No such file or directory")
-    assert "apt-get install libibverbs1" in _mooncake_advice(missing)
+    assert "apt-get install libibverbs1" in mooncake_advice(missing)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,12 +23,12 @@ from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import EngineMemory
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging
-from miles_async.adapters.weights.transports.transport import Transport
 from miles_async.errors import EngineLostError
 from miles_async.events import Event, WriteFailed
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.transports import Transport
 from miles_async.types import Sample, SampleStatus
 from tests.sim.world import DirectJournal, lifecycle_of
 from tests.stack.engine_stack import Stack, group_of
@@ -110,13 +111,13 @@ def load(stack: Stack, parameters: Sequence[torch.Tensor]) -> None:
 def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[str], None]) -> None:
     """Tamper with every transport of sources that were not used yet."""
 
-    def tamper(source: WeightSource, transport: str) -> None:
-        make = source._factories[transport]
-        source._factories[transport] = lambda: FaultyTransport(make(), faults, kill)
+    def tamper(source: WeightSource) -> None:
+        opened: Any = source._open
+        changed: Any = source
+        changed._open = lambda transport: FaultyTransport(opened(transport), faults, kill)
 
     for source in sources.all:
-        for transport in TRANSPORTS:
-            tamper(source, transport)
+        tamper(source)
 
 
 async def publish_under_load(

@@ -31,8 +31,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from miles_async.adapters.agents.connections import Connections
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
-from miles_async.adapters.agents.formats import anthropic, chat, responses
-from miles_async.adapters.agents.formats.format import MODEL, Format, event
+from miles_async.adapters.agents.formats.format import MODEL, event
 from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
 from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -41,9 +40,8 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
 from miles_async.sample_schema import decode_json
 from miles_async.types import Sample
+from miles_async.wire_formats import FORMATS, WireFormat
 
-FORMATS: Mapping[str, Format] = {"chat/completions": chat, "responses": responses, "messages": anthropic}
-"""The wire formats by their path below the base URL of a session."""
 MAX_EXTERNAL_SESSIONS = 8192
 """Limit for the open sessions of external generators; the oldest session is closed when it is exceeded."""
 MAX_REQUEST_BYTES = 64 * 2**20
@@ -111,7 +109,7 @@ class AgentEndpoint:
         Raises UserError if the port is in use.
         """
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._admit])
-        for path, wire in FORMATS.items():
+        for path, wire in FORMATS.usable().items():
             app.router.add_post(f"/sessions/{{session}}/v1/{path}", partial(self._complete, wire))
         app.router.add_get("/sessions/{session}/v1/models", self._list_models)
         app.router.add_post("/sessions", self._open_session if self._trajectories else _refuse_external)
@@ -215,7 +213,7 @@ class AgentEndpoint:
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the request has more than {MAX_REQUEST_BYTES >> 20} MiB: send a shorter history")
         except web.HTTPNotFound:
-            paths = ", ".join(f"/v1/{path}" for path in FORMATS)
+            paths = ", ".join(f"/v1/{path}" for path in FORMATS.usable())
             return _error(404, f"the endpoint has no address {request.path}: the paths of a session are {paths}")
 
     async def _open_session(self, http: web.Request) -> web.Response:
@@ -282,7 +280,7 @@ class AgentEndpoint:
             self._claim(name)
             self._on_expired()
 
-    async def _complete(self, wire: Format, http: web.Request) -> web.StreamResponse:
+    async def _complete(self, wire: WireFormat, http: web.Request) -> web.StreamResponse:
         try:
             request = decode_json(await _body(http), dict[str, Any])
             asked = wire.read(request)
@@ -304,7 +302,7 @@ class AgentEndpoint:
         try:
             while not (await asyncio.wait([task], timeout=PING_SECONDS))[0]:
                 if stream is not None:
-                    await _send(stream, http, [wire.PING])
+                    await _send(stream, http, [wire.ping])
         finally:
             # This cancels the task if the client has disconnected: nobody waits for the answer.
             task.cancel()

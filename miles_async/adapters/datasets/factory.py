@@ -19,7 +19,7 @@ from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, generate
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
-from miles_async.rewards.registry import complaints, reward_type, row_reward
+from miles_async.rewards.plugin import complaints, row_reward, usable_reward
 from miles_async.types import Group, Prompt, as_messages
 
 
@@ -151,11 +151,11 @@ def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping
         if not built_in:
             return None
         name = row_reward(metadata) if rows_choose else None
-        if name is not None and (unusable := next(complaints(name, config), None)) is not None:
+        if name is not None and (unusable := next(complaints(name, config, of_row=True), None)) is not None:
             return f"{config.data.metadata_key!r}: {unusable}"
         name = name or config.rollout.rm_type
-        kind = reward_type(name)
-        if not scores or kind is None or not kind.compares or label is not None:
+        reward = usable_reward(name)
+        if not scores or reward is None or not reward.compares or label is not None:
             return None
         key = "label_key is unset" if config.data.label_key is None else f"{config.data.label_key!r} is null"
         return f"{key}, but rm_type {name} needs the right answer"

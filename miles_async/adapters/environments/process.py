@@ -19,10 +19,10 @@ import structlog
 
 from miles_async.adapters.environments.server import MAX_LINE_BYTES
 from miles_async.config.schema import Data
+from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.observability.redacted_log import child_stderr, redacted_stderr
 
-SERVER = Path(__file__).with_name("server.py")
 STOP_SECONDS = 10.0
 """Time that an environment has to release what it holds after the end of its input."""
 
@@ -33,14 +33,16 @@ def environment_command(data: Data) -> list[str]:
     """The command of the process. Raises UserError if its Python environment does not exist."""
     assert data.environment is not None, "the run has an environment"
     library, _, name = data.environment.partition(":")
+    plugin = ENVIRONMENTS.find(library)
     python = Path(data.environment_python or f".venv-{library}/bin/python").expanduser()
     if not python.is_file():
+        create = f"create it with `{plugin.setup}`, or " if plugin.setup else ""
         raise UserError(
-            f"environment {data.environment}: there is no {python}; create it with `make setup-{library}`, or set "
-            f"environment_python to a Python that has {library}"
+            f"environment {data.environment}: there is no {python}; {create}set environment_python to a Python that "
+            f"has {library}"
         )
     # -P: modules of this folder would hide modules of the environment.
-    return [str(python), "-P", str(SERVER), library, name]
+    return [str(python), "-P", str(plugin.program), library, name]
 
 
 def environment_start(data: Data, key: str = "") -> bytes:
@@ -187,7 +189,9 @@ class EnvironmentProcess:
 def _not_loaded(data: Data, error: dict[str, str]) -> UserError:
     library = str(data.environment).partition(":")[0]
     if error["fault"] == "missing":
-        return UserError(f"environment {data.environment}: {library} is not installed; run `make setup-{library}`")
+        setup = ENVIRONMENTS.find(library).setup
+        advice = f"run `{setup}`" if setup else "set environment_python to a Python that has it"
+        return UserError(f"environment {data.environment}: {library} is not installed; {advice}")
     return UserError(
         f"environment {data.environment} cannot be loaded ({error['message']}): name a Python file, or a package that "
         f"is installed beside {library}, and check environment_settings"

@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -575,7 +576,7 @@ _SPANS, _RESPONSE_LENGTH = _FIELDS.index("spans"), _FIELDS.index("response_lengt
 # MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
 _encoder = msgspec.msgpack.Encoder()
 _decode = msgspec.msgpack.Decoder().decode
-_decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+_decode_events = msgspec.msgpack.Decoder(GenericAlias(list, (AnyEvent,))).decode
 _encode = _encoder.encode
 
 

@@ -15,17 +15,8 @@ import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLostError, FatalError, UserError
+from miles_async.transports import AUTO, TRANSPORTS
 from miles_async.types import SendOutcome
-
-AUTO_CANDIDATES = ("memory", "p2p", "broadcast")
-"""The transports that `auto` measures."""
-MEMORY_HANDICAP_SECONDS = 0.010
-"""`memory` works on one machine only. If it saves less time than this per publish, `auto` prefers a transport that also
-works across machines, so that a small test run exercises the code that clusters use."""
-P2P_ADVANTAGE = 1.2
-"""Another transport must be faster than p2p by this factor: smaller differences are noise."""
-FALLBACKS = ("p2p", "broadcast", "disk")
-"""Transports to fall back to if the user named one and it fails for an engine."""
 
 _log = structlog.get_logger(__name__)
 
@@ -102,8 +93,9 @@ class Channel:
 async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
-    `wanted` is `auto` or the name of a transport. `p2p`, the default, falls back to the next of `FALLBACKS` that works,
-    with a warning. `auto` measures `AUTO_CANDIDATES` and keeps `disk` as the last one. The engines must be idle.
+    `wanted` is `auto` or the name of a transport. The first fallback that works replaces an optional transport that
+    does not work, with a warning. `auto` measures transports and keeps the last fallback as the last one. The engines
+    must be idle.
 
     Raises UserError if another named transport does not work, EngineLostError if an engine does not answer, and
     FatalError if an engine serves another model or no transport works.
@@ -111,10 +103,10 @@ async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInf
     await ranks.on_all("connect", engines, {})
     await ranks.on_all("stage", 0, [])
     infos = {engine.name: engine for engine in engines}
-    if wanted == "auto":
+    if wanted == AUTO:
         return await _fastest(ranks, infos)
-    # p2p is the default and needs a system library. Without the library a run uses the next transport.
-    candidates = FALLBACKS if wanted == "p2p" else (wanted,)
+    fallbacks = TRANSPORTS.fallbacks()
+    candidates = [wanted, *(other for other in fallbacks if other != wanted and TRANSPORTS.find(wanted).optional)]
     failures: list[str] = []
     for transport in candidates:
         try:
@@ -124,38 +116,32 @@ async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInf
         else:
             for sentence in failures:
                 _log.warning(f"weight transport {sentence}; the run uses {transport}")
-            return (transport, *(other for other in FALLBACKS if other != transport))
+            return (transport, *(other for other in fallbacks if other != transport))
     raise UserError(f"weight_transfer {'; '.join(failures)}")
 
 
 async def _fastest(ranks: Ranks, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:
-    """The transports that work, fastest first, with `disk` at the end. Raises FatalError if none works."""
-    seconds: dict[str, float] = {}
-    for transport in AUTO_CANDIDATES:
+    """The transports that work, fastest first, with the last fallback at the end. Raises FatalError if none works."""
+    last, seconds = TRANSPORTS.fallbacks()[-1], dict[str, float]()
+    for transport in TRANSPORTS.measured():
         try:
             seconds[transport] = await _measure(ranks, transport, infos)
         except EngineLostError as failure:
             _log.info(f"weight transport {transport} does not work here: {failure}")
     if not seconds:
         try:
-            await _measure(ranks, "disk", infos)
+            await _measure(ranks, last, infos)
         except EngineLostError as failure:
-            raise FatalError(f"no transport can send weights to the engines; disk failed with: {failure}") from failure
+            sentence = f"no transport can send weights to the engines; {last} failed with: {failure}"
+            raise FatalError(sentence) from failure
     milliseconds = {transport: round(1e3 * taken, 1) for transport, taken in seconds.items()}
     _log.info("weight transports measured, in milliseconds", **milliseconds)
-    return (*by_preference(seconds), "disk")
+    return (*(transport for transport in by_preference(seconds) if transport != last), last)
 
 
 def by_preference(seconds: Mapping[str, float]) -> list[str]:
     """Sort transports best first by the seconds that a send took; p2p wins near-ties."""
-
-    def cost(transport: str) -> float:
-        if transport == "p2p":
-            return seconds[transport]
-        handicap = MEMORY_HANDICAP_SECONDS if transport == "memory" else 0.0
-        return seconds[transport] * P2P_ADVANTAGE + handicap
-
-    return sorted(seconds, key=cost)
+    return sorted(seconds, key=lambda transport: TRANSPORTS.find(transport).cost(seconds[transport]))
 
 
 async def _measure(ranks: Ranks, transport: str, engines: Mapping[str, EngineInfo]) -> float:

@@ -8,13 +8,15 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.sglang.engine_weights import CHECKSUMS, REGIONS
-from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.layout import Shape
 from miles_async.errors import EngineLostError
+
+if TYPE_CHECKING:
+    from miles_async.adapters.sglang.launch import EngineInfo
 
 Window = tuple[str, int, int]
 """A range of bytes in a parameter: parameter name, first byte, number of bytes."""

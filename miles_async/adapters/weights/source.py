@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -12,13 +12,9 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import EngineMemory, read_checksums, read_engine_memory
 from miles_async.adapters.weights.layout import Shape, plan_tensors
 from miles_async.adapters.weights.staging import NamedTensors, Staging, plans_of_source
-from miles_async.adapters.weights.transports.broadcast import BroadcastTransport
-from miles_async.adapters.weights.transports.disk import DiskTransport
-from miles_async.adapters.weights.transports.disk_delta import DiskDeltaTransport
-from miles_async.adapters.weights.transports.memory import MemoryTransport
-from miles_async.adapters.weights.transports.p2p import P2PTransport
-from miles_async.adapters.weights.transports.transport import Transport
 from miles_async.errors import EngineLostError, FatalError
+from miles_async.section import Section
+from miles_async.transports import TRANSPORTS, SourceOptions, Transport
 from miles_async.types import SendOutcome
 
 SIGN_OF_LIFE_SECONDS = 5.0
@@ -45,25 +41,20 @@ class WeightSource:
         verify_all: bool = False,
         timeout: float = 60.0,
         offsets: Mapping[str, float] = MappingProxyType({}),
+        settings: Section | None = None,
     ) -> None:
         """`tensors` are the Hugging Face names and full shapes of all weights, including those of other sources.
 
         `folder` is where the disk transports write; engines must see it under the same path. This source is number
         `rank` of `sources`. `bucket` is in bytes. `verify_all` compares all bytes after a send instead of samples.
         `timeout` is in seconds, per request to an engine. `offsets` are what SGLang adds to tensors that it loads.
+        `settings` is the section `weights` of the configuration.
         """
         self._tensors = tensors
         self._offsets = offsets
         self._rank, self._sources = rank, sources
         self.bucket, self.verify_all, self.timeout = bucket, verify_all, timeout
-        folder /= f"source_{rank}"
-        self._factories: dict[str, Callable[[], Transport]] = {
-            "memory": MemoryTransport,
-            "p2p": lambda: P2PTransport(bucket=bucket, timeout=timeout),
-            "broadcast": lambda: BroadcastTransport(bucket=bucket, timeout=timeout, source=rank),
-            "disk": lambda: DiskTransport(folder, bucket=bucket, timeout=timeout),
-            "disk_delta": lambda: DiskDeltaTransport(folder, bucket=bucket, timeout=timeout),
-        }
+        self._options = SourceOptions(rank, folder / f"source_{rank}", bucket, timeout, settings)
         self._transports: dict[str, Transport] = {}
         self._engines: dict[str, EngineMemory] = {}
         self._layout: Layout | None = None
@@ -148,13 +139,13 @@ class WeightSource:
         with self._lock:
             if (transport, name) in self._connections:
                 return
-            try:
-                if transport not in self._transports:
-                    self._transports[transport] = self._factories[transport]()
-            except ImportError as failure:
-                raise EngineLostError(_mooncake_advice(failure)) from failure
+            if transport not in self._transports:
+                self._transports[transport] = self._open(transport)
             self._transports[transport].connect(self._engines[name])
             self._connections.add((transport, name))
+
+    def _open(self, transport: str) -> Transport:
+        return TRANSPORTS.open(transport, self._options)
 
     def _disconnect(self, name: str) -> None:
         del self._engines[name]
@@ -204,9 +195,3 @@ class WeightSource:
             for (parameter, _, _), sent, received in zip(windows[rank], ours, theirs, strict=True):
                 if sent != received:
                     raise EngineLostError(f"{parameter} of rank {rank} differs from what was sent")
-
-
-def _mooncake_advice(failure: ImportError) -> str:
-    if "libibverbs" in str(failure):
-        return "Mooncake needs libibverbs; install it with: apt-get install libibverbs1"
-    return f"Mooncake could not be loaded ({failure}); install mooncake-transfer-engine-non-cuda"

@@ -19,6 +19,8 @@ from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full (unsharded) tensors."""
+Segment = tuple[int, str, int, int]
+"""A one-sided write: the first byte in the staging buffer, the parameter, the first byte in it, and the bytes."""
 SAMPLE_BYTES = 4096
 """Bytes of each copy that are verified after a send, unless all bytes are."""
 
@@ -120,6 +122,14 @@ class Staging:
             filled += tensor_size
         if bucket:
             yield bucket
+
+    def segments(self, bucket: Sequence[TensorPlan], rank: int) -> Iterator[Segment]:
+        """Yield the one-sided writes that bring a bucket to an engine rank."""
+        for plan in bucket:
+            width, base = self.element_size(plan.name), self.offset(plan.name)
+            for copy in plan.copies:
+                if copy.rank == rank and copy.numel:
+                    yield base + copy.source * width, copy.parameter, copy.target * width, copy.numel * width
 
     def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
         """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: a view if possible."""

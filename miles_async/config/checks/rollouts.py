@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from miles_async.config.derived import (
     SFT_FUNCTION,
@@ -21,11 +19,11 @@ from miles_async.config.derived import (
 )
 from miles_async.config.fields import nearest
 from miles_async.config.model_shape import shape_of
-from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.config.server_args import known_parsers
-from miles_async.rewards.registry import complaints, reward_type
+from miles_async.environments import ENVIRONMENTS
+from miles_async.rewards.plugin import complaints, usable_reward
 
 
 def _supervised(config: RunConfig) -> Iterator[str]:
@@ -66,8 +64,11 @@ def _environment(config: RunConfig) -> Iterator[str]:
     if name is None:
         return
     library, _, rest = name.partition(":")
-    if library not in ("verifiers", "openenv") or not rest:
-        yield f"environment {name!r} is unknown: write verifiers:NAME or openenv:NAME"
+    if not ENVIRONMENTS.has(library) or not rest:
+        yield f"environment {name!r} is unknown: write {':NAME or '.join(ENVIRONMENTS.names)}:NAME"
+    else:
+        # Raises UserError if the library of an installed package cannot be used.
+        ENVIRONMENTS.find(library)
     if rollout.custom_generate_function_path is None:
         yield (
             "environment has no effect without a generate function that uses it: set custom_generate_function_path to "
@@ -95,19 +96,8 @@ def _parsers(config: RunConfig) -> Iterator[str]:
             yield f"{setting} {name!r} is unknown: set it to auto, none or one of {', '.join(sorted(known))}{similar}"
 
 
-def _is_web_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        valid = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    return valid and parts.scheme in ("http", "https") and bool(parts.hostname) and not re.search(r"\s", text)
-
-
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.rm_url is not None and not _is_web_address(rollout.rm_url):
-        yield f"rm_url {redact_text(rollout.rm_url)} is not the address of a server: set it to http://host:port/path"
     environment = config.data.environment is not None
     if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
@@ -117,9 +107,9 @@ def _reward(config: RunConfig) -> Iterator[str]:
         yield from complaints(rollout.rm_type, config)
         if rollout.custom_rm_path is not None:
             yield "rm_type and custom_rm_path are both set: unset one of them"
-        kind = reward_type(rollout.rm_type)
-        if kind is not None and kind.keys and rollout.reward_key not in kind.keys:
-            keys = " or ".join(kind.keys)
+        reward = usable_reward(rollout.rm_type)
+        if reward is not None and reward.keys and rollout.reward_key not in reward.keys:
+            keys = " or ".join(reward.keys)
             yield f"rm_type {rollout.rm_type} has no reward_key {rollout.reward_key!r}: set it to {keys}"
     for name, dataset in rollout.eval_datasets.items():
         if dataset.rm_type is not None:

@@ -17,6 +17,7 @@ from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.losses import estimator_of, objective_name, objective_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives.objective import OBJECTIVES
+from miles_async.rewards.plugin import BOXED, REWARDS
 from miles_async.section import Section
 
 
@@ -34,10 +35,6 @@ class Needs:
     """Whether a row of `prompt_data` can choose it by naming another `rm_type` in its metadata."""
 
 
-def _kind(config: RunConfig) -> str:
-    return (config.rollout.rm_type or "").removeprefix("boxed_")
-
-
 def _own_rewards(config: RunConfig) -> bool:
     """Whether code of the user or a server may return rewards of any form."""
     return config.rollout.custom_rm_path is not None or config.data.environment is not None or generates_by_user(config)
@@ -52,19 +49,30 @@ def _of_plugins() -> Iterator[Needs]:
                 owners.setdefault(plugin.Settings, []).append(name)
         for section, names in owners.items():
             used = partial(_selects, setting, names)
-            yield Needs(" ".join(section.model_fields), used, _either(setting.name, names))
+            rows_choose = setting.plugins is REWARDS
+            yield Needs(" ".join(section.model_fields), used, _either(setting.name, names), rows_choose)
 
 
 def _selects(setting: Setting, names: Sequence[str], config: RunConfig) -> bool:
     """Whether a setting names one of these plug-ins."""
+    if setting.plugins is REWARDS:
+        return _may_be(names, config)
     selected = objective_name(config.algorithm) if setting.plugins is OBJECTIVES else _value(config, setting)
     return selected in names
+
+
+def _may_be(rewards: Sequence[str], config: RunConfig) -> bool:
+    """Whether the run may compute one of the rewards, apart from rows that choose it."""
+    chosen = (config.rollout.rm_type or "").removeprefix(BOXED)
+    return chosen in rewards or _own_rewards(config) or bool(config.rollout.eval_datasets)
 
 
 def _either(setting: str, names: Iterable[str]) -> str:
     *others, last = names
     return f"{setting} {', '.join(others)} or {last}" if others else f"{setting} {last}"
 
+
+_DICTIONARIES = [name for name, reward in REWARDS.usable().items() if reward.may_be_dictionary]
 
 NEEDS = (
     Needs(
@@ -106,14 +114,8 @@ NEEDS = (
     Needs("group_rm", _own_rewards, "custom_rm_path, because built-in rewards score one sample at a time"),
     Needs(
         "reward_key",
-        lambda c: _kind(c) in ("dapo", "remote_rm") or _own_rewards(c) or bool(c.rollout.eval_datasets),
-        "rewards that are dictionaries: custom_rm_path, or rm_type dapo or remote_rm",
-        rows_choose=True,
-    ),
-    Needs(
-        "rm_url remote_rm_concurrency remote_rm_retries",
-        lambda c: _kind(c) == "remote_rm" or _own_rewards(c) or bool(c.rollout.eval_datasets),
-        "rm_type remote_rm",
+        partial(_may_be, _DICTIONARIES),
+        f"rewards that are dictionaries: custom_rm_path, or {_either('rm_type', _DICTIONARIES)}",
         rows_choose=True,
     ),
     Needs("eval_interval", evaluates, "eval_size above 0, eval_datasets or eval_function_path"),

@@ -25,7 +25,9 @@ from miles_async.guests import GUESTS
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
+from miles_async.rewards.plugin import REWARDS
 from miles_async.section import Section
+from miles_async.transports import TRANSPORTS
 
 __all__ = [
     "Algorithm",
@@ -58,7 +60,8 @@ if not TYPE_CHECKING:
         *(Skip, SkipAsyncRollout, SkipRole, SkipRollout, TinyModel, WarmStart, Weights),
     )
     Algorithm = _plugins.added_to(Algorithm, OBJECTIVES, CORRECTIONS, ADVANTAGES)
-    Rollout = _plugins.added_to(Rollout, GUESTS)
+    Rollout = _plugins.added_to(Rollout, REWARDS, GUESTS)
+    Weights = _plugins.added_to(Weights, TRANSPORTS)
 
 
 class RunConfig(Section):

@@ -50,10 +50,10 @@ class Data(Section):
     reasoning_gym_size: int = Field(20_000, ge=1)
     """Number of generated reasoning-gym problems per epoch."""
     environment: str | None = None
-    """Environment whose tasks are trained: verifiers:NAME or openenv:NAME. NAME is an installed package or a Python
-    file; for openenv also the URL of a server. Set custom_generate_function_path to
-    miles_async.rollout.environment.generate. The environment computes the rewards. The tasks come from the environment,
-    or from prompt_data with `metadata.task`."""
+    """Environment whose tasks are trained: verifiers:NAME, openenv:NAME, or LIBRARY:NAME with the library of an
+    installed package. NAME is an installed package or a Python file; for openenv also the URL of a server. Set
+    custom_generate_function_path to miles_async.rollout.environment.generate. The environment computes the rewards. The
+    tasks come from the environment, or from prompt_data with `metadata.task`."""
     environment_settings: dict[str, Any] = {}
     """Settings of the environment. For verifiers its configuration, such as {taskset: {split: train}, agent: {harness:
     {id: bash}}}. For openenv split, max_turns, action_field and observation_field."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from miles_async.rewards.plugin import REWARDS
 from miles_async.section import LONGEST_SECONDS, Section
 
 MOST_SAMPLES = 100_000
@@ -115,11 +116,11 @@ class Rollout(Section):
     rollout_skip_special_tokens: bool = True
     """Remove special tokens from the response text. The tokens that are trained on are not affected. slime keeps
     them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
-    rm_type: str | None = None
-    """Built-in reward: reasoning_gym, exact, math, dapo, deepscaler, f1, gpqa, ifeval or remote_rm. With the prefix
-    `boxed_`, such as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always
-    gets the whole response. A row chooses another reward with rm_type in its metadata. If unset, custom_rm_path defines
-    the reward of all rows."""
+    rm_type: Annotated[str | None, REWARDS] = None
+    """Built-in reward, the reward of an installed package, or module.Class of your own. With the prefix `boxed_`, such
+    as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always gets the whole
+    response. A row chooses another reward with rm_type in its metadata. If unset, custom_rm_path defines the reward of
+    all rows."""
     custom_rm_path: str | None = None
     """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
     group_rm the function receives a list of samples and returns a list of numbers."""
@@ -131,22 +132,17 @@ class Rollout(Section):
     once per sample."""
     reward_key: str | None = None
     """Key of the number to train on if the reward is a dictionary. With rm_type dapo, score if unset."""
-    rm_url: str | None = None
-    """URL to which rm_type remote_rm posts the prompt, response and label of each sample as JSON."""
-    remote_rm_concurrency: int = Field(64, ge=1)
-    """Maximum number of simultaneous requests to rm_url."""
-    remote_rm_retries: int = Field(3, ge=0)
-    """Number of times a request to rm_url is repeated after a lost connection, a timeout or a 5xx response. A 4xx
-    response is not retried."""
     reward_processes: int = Field(2, ge=1, le=1024)
-    """Maximum number of processes for each reward that may hang: rm_type reasoning_gym, math, dapo and deepscaler, and
-    custom_rm_path with custom_rm_isolated. A reward that hangs occupies one of them for reward_timeout_seconds."""
+    """Maximum number of processes for each reward that may hang: rm_type reasoning_gym, math, dapo and deepscaler,
+    confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that hangs occupies one
+    of them for reward_timeout_seconds."""
     reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
-    """Memory limit in GB for each process that scores rm_type reasoning_gym, math, dapo or deepscaler. A response that
-    needs more memory counts as wrong. The limit applies to address space."""
+    """Memory limit in GB for each process of a confined reward, such as rm_type reasoning_gym, math, dapo or
+    deepscaler. A response that needs more memory counts as wrong. The limit applies to address space."""
     allow_unconfined_rewards: bool = False
-    """Let rm_type reasoning_gym evaluate responses as Python code even where the kernel permits no seccomp filter. If
-    off, the run ends there with an error. A response could then use the network and the files of the user."""
+    """Let rewards such as rm_type reasoning_gym evaluate responses as Python code even where the kernel permits no
+    seccomp filter. If off, the run ends there with an error. A response could then use the network and the files of the
+    user."""
     reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
     a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,

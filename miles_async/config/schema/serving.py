@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from miles_async.section import LONGEST_SECONDS, Section
+from miles_async.transports import TRANSPORTS
 
 
 class Weights(Section):
     """How the learner's weights reach the engines."""
 
-    weight_transfer: Literal["auto", "memory", "p2p", "broadcast", "disk", "disk_delta"] = "p2p"
-    """How weights reach the engines: memory copies them directly into an engine on the same machine, p2p uses one-sided
-    Mooncake writes, broadcast a torch.distributed collective, disk a shared folder, disk_delta a shared folder with
-    only the changed weights. If p2p does not work on a machine, the run uses broadcast or disk instead, with a warning.
-    auto measures memory, p2p and broadcast at start-up and uses the fastest one that works, or disk if none does; it
-    chooses memory only if that saves about 10 ms."""
+    weight_transfer: Annotated[str, TRANSPORTS] = "p2p"
+    """How weights reach the engines: a transport of this project or of an installed package, or module.Class of your
+    own."""
     update_weight_buffer_size: int = Field(512 << 20, ge=1)
     """Amount of weights sent at a time, in bytes. With weight_transfer broadcast, an engine needs this much memory
     beside its own weights."""

@@ -8,7 +8,7 @@ import pytest
 
 from examples import tool_reward
 from miles_async.rewards.answers import numerals, split_modulus, split_unit, tidy, words_of
-from miles_async.rewards.builtin import gpqa
+from miles_async.rewards.functions.gpqa import Gpqa
 from miles_async.rewards.instructions import follows
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.types import Sample
@@ -18,7 +18,7 @@ MANY = 1_000_000
 
 @pytest.mark.parametrize("response", ["answer is" + "\n" * MANY, "option" + " " * MANY, "answer" * (MANY // 6)])
 def test_a_multiple_choice_answer_is_found_in_linear_time(response: str) -> None:
-    assert gpqa(None, Sample(response=response, label="A")) == 0.0
+    assert Gpqa().score(None, Sample(response=response, label="A")) == 0.0
 
 
 @pytest.mark.parametrize("part", ["\\,", "\\text{", "\\text{ }", "{", "1_", "1e", "5,", "5 million ", "\\pmod", "a,"])

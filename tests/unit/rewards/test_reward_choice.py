@@ -12,13 +12,13 @@ import pytest
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import _is_defined_here
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.registry import REWARD_TYPES
+from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
+from tests.scoring import scored
 from tests.unit.config.test_config_checks import refusal
 
 RECORDED = json.loads(Path(__file__).with_name("slime_rewards.json").read_text())
@@ -118,10 +118,26 @@ async def test_the_failures_of_several_rewards_name_their_samples() -> None:
     await rewards.close()
 
 
+class Own(Reward):
+    """A reward without a name."""
+
+    def score(self, args: Any, sample: Sample) -> float:
+        return 5.0
+
+
+async def test_a_setting_may_name_the_class_of_a_reward_by_its_path_but_a_row_may_not(tmp_path: Path) -> None:
+    path = f"{__name__}.Own"
+    assert await scored("a", rm_type=path) == [5.0]
+    with pytest.raises(TrajectoryError, match=rf"rm_type '{path}' is unknown"):
+        await scored("a", metadata={"rm_type": path}, rm_type="exact")
+    with pytest.raises(UserError, match=rf"line 1: 'metadata': rm_type '{path}' is unknown"):
+        open_data(configured(tmp_path, [{"metadata": {"rm_type": path}}]))
+
+
 async def test_a_reward_that_a_users_function_has_named_wrongly_fails_its_samples() -> None:
     rewards = RunRewards(run_config(rm_type="exact"), None)
     group = Group([Sample(index=0, label="a", response="a", metadata={"rm_type": "exakt"})], feed_index="sample_0_0")
-    with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set reasoning_gym"):
+    with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set dapo"):
         await rewards.score(group)
 
 
@@ -189,7 +205,7 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
     def said(**data_set: Any) -> str:
         return refusal(eval_datasets={"aime": {"path": path} | data_set})
 
-    assert "eval_datasets.aime: rm_type 'exakt' is unknown: set reasoning_gym" in said(rm_type="exakt")
+    assert "eval_datasets.aime: rm_type 'exakt' is unknown: set dapo" in said(rm_type="exakt")
     assert "eval_datasets.aime: rm_type remote_rm needs a reward server" in said(rm_type="remote_rm")
     both = said(rm_type="math", custom_rm_path="mine.reward")
     assert "eval_datasets.aime: rm_type and custom_rm_path are both set: unset one of them" in both
@@ -198,8 +214,7 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
         RunRewards(config, None).of(config.rollout.eval_datasets["d"])
 
 
-@pytest.mark.parametrize("name", REWARD_TYPES)
-def test_each_built_in_reward_exists_and_is_documented(name: str) -> None:
-    assert _is_defined_here(REWARD_TYPES[name].path)
+@pytest.mark.parametrize("name", REWARDS.shipped)
+def test_each_built_in_reward_is_documented(name: str) -> None:
     guide = Path(__file__).parents[3] / "docs/how-to/model-data-reward.md"
     assert f"| `{name}` |" in guide.read_text()

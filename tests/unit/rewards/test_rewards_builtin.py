@@ -11,9 +11,11 @@ from aiohttp import web
 from miles_async.errors import TrajectoryError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
-from miles_async.rewards.builtin import f1, gpqa
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.instructions import follows, ifeval
+from miles_async.rewards.functions.f1 import F1
+from miles_async.rewards.functions.gpqa import Gpqa
+from miles_async.rewards.functions.ifeval import IfEval
+from miles_async.rewards.instructions import follows
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.scoring import scored
@@ -47,7 +49,7 @@ async def test_the_boxed_prefix_passes_only_the_content_of_the_last_box_to_the_r
 
 def test_f1_counts_common_words_without_articles_and_punctuation() -> None:
     def score(response: str, label: Any) -> float:
-        return f1(None, Sample(response=response, label=label))
+        return F1().score(None, Sample(response=response, label=label))
 
     assert score("The cat, sat!", "a cat sat") == 1.0
     assert score("cat sat down", "cat") == pytest.approx(0.5)
@@ -83,7 +85,7 @@ def test_f1_counts_common_words_without_articles_and_punctuation() -> None:
 def test_gpqa_looks_for_the_letter_of_a_choice(
     response: str, label: Any, metadata: dict[str, Any], expected: float
 ) -> None:
-    assert gpqa(None, Sample(response=response, label=label, metadata=metadata)) == expected
+    assert Gpqa().score(None, Sample(response=response, label=label, metadata=metadata)) == expected
 
 
 @pytest.mark.parametrize("kind", ["exact", "f1"])
@@ -135,8 +137,8 @@ def test_arguments_that_are_none_count_as_missing_and_any_character_is_counted()
 
 async def test_ifeval_rewards_the_fraction_of_followed_instructions_and_refuses_unknown_ones() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma", "detectable_format:title"], "kwargs": [None, {}]}
-    assert ifeval(None, Sample(response="no title", metadata=asked)) == 0.5
-    assert ifeval(None, Sample(response="<<A title>>", metadata=asked)) == 1.0
+    assert IfEval().score(None, Sample(response="no title", metadata=asked)) == 0.5
+    assert IfEval().score(None, Sample(response="<<A title>>", metadata=asked)) == 1.0
     with pytest.raises(TrajectoryError, match="instruction 'language:none' is unknown"):
         await scored("x", metadata={"instruction_id_list": ["language:none"]}, rm_type="ifeval")
 

@@ -1,1 +1,1 @@
-"""The wire formats of the endpoint, one module each; `format.py` says what a module has to provide."""
+"""The wire formats of the endpoint, one file each; `miles_async/wire_formats.py` says what a format provides."""

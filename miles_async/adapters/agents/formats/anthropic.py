@@ -22,8 +22,8 @@ from miles_async.adapters.agents.formats.format import (
     template_kwargs,
 )
 from miles_async.adapters.agents.messages import Content, Message, text_of_parts
+from miles_async.wire_formats import WireFormat
 
-PING = event({"type": "ping"}, "ping")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -70,30 +70,65 @@ class _Request(Request):
     stop_sequences: list[StopString] | None = None
 
 
-def read(request: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(request, {"mcp_servers": "the endpoint runs no tools", "container": "the endpoint runs no tools"})
-    asked = checked(request, _Request)
-    if asked.max_tokens is None:
-        raise InvalidRequestError("max_tokens is missing: set it to the largest number of tokens of the answer")
-    messages: list[Message] = []
-    try:
-        if system := text_of_parts(asked.system):
-            messages.append({"role": "system", "content": system})
-    except ValueError as error:
-        raise InvalidRequestError(f"system: {error}") from error
-    for position, message in enumerate(asked.messages):
+class Messages(WireFormat):
+    """Anthropic messages (`/v1/messages`)."""
+
+    name = "messages"
+    ping = event({"type": "ping"}, "ping")
+
+    def read(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        refuse(request, {"mcp_servers": "the endpoint runs no tools", "container": "the endpoint runs no tools"})
+        asked = checked(request, _Request)
+        if asked.max_tokens is None:
+            raise InvalidRequestError("max_tokens is missing: set it to the largest number of tokens of the answer")
+        messages: list[Message] = []
         try:
-            messages += _messages(message)
+            if system := text_of_parts(asked.system):
+                messages.append({"role": "system", "content": system})
         except ValueError as error:
-            raise InvalidRequestError(f"messages[{position}]: {error}") from error
-    offered = asked.tool_choice is None or asked.tool_choice.type != "none"
-    return {
-        "messages": messages,
-        "tools": [function(tool, "input_schema") for tool in asked.tools or () if offered] or None,
-        "template_kwargs": template_kwargs(asked),
-        "max_tokens": asked.max_tokens,
-        "stop": asked.stop_sequences or [],
-    }
+            raise InvalidRequestError(f"system: {error}") from error
+        for position, message in enumerate(asked.messages):
+            try:
+                messages += _messages(message)
+            except ValueError as error:
+                raise InvalidRequestError(f"messages[{position}]: {error}") from error
+        offered = asked.tool_choice is None or asked.tool_choice.type != "none"
+        return {
+            "messages": messages,
+            "tools": [function(tool, "input_schema") for tool in asked.tools or () if offered] or None,
+            "template_kwargs": template_kwargs(asked),
+            "max_tokens": asked.max_tokens,
+            "stop": asked.stop_sequences or [],
+        }
+
+    def answer(self, completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
+        reason = "stop_sequence" if completion.stop is not None else _STOP_REASONS[completion.finish_reason]
+        return {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": MODEL,
+            "content": _blocks(completion.message),
+            "stop_reason": reason,
+            "stop_sequence": completion.stop,
+            "usage": {"input_tokens": completion.context, "output_tokens": len(completion.tokens)},
+        }
+
+    def stream(self, completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
+        message = self.answer(completion, request)
+        ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+        begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
+        begun["usage"] = {**message["usage"], "output_tokens": 0}
+        yield event({"type": "message_start", "message": begun}, "message_start")
+        for index, block in enumerate(message["content"]):
+            empty, deltas = _deltas(block)
+            start = {"type": "content_block_start", "index": index, "content_block": empty}
+            yield event(start, "content_block_start")
+            for delta in deltas:
+                yield event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+            yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
+        yield event({"type": "message_delta", "delta": ending, "usage": message["usage"]}, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
 
 
 def _messages(message: _Message) -> Iterator[Message]:
@@ -121,37 +156,6 @@ def _messages(message: _Message) -> Iterator[Message]:
 def _call(block: _ToolUse) -> dict[str, Any]:
     arguments = msgspec.json.encode(block.input).decode()
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-
-
-def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
-    reason = "stop_sequence" if completion.stop is not None else _STOP_REASONS[completion.finish_reason]
-    return {
-        "id": f"msg_{uuid.uuid4().hex}",
-        "type": "message",
-        "role": "assistant",
-        "model": MODEL,
-        "content": _blocks(completion.message),
-        "stop_reason": reason,
-        "stop_sequence": completion.stop,
-        "usage": {"input_tokens": completion.context, "output_tokens": len(completion.tokens)},
-    }
-
-
-def stream(completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
-    message = answer(completion, request)
-    ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
-    begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**message["usage"], "output_tokens": 0}
-    yield event({"type": "message_start", "message": begun}, "message_start")
-    for index, block in enumerate(message["content"]):
-        empty, deltas = _deltas(block)
-        start = {"type": "content_block_start", "index": index, "content_block": empty}
-        yield event(start, "content_block_start")
-        for delta in deltas:
-            yield event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
-        yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
-    yield event({"type": "message_delta", "delta": ending, "usage": message["usage"]}, "message_delta")
-    yield event({"type": "message_stop"}, "message_stop")
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:

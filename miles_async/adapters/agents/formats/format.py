@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
+from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.errors import TrajectoryError
 from miles_async.json_values import shown
@@ -31,31 +31,6 @@ class Request(Struct):
     tools: Sequence[dict[str, Any]] | None = None
     stream: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class Format(Protocol):
-    """A wire format, implemented by a module. The functions are pure, apart from random IDs and the time of answers."""
-
-    @property
-    def PING(self) -> bytes:
-        """A part of a stream that clients ignore. It is sent while the model generates."""
-        ...
-
-    def read(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a request to `messages`, `tools`, `template_kwargs`, `max_tokens` and `stop`.
-
-        Messages and tools have the format of chat completions. `template_kwargs` are arguments of the chat template.
-        Raises InvalidRequestError if that is impossible.
-        """
-        ...
-
-    def answer(self, completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body of the answer to `request`, as the client sent it."""
-        ...
-
-    def stream(self, completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
-        """Return the events of the answer as server-sent events. Each text arrives as one delta."""
-        ...
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -26,6 +26,7 @@ from miles_async.adapters.agents.formats.format import (
 )
 from miles_async.adapters.agents.messages import Content, Message, text_of_parts
 from miles_async.json_values import shown
+from miles_async.wire_formats import WireFormat
 
 _REFUSED = {
     **dict.fromkeys(
@@ -34,7 +35,6 @@ _REFUSED = {
     ),
     "background": "the endpoint keeps no responses; wait for the answer, or stream it",
 }
-PING = b": the model is generating\n\n"
 
 
 class _Said(Struct):
@@ -74,22 +74,45 @@ class _Request(Request):
     max_output_tokens: Limit = None
 
 
-def read(request: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(request, _REFUSED)
-    asked = checked(request, _Request)
-    messages: list[Message] = []
-    if asked.instructions:
-        _append(messages, {"role": "system", "content": asked.instructions}, "instructions")
-    items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input or []
-    for position, item in enumerate(items):
-        _append(messages, item, f"input[{position}]")
-    return {
-        "messages": messages,
-        "tools": [function(tool, "parameters") for tool in asked.tools or () if asked.tool_choice != "none"] or None,
-        "template_kwargs": template_kwargs(asked),
-        "max_tokens": asked.max_output_tokens,
-        "stop": [],
-    }
+class Responses(WireFormat):
+    """OpenAI responses (`/v1/responses`)."""
+
+    name = "responses"
+
+    def read(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        refuse(request, _REFUSED)
+        asked = checked(request, _Request)
+        messages: list[Message] = []
+        if asked.instructions:
+            _append(messages, {"role": "system", "content": asked.instructions}, "instructions")
+        items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input or []
+        for position, item in enumerate(items):
+            _append(messages, item, f"input[{position}]")
+        return {
+            "messages": messages,
+            "tools": [function(tool, "parameters") for tool in asked.tools or () if asked.tool_choice != "none"]
+            or None,
+            "template_kwargs": template_kwargs(asked),
+            "max_tokens": asked.max_output_tokens,
+            "stop": [],
+        }
+
+    def answer(self, completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
+        return _response(completion, _items(completion.message), uuid.uuid4().hex, int(time.time()))
+
+    def stream(self, completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
+        identity, created, items = uuid.uuid4().hex, int(time.time()), _items(completion.message)
+        begun = {**_response(completion, [], identity, created), "status": "in_progress", "incomplete_details": None}
+        ended = _response(completion, items, identity, created)
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(items):
+            events += _item_events(index, item)
+        events.append({"type": f"response.{ended['status']}", "response": ended})
+        for number, described in enumerate(events):
+            yield event({**described, "sequence_number": number}, described["type"])
 
 
 def _append(messages: list[Message], sent: Mapping[str, Any], name: str) -> None:
@@ -123,25 +146,6 @@ def _add(messages: list[Message], item: Struct) -> None:
         case _Reasoning():
             text = text_of_parts(item.content) or text_of_parts(item.summary)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-
-
-def answer(completion: Completion, request: Mapping[str, Any]) -> dict[str, Any]:
-    return _response(completion, _items(completion.message), uuid.uuid4().hex, int(time.time()))
-
-
-def stream(completion: Completion, request: Mapping[str, Any]) -> Iterator[bytes]:
-    identity, created, items = uuid.uuid4().hex, int(time.time()), _items(completion.message)
-    begun = {**_response(completion, [], identity, created), "status": "in_progress", "incomplete_details": None}
-    ended = _response(completion, items, identity, created)
-    events: list[dict[str, Any]] = [
-        {"type": "response.created", "response": begun},
-        {"type": "response.in_progress", "response": begun},
-    ]
-    for index, item in enumerate(items):
-        events += _item_events(index, item)
-    events.append({"type": f"response.{ended['status']}", "response": ended})
-    for number, described in enumerate(events):
-        yield event({**described, "sequence_number": number}, described["type"])
 
 
 def _items(message: Message) -> list[dict[str, Any]]:

@@ -11,17 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed import Backend, BroadcastOptions, PrefixStore, ProcessGroup, TCPStore
-from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
-
-from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.system.listeners import confined_listeners, local_address
-from miles_async.adapters.weights.engine import EngineMemory, call_engine
-from miles_async.adapters.weights.layout import TensorPlan
-from miles_async.adapters.weights.staging import Staging
 from miles_async.errors import EngineLostError
+from miles_async.transports import SourceOptions, Transport
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, TCPStore
+    from torch.distributed.distributed_c10d import GroupName
+
+    from miles_async.adapters.sglang.launch import EngineInfo
+    from miles_async.adapters.weights.engine import EngineMemory
+    from miles_async.adapters.weights.layout import TensorPlan
+    from miles_async.adapters.weights.staging import Staging
 
 _group_numbers = count()
 """torch.distributed refuses a group name that this process has used before, even after the engine was restarted."""
@@ -37,23 +40,34 @@ class EngineGroup:
     """Serves the rendezvous; it has to live as long as the group."""
 
 
-class BroadcastTransport:
-    """Implements `Transport`.
+class BroadcastTransport(Transport):
+    """Sends the weights by a torch.distributed collective, one bucket at a time.
 
-    `bucket` is the number of bytes per broadcast, which the engine has to hold besides its weights. `timeout` is in
-    seconds. `source` distinguishes the groups of several weight sources.
+    The engine has to hold a bucket besides its weights.
     """
 
-    def __init__(self, *, bucket: int, timeout: float, source: int = 0) -> None:
-        self._bucket = bucket
-        self._source = source
-        self._timeout = timeout
+    name = "broadcast"
+    measured = True
+    fallback = 2
+
+    def open(self, source: SourceOptions) -> None:
+        import torch
+
+        self._bucket = source.bucket
+        self._source = source.rank
+        self._timeout = source.timeout
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = "nccl" if self._device == "cuda" else "gloo"
         self._groups: dict[str, EngineGroup] = {}
 
     def connect(self, engine: EngineMemory) -> None:
         """Form the process group. Both sides join at the same time: the engine is asked in a thread."""
+        from torch.distributed import Backend, PrefixStore, TCPStore
+        from torch.distributed.distributed_c10d import GroupName, _new_process_group_helper
+
+        from miles_async.adapters.system.listeners import confined_listeners, local_address
+        from miles_async.adapters.weights.engine import call_engine
+
         size, host = 1 + engine.info.tp, local_address(engine.info.host)
         name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_group_numbers)}")
         timeout = timedelta(seconds=self._timeout)
@@ -82,8 +96,6 @@ class BroadcastTransport:
     def disconnect(self, name: str) -> None:
         self._groups.pop(name, None)
 
-    def prepare(self, staging: Staging) -> None: ...
-
     def send(self, staging: Staging, engine: EngineMemory) -> int:
         """Broadcast every bucket. The engine answers when all its ranks have received and loaded the bucket."""
         size = 0
@@ -103,6 +115,10 @@ class BroadcastTransport:
     def _broadcast(
         self, group: EngineGroup, engine: EngineInfo, staging: Staging, bucket: Sequence[TensorPlan], flat: torch.Tensor
     ) -> None:
+        from torch.distributed import BroadcastOptions
+
+        from miles_async.adapters.weights.engine import call_engine
+
         request = {
             "names": [plan.name for plan in bucket],
             "dtypes": [str(staging.dtype(plan.name)).removeprefix("torch.") for plan in bucket],

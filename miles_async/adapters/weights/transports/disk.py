@@ -5,34 +5,35 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from safetensors.torch import save_file
-
-from miles_async.adapters.weights.engine import EngineMemory, call_engine
-from miles_async.adapters.weights.staging import Staging
 from miles_async.atomic_files import atomic_folder
 from miles_async.errors import FatalError
+from miles_async.transports import SourceOptions, Transport
 
-File = tuple[str, dict[str, torch.Tensor], dict[str, str]]
-"""File name, tensors and metadata of a safetensors file."""
+if TYPE_CHECKING:
+    import torch
+
+    from miles_async.adapters.weights.engine import EngineMemory
+    from miles_async.adapters.weights.staging import Staging
+
+    File = tuple[str, dict[str, torch.Tensor], dict[str, str]]
+    """File name, tensors and metadata of a safetensors file."""
 
 
-class DiskTransport:
-    """Implements `Transport` with safetensors files that SGLang loads.
+class DiskTransport(Transport):
+    """Sends the weights through a shared folder, as safetensors files that SGLang loads.
 
-    `folder` belongs to this source alone and has the same path on every engine. `bucket` is the number of bytes per
-    file, `timeout` is in seconds per load.
+    A file has `bucket` bytes, and `timeout` is for each load.
     """
 
-    def __init__(self, folder: Path, *, bucket: int, timeout: float) -> None:
-        self._folder = folder
-        self._bucket = bucket
-        self._timeout = timeout
+    name = "disk"
+    fallback: ClassVar[int | None] = 3
 
-    def connect(self, engine: EngineMemory) -> None: ...
-
-    def disconnect(self, name: str) -> None: ...
+    def open(self, source: SourceOptions) -> None:
+        self._folder = source.folder
+        self._bucket = source.bucket
+        self._timeout = source.timeout
 
     def prepare(self, staging: Staging) -> None:
         """Write the staged version to disk and remove older versions."""
@@ -55,6 +56,8 @@ class DiskTransport:
             yield f"model-{number:05}.safetensors", tensors, {"format": "pt"}
 
     def _save(self, staging: Staging, form: str, files: Iterator[File]) -> None:
+        from safetensors.torch import save_file
+
         try:
             # The files need not survive a power failure: the next version replaces them.
             with atomic_folder(self._path(staging, form), durable=False) as draft:
@@ -67,6 +70,8 @@ class DiskTransport:
             raise FatalError(f"the weights could not be written to {self._folder}: {error}") from error
 
     def _load(self, engine: EngineMemory, path: Path, load_format: str) -> int:
+        from miles_async.adapters.weights.engine import call_engine
+
         request = {
             "model_path": str(path),
             "load_format": load_format,

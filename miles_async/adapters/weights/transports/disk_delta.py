@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
-
-import torch
+from typing import TYPE_CHECKING
 
 from miles_async.adapters.sglang.engine_weights import DELTA_FILE, DELTA_FORMAT
-from miles_async.adapters.weights.engine import EngineMemory
-from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.disk import DiskTransport
+from miles_async.transports import SourceOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_async.adapters.weights.engine import EngineMemory
+    from miles_async.adapters.weights.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,17 @@ class Snapshot:
 
 
 class DiskDeltaTransport(DiskTransport):
-    """Implements `Transport`. An engine that does not hold the previously staged version gets the whole weights.
+    """Sends only the changed bytes through a shared folder. Needs memory for a second copy of the weights.
 
-    Keeps the previously staged version in memory: a second copy of this source's part of the weights.
+    An engine that does not hold the previously staged version gets the whole weights. The second copy is that version,
+    of this source's part.
     """
 
-    def __init__(self, folder: Path, *, bucket: int, timeout: float) -> None:
-        super().__init__(folder, bucket=bucket, timeout=timeout)
+    name = "disk_delta"
+    fallback = None
+
+    def open(self, source: SourceOptions) -> None:
+        super().open(source)
         self._whole_lock = Lock()
         """Sends to several engines run at once; the first that needs the whole weights writes them for all."""
         self._previous: Snapshot | None = None
@@ -77,6 +84,8 @@ def make_delta(staging: Staging, base: Snapshot) -> tuple[dict[str, torch.Tensor
     Region `i` has the tensors `i.mask` (zlib-compressed bits, one per byte) and `i.bytes` (the changed bytes). The
     metadata `regions` is JSON: for each region the rank, parameter, first byte, bytes, and the CRC-32 of its new bytes.
     """
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
     regions: list[tuple[int, str, int, int, int]] = []
     for plan in staging.plans:
@@ -95,6 +104,8 @@ def make_delta(staging: Staging, base: Snapshot) -> tuple[dict[str, torch.Tensor
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """Pack booleans into uint8, eight per byte, lowest bit first; `engine_weights.unpack_bits` is the inverse."""
+    import torch
+
     padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8)
     padded[: len(bits)] = bits
     return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)

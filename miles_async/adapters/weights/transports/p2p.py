@@ -6,37 +6,53 @@ The engine takes no part in a write and does not notice one that breaks off, so 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from miles_async.adapters.sglang.launch import mooncake_protocol
-from miles_async.adapters.system.listeners import confined_listeners, local_address
-from miles_async.adapters.weights.engine import EngineMemory, call_engine
-from miles_async.adapters.weights.staging import Staging
-from miles_async.adapters.weights.transports.transport import segments
 from miles_async.errors import EngineLostError
+from miles_async.transports import SourceOptions, Transport
+
+if TYPE_CHECKING:
+    from miles_async.adapters.weights.engine import EngineMemory
+    from miles_async.adapters.weights.staging import Staging
 
 
-class P2PTransport:
-    """Implements `Transport`.
+class P2PTransport(Transport):
+    """Sends the weights by one-sided Mooncake writes. If they do not work, the run uses broadcast or disk instead.
 
-    `bucket` is the number of bytes per call of Mooncake, `timeout` is in seconds. The protocol is
-    `mooncake_protocol()`, as in the engines. Raises ImportError if Mooncake cannot be loaded.
+    The protocol is `mooncake_protocol()`, as in the engines.
     """
 
-    def __init__(self, *, bucket: int, timeout: float) -> None:
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, round(timeout)))
-        from mooncake.engine import TransferEngine
+    name = "p2p"
+    measured = True
+    fallback = 1
+    # p2p is the default and needs a system library.
+    optional = True
+    needs_transfer_engine = True
 
+    def cost(self, seconds: float) -> float:
+        return seconds
+
+    def open(self, source: SourceOptions) -> None:
+        """Raises EngineLostError if Mooncake cannot be loaded."""
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, round(source.timeout)))
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as failure:
+            raise EngineLostError(mooncake_advice(failure)) from failure
         self._engine = TransferEngine()
         self._initialized = False
-        self._bucket = bucket
-        self._timeout = timeout
+        self._bucket = source.bucket
+        self._timeout = source.timeout
         self._sessions: dict[str, list[str]] = {}
         """By engine: Mooncake's session of each of its ranks."""
         self._registered: tuple[int, int] | None = None
         """Address and bytes of the staging buffer that is registered with Mooncake."""
 
     def connect(self, engine: EngineMemory) -> None:
+        from miles_async.adapters.system.listeners import local_address
+        from miles_async.adapters.weights.engine import call_engine
+
         if not self._initialized:
             # The first engine decides which of this machine's networks the transfers use.
             self._initialize(local_address(engine.info.host))
@@ -65,7 +81,7 @@ class P2PTransport:
         for rank, session in enumerate(self._sessions[engine.name]):
             regions = engine.ranks[rank].regions
             for bucket in staging.buckets(self._bucket):
-                writes = list(segments(staging, bucket, rank))
+                writes = list(staging.segments(bucket, rank))
                 status = self._engine.batch_transfer_sync_write(
                     session,
                     [local + source for source, _, _, _ in writes],
@@ -82,6 +98,9 @@ class P2PTransport:
         self._sessions = {}
 
     def _initialize(self, host: str) -> None:
+        from miles_async.adapters.sglang.launch import mooncake_protocol
+        from miles_async.adapters.system.listeners import confined_listeners
+
         protocol = mooncake_protocol()
         with confined_listeners(host):
             status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
@@ -93,3 +112,10 @@ class P2PTransport:
         if self._registered is not None:
             self._engine.unregister_memory(self._registered[0])
             self._registered = None
+
+
+def mooncake_advice(failure: ImportError) -> str:
+    """What to install if Mooncake cannot be imported."""
+    if "libibverbs" in str(failure):
+        return "Mooncake needs libibverbs; install it with: apt-get install libibverbs1"
+    return f"Mooncake could not be loaded ({failure}); install mooncake-transfer-engine-non-cuda"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,8 @@ from miles_async.errors import StoreError, TrajectoryError, UserError
 from miles_async.pipeline.journal import Journal
 from miles_async.stored_run import Changes
 from miles_async.types import Sample, VersionSpan
+from miles_async.wire_formats import FORMATS
+from tests.plugin_packages import install_plugin
 from tests.sim.lost_workers import MemoryStore
 from tests.sim.world import DirectOutbox, Trace
 from tests.unit.byte_tokenizer import Bytes
@@ -125,6 +128,28 @@ def said(answer: tuple[int, Any]) -> Any:
     status, body = answer
     assert status == 200, body
     return body["choices"][0]["message"]
+
+
+PLAIN = """
+from miles_async.wire_formats import WireFormat
+
+
+class Plain(WireFormat):
+    def read(self, request):
+        messages = [{"role": "user", "content": request["text"]}]
+        return {"messages": messages, "tools": None, "template_kwargs": {}, "max_tokens": None, "stop": []}
+
+    def answer(self, completion, request):
+        return {"text": completion.message["content"]}
+"""
+
+
+async def test_a_package_adds_a_wire_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin(tmp_path, monkeypatch, FORMATS, "plain", "of_users:Plain", PLAIN)
+    sample = Sample()
+    async with connected_agent("2") as agent, agent.endpoint.session(sample, agent.turns, PARAMS) as url:
+        assert await agent.post(f"{url}/plain", {"text": "1+1?"}) == (200, {"text": "2"})
+    assert sample.response == "2"
 
 
 async def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() -> None:

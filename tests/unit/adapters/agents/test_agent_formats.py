@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_async.adapters.agents.conversation import Completion, InvalidRequestError
-from miles_async.adapters.agents.formats import anthropic, chat, responses
-from miles_async.adapters.agents.formats.format import Format
+from miles_async.adapters.agents.formats.anthropic import Messages
+from miles_async.adapters.agents.formats.chat import Chat
+from miles_async.adapters.agents.formats.responses import Responses
 from miles_async.adapters.agents.messages import Message, for_template, plain
+from miles_async.wire_formats import WireFormat
 
 Body = Mapping[str, Any]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -22,6 +24,9 @@ JSON = st.recursive(
     lambda values: st.lists(values, max_size=3) | st.dictionaries(TEXT, values, max_size=3),
     max_leaves=5,
 )
+
+
+chat, responses, anthropic = Chat(), Responses(), Messages()
 
 
 def asks_in_chat(answer: Body) -> Body:
@@ -37,7 +42,7 @@ def asks_in_anthropic(answer: Body) -> Body:
     return {"max_tokens": 9, "messages": [{"role": "user", "content": "Q"}, turn]}
 
 
-WIRES: list[tuple[Format, Callable[[Body], Body]]] = [
+WIRES: list[tuple[WireFormat, Callable[[Body], Body]]] = [
     (chat, asks_in_chat),
     (responses, asks_in_responses),
     (anthropic, asks_in_anthropic),
@@ -67,7 +72,7 @@ def completed(message: Message, *, finish_reason: str = "stop", stop: str | None
 @settings(max_examples=40)
 @given(message=answers())
 def test_an_answer_that_is_sent_back_is_the_same_message(
-    wire: Format, ask: Callable[[Body], Body], message: Message
+    wire: WireFormat, ask: Callable[[Body], Body], message: Message
 ) -> None:
     # Clients decode and encode JSON with another library, which writes numbers and characters in another way.
     received = json.loads(json.dumps(json.loads(json.dumps(wire.answer(completed(message), {})))))
@@ -76,7 +81,9 @@ def test_an_answer_that_is_sent_back_is_the_same_message(
     for_template(plain(sent))
 
 
-def events(wire: Format, message: Message, request: Body | None = None, **more: Any) -> list[tuple[str | None, Any]]:
+def events(
+    wire: WireFormat, message: Message, request: Body | None = None, **more: Any
+) -> list[tuple[str | None, Any]]:
     """The names and data of the events of a streamed answer."""
     found: list[tuple[str | None, Any]] = []
     for part in b"".join(wire.stream(completed(message, **more), request or {})).decode().split("\n\n")[:-1]:
@@ -213,7 +220,7 @@ def test_tool_choice_none_offers_no_tools() -> None:
 
 
 @each_wire
-def test_arguments_of_the_chat_template_are_read_in_every_format(wire: Format, ask: Any) -> None:
+def test_arguments_of_the_chat_template_are_read_in_every_format(wire: WireFormat, ask: Any) -> None:
     request = {"input": "Q", "messages": [{"role": "user", "content": "Q"}], "max_tokens": 9}
     for sent in ({"enable_thinking": False}, {"reasoning_effort": "high", "documents": []}):
         assert wire.read({**request, "chat_template_kwargs": sent})["template_kwargs"] == sent
@@ -262,7 +269,7 @@ def test_arguments_of_the_chat_template_are_read_in_every_format(wire: Format, a
     ],
 )
 def test_what_the_model_cannot_read_is_refused_with_an_explanation(
-    wire: Format, request_: dict[str, Any], complaint: str
+    wire: WireFormat, request_: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         wire.read(request_)

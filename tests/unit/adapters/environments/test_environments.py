@@ -62,8 +62,8 @@ async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"environment": "gymnasium:cartpole"}, "write verifiers:NAME or openenv:NAME"),
-        ({"environment": "verifiers"}, "write verifiers:NAME or openenv:NAME"),
+        ({"environment": "gymnasium:cartpole"}, "write openenv:NAME or verifiers:NAME"),
+        ({"environment": "verifiers"}, "write openenv:NAME or verifiers:NAME"),
         ({"environment": "verifiers:a", "custom_generate_function_path": None}, "environment has no effect without"),
         ({"environment": "verifiers:a", "rm_type": "exact"}, "environment computes the rewards"),
         ({"environment": "verifiers:a", "apply_chat_template": True}, "environment sends chat messages"),

@@ -1,22 +1,17 @@
-"""Built-in rewards that compare text: fast functions `fn(args, sample)` without side effects.
-
-The setting `rm_type` selects a reward by name; `args` is the flat view of the configuration, which these ignore.
-"""
+"""The reward `gpqa`."""
 
 from __future__ import annotations
 
 import re
 import string
-from collections import Counter
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from miles_async.rewards.answers import label_of, last_boxed
+from miles_async.rewards.answers import last_boxed
+from miles_async.rewards.plugin import Reward
 from miles_async.types import Sample
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _LETTER = r"([A-Z]|[a-z](?=[^\S\n]*+(?:[).,:*]|$)))"
 _CHOICES = (
     re.compile(rf"(?m)(?i:answer)(?:[^\S\n]++(?i:is))?+(?:\s*+[:=]\s*+|[^\S\n]*+)\**+\(?+{_LETTER}\b\)?"),
@@ -33,50 +28,28 @@ _ANSWER_IS = re.compile(r"(?i)\banswer(?: is)?\b")
 _DEFAULT_LETTERS = string.ascii_uppercase[:10]
 
 
-def exact(args: Any, sample: Sample) -> float:
-    """Return 1 if the response equals the label, apart from surrounding white space, and 0 otherwise."""
-    return float(sample.response.strip() == label_of(sample).strip())
-
-
-def f1(args: Any, sample: Sample) -> float:
-    """Return the F1 score over words, without articles and punctuation (SQuAD, arXiv 1606.05250).
-
-    If the label is a list of accepted answers, the best score over the list counts.
-    """
-    labels = sample.label if isinstance(sample.label, list) else [label_of(sample)]
-    return max(_f1(sample.response, str(label)) for label in labels)
-
-
-def _f1(response: str, label: str) -> float:
-    given, expected = _words(response), _words(label)
-    # A yes-or-no answer is right or wrong: "yes and no" gets no partial credit for containing "yes".
-    if given != expected and {"yes", "no", "noanswer"} & {" ".join(given), " ".join(expected)}:
-        return 0.0
-    common = sum((Counter(given) & Counter(expected)).values())
-    return 2 * common / (len(given) + len(expected)) if common else 0.0
-
-
-def _words(text: str) -> list[str]:
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
-
-
-def gpqa(args: Any, sample: Sample) -> float:
-    """Return 1 if the response chooses the letter of the label, and 0 otherwise (GPQA, arXiv 2311.12022).
+class Gpqa(Reward):
+    """1 if the response chooses the letter of the label, and 0 otherwise (GPQA, arXiv 2311.12022).
 
     `metadata["correct_letter"]` or the label names the right choice. The label is a letter, the index of a choice, or
     the text of a choice. `metadata["choices"]` is a list, or a dictionary whose keys may be the letters. Only the
     letters of choices count: those of `metadata["valid_letters"]`, of the choices, or else A to J. A response without
-    such a letter is right if it is the text of the right choice. Raises TypeError for any other label.
+    such a letter is right if it is the text of the right choice.
     """
-    choices = _lettered_choices(sample.metadata)
-    expected = _expected_letter(sample, choices)
-    text = sample.response.rpartition("</think>")[2]
-    text = last_boxed(text) or text
-    for pattern in _CHOICES:
-        if found := [letter for letter in map(str.upper, pattern.findall(text)) if letter in choices]:
-            return float(found[-1] == expected)
-    said = _plain(_ANSWER_IS.split(text)[-1])
-    return float(bool(said) and said == _plain(choices[expected]))
+
+    name = "gpqa"
+
+    def score(self, args: Any, sample: Sample) -> float:
+        """Raises TypeError if the label names no choice."""
+        choices = _lettered_choices(sample.metadata)
+        expected = _expected_letter(sample, choices)
+        text = sample.response.rpartition("</think>")[2]
+        text = last_boxed(text) or text
+        for pattern in _CHOICES:
+            if found := [letter for letter in map(str.upper, pattern.findall(text)) if letter in choices]:
+                return float(found[-1] == expected)
+        said = _plain(_ANSWER_IS.split(text)[-1])
+        return float(bool(said) and said == _plain(choices[expected]))
 
 
 def _lettered_choices(metadata: dict[str, Any]) -> dict[str, str]:
