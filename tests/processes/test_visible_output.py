@@ -252,6 +252,7 @@ PROTECTED_BY = {
     "miles_async/observability/page/report.py": "protect_output",
     "miles_async/observability/trace/groups.py": "protect_output",
     "miles_async/adapters/storage/recordings_command.py": "protect_output",
+    "miles_async/skip/__main__.py": "the command that it calls",
     "workers/doctor.py": "protect_output",
     "workers/driver.py": "protect_output",
     "workers/inspect_rollout.py": "protect_output",

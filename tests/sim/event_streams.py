@@ -26,6 +26,9 @@ from miles_async.events import Event, encode
 from miles_async.identity import IdentityMap
 from tests.sim.world import World
 
+TEMPORARY = re.compile(rb"/tmp\w{8}/")
+"""The random name of a temporary folder."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--event-streams", type=Path, help="folder for the event stream of each simulated run")
@@ -57,6 +60,7 @@ def difference(before: Path, after: Path, renamed: Mapping[str, Mapping[str, str
         for number, (was, now) in enumerate(zip_longest(old, new), 1):
             if was is None or now is None:
                 return f"line {number}: the stream {'ended here' if was is None else 'ends here now'}"
+            was, now = (TEMPORARY.sub(b"/tmp/", line) for line in (was, now))
             if was != now and (expected := _renamed(json.loads(was), renamed)) != json.loads(now):
                 return f"line {number}:\n  {json.dumps(expected)}\n  {now.decode().rstrip()}"
     return None

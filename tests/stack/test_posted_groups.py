@@ -16,7 +16,7 @@ import pytest
 
 from examples.external_generator import Endpoint, play
 from miles_async.adapters.storage.run_store import SqliteRunStore
-from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.system.network_ports import claim_port
 from miles_async.events import Event, GroupMoved, RunEnded, StepEnded
 from miles_async.observability.trace.event_log import read_events
 from tests.stack.job import job
@@ -63,12 +63,12 @@ class Posted:
 @pytest.fixture(scope="module")
 def posted(tmp_path_factory: pytest.TempPathFactory) -> Posted:
     folder = tmp_path_factory.mktemp("posted")
-    port, key_file = free_port(), folder / "runs" / "latest" / "agent_key"
-    flags = ["--rollout-function-path", EXTERNAL, "--agent-port", str(port), "--n-samples-per-prompt", "4"]
+    port, key_file = claim_port(), folder / "runs" / "latest" / "agent_key"  # the run binds it when its engine is ready
+    flags = ["--rollout-function-path", EXTERNAL, "--agent-port", str(port.number), "--n-samples-per-prompt", "4"]
     flags += ["--rollout-batch-size", "4", "--over-sampling-batch-size", "4", "--max-restarts", "1"]
     acknowledged, ended = list[str](), threading.Event()
     generator = threading.Thread(
-        target=lambda: asyncio.run(_generate(f"http://127.0.0.1:{port}", key_file, acknowledged, ended))
+        target=lambda: asyncio.run(_generate(f"http://127.0.0.1:{port.number}", key_file, acknowledged, ended))
     )
     with job(folder, *BATCHES, *flags) as running:
         generator.start()
@@ -85,6 +85,7 @@ def posted(tmp_path_factory: pytest.TempPathFactory) -> Posted:
         finally:
             ended.set()
             generator.join()
+            port.release()
         left = running.left_running(patience=PATIENCE_SECONDS)
         events = list(read_events(folder / "runs" / "latest" / "events.jsonl"))
         return Posted(folder, acknowledged, code, left, running.err, events)
