@@ -77,6 +77,11 @@ def test_a_package_adds_a_reward_with_settings_that_evaluates_responses_in_confi
     chosen = (*CONFIGURATION, "--rm-type", "evaluates")
     assert run(environment, "-c", SCORE, *chosen).stdout.split() == ["1.5", "2.0"]
     assert run(environment, "-c", SCORE, *chosen, "--evaluates-limit", "1").stdout.split() == ["1.0", "1.0"]
+
+
+def test_the_settings_and_checks_of_a_packages_reward_are_checked_before_the_start(tmp_path: Path) -> None:
+    environment = package(tmp_path, REWARDS, "evaluates", "of_users:Evaluates", REWARD)
+    chosen = (*CONFIGURATION, "--rm-type", "evaluates")
     refused = run(environment, "train_async.py", *chosen, "--evaluates-limit", "-1", "--check-config")
     assert "--evaluates-limit: input should be greater than 0, got -1" in refused.stderr
     refused = run(environment, "train_async.py", *chosen, "--reward-key", "nothing", "--check-config")
