@@ -54,7 +54,7 @@ from .heartbeats import Heartbeats, Probe
 from .learner import LearnerRank
 from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
-from .preflight import Checked, check_ray
+from .preflight import PreflightResult, check_ray
 from .rollout import ClusterHandles, RolloutWorker
 from .rollout_supervisor import RolloutSupervisor
 from .router import Router
@@ -206,7 +206,7 @@ class Cluster:
             async with asyncio.timeout(EXIT_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
 
-    async def start(self, checked: Checked) -> ClusterReady:
+    async def start(self, checked: PreflightResult) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
         sft_examples = checked.sft_examples
         debug, idle = self._config.debug, not derived.generates(self._config)

@@ -39,7 +39,7 @@ from miles_async.observability.trace.event_log import cut_incomplete_batch, read
 from miles_async.scheduling.bounds import Schedule
 
 from .continuation import write_beginning
-from .preflight import Checked, lock_checkpoints, preflight
+from .preflight import PreflightResult, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -114,7 +114,7 @@ async def _drive(
     argv: Sequence[str],
     folder: RunFolder,
     entry: str,
-    checked: Checked,
+    checked: PreflightResult,
     model: str,
     received: int,
 ) -> int:

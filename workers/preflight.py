@@ -79,7 +79,7 @@ class SftExamples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class PreflightResult:
     """What the checks have read and the run needs again."""
 
     sft_examples: SftExamples
@@ -91,7 +91,7 @@ class Checked:
     """The checkpoint that the learner starts from: `began_with`, or a later one of this run."""
 
 
-def preflight(config: RunConfig, entry: str) -> Checked:
+def preflight(config: RunConfig, entry: str) -> PreflightResult:
     """Open all files and import all functions that the run will use.
 
     Raises UserError with a sentence per problem. Checks that depend on one that failed are left out.
@@ -132,8 +132,8 @@ def preflight(config: RunConfig, entry: str) -> Checked:
             sft_examples = _sft_examples(config, data)
     raise_collected(problems)
     if continuation is None:
-        return Checked(sft_examples=sft_examples, continues=None, began_with=began_with, starts_from=began_with)
-    return Checked(
+        return PreflightResult(sft_examples=sft_examples, continues=None, began_with=began_with, starts_from=began_with)
+    return PreflightResult(
         sft_examples=sft_examples,
         continues=continuation.folder,
         began_with=continuation.began_with,

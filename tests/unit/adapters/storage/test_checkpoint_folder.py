@@ -21,7 +21,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from tests.configuration import run_config
 from workers import driver
-from workers.preflight import Checked, checkpoint_to_resume, lock_checkpoints
+from workers.preflight import PreflightResult, checkpoint_to_resume, lock_checkpoints
 
 WEIGHTS = "actor/__0_0.distcp"
 
@@ -79,7 +79,7 @@ def test_a_run_without_a_learner_creates_no_checkpoint_folder(tmp_path: Path) ->
 def test_a_run_whose_folder_is_in_use_ends_before_it_looks_for_a_run_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def look(config: RunConfig, entry: str) -> Checked:
+    def look(config: RunConfig, entry: str) -> PreflightResult:
         raise AssertionError("the other run may still change its checkpoints")
 
     monkeypatch.setattr(driver, "preflight", look)
