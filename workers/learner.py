@@ -20,8 +20,11 @@ from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
 from miles_async.adapters.system.garbage_collection import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.system.work_time import WorkTime
+from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
+from miles_async.config.user_functions import install_guests
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
+from miles_async.rollout.contract import flat_args
 from miles_async.types import LearnerProgress, SendOutcome, StepReport
 
 from .heartbeats import Heartbeat, heartbeat
@@ -126,8 +129,12 @@ class LearnerRank:
         def build() -> MegatronLearner:
             with uncollected_imports():
                 from miles_async.adapters.megatron.training.learner import MegatronLearner
+                from miles_async.losses.functions import LossFunctions
 
-            return MegatronLearner(self._config, hf_checkpoint, self._rank, self._world_size, master_addr, master_port)
+            install_guests(values_of(self._config))
+            functions = LossFunctions.load(self._config, flat_args(self._config))
+            ranks = (self._rank, self._world_size, master_addr, master_port)
+            return MegatronLearner(self._config, hf_checkpoint, *ranks, functions)
 
         self._learner = await self._run(self._model_thread, build)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.config.losses import estimator_of, loss_aggregation, normalizes_on_rank
+from miles_async.config.losses import estimator_of, loss_aggregation, normalizes_in_driver
 from miles_async.config.schema import Algorithm
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.losses.advantages.estimator import AdvantageEstimator
@@ -60,7 +60,7 @@ def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_le
             ScoredSample(sample, number, owner, advantage)
             for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
         ]
-    if not estimator.normalizes_batch or normalizes_on_rank(algorithm):
+    if not normalizes_in_driver(algorithm):
         return scored
     token_counts = [len(trained_positions(one.sample)) for one in scored]
     normalized = whiten([one.advantage for one in scored], token_counts)

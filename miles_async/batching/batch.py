@@ -96,6 +96,8 @@ class TrainStep:
     skipped_tokens: Mapping[int, int] = field(default_factory=dict)
     """Trained tokens of the step over all ranks that are in no micro-batch, because their samples have no gradient:
     their number by the weight version that sampled them."""
+    trajectories: int = 1
+    """Trajectories of the step over all ranks; skipped ones count."""
 
 
 def rank_batches(
@@ -157,7 +159,8 @@ def policy_steps(
         step_samples = list(chain.from_iterable(trajectories[start:end]))
         weighted = weight_samples(step_samples, config.algorithm, max_response_len)
         computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
-        packed_steps.append(_pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares))
+        packed = _pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares)
+        packed_steps.append([replace(one, trajectories=end - start) for one in packed])
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
 
 

@@ -11,8 +11,10 @@ from typing import Any
 from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
 from miles_async.config.learning_rate import LearningRate
-from miles_async.config.losses import described, estimator_of, objective_name, objective_of
+from miles_async.config.losses import described, estimator_of, has_loss_functions, objective_name, objective_of
+from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
+from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -130,6 +132,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 
     - supervised fine-tuning, which has no advantages;
     - a critic, from which the advantages come and which trains on all samples;
+    - a loss, advantages or a mean that functions of the user compute;
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
@@ -137,6 +140,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
         config.learner.loss_type == "policy_loss"
         and objective_of(algorithm).scales_with_advantage
         and not estimator_of(algorithm).trains_critic
+        and not has_loss_functions(algorithm)
         and not keeps_reference(config)
         and algorithm.entropy_coef == 0
     )
@@ -150,7 +154,7 @@ def trains_on_sampling_masks(config: RunConfig) -> bool:
     """
     rollout = config.rollout
     is_limited = rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0
-    return is_limited and rollout.rollout_temperature > 0 and config.learner.loss_type == "policy_loss"
+    return is_limited and rollout.rollout_temperature > 0 and config.learner.loss_type != "sft_loss"
 
 
 def server_arguments(config: RunConfig) -> dict[str, Any]:
@@ -412,9 +416,24 @@ def table(config: RunConfig, entry: str) -> str:
 
 
 def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
+    if config.learner.loss_type == "custom_loss":
+        return _custom_loss_rows(config)
     if config.learner.loss_type != "policy_loss":
         return []
     return [("objective", objective_name(config.algorithm), described(config.algorithm))]
+
+
+def _custom_loss_rows(config: RunConfig) -> list[tuple[str, object, str]]:
+    path = config.algorithm.custom_loss_function_path
+    assert path is not None, "config/checks refuses it"
+    rows: list[tuple[str, object, str]] = [("objective", "custom_loss", path)]
+    if takes_logits(load_function(path, setting="custom_loss_function_path")):
+        shape, tokens = shape_of(config.model), micro_batch_tokens(config.learner)
+        vocabulary = 0 if shape is None else shape.vocabulary
+        size = f"{4 * tokens * vocabulary:,}" if vocabulary else "unknown"
+        meaning = f"bytes on each rank for the logits of {tokens} tokens, and as many for their gradient"
+        rows.append(("logits", size, meaning))
+    return rows
 
 
 def _reason_of_schedule(config: RunConfig, entry: str) -> str:

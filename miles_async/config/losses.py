@@ -33,12 +33,40 @@ def estimator_of(algorithm: Algorithm) -> AdvantageEstimator:
     return ADVANTAGES.find(algorithm.advantage_estimator)
 
 
+def normalizes_in_driver(algorithm: Algorithm) -> bool:
+    """Whether advantages are normalized over the batch before it is divided among the learner's ranks."""
+    return _normalizes(algorithm) and algorithm.kl_coef == 0
+
+
 def normalizes_on_rank(algorithm: Algorithm) -> bool:
     """Whether the learner normalizes the returns of REINFORCE++, because a KL penalty is part of them.
 
-    Only the learner knows the log-probabilities under the reference model. Without a penalty the driver normalizes.
+    Only the learner knows the log-probabilities under the reference model.
     """
-    return estimator_of(algorithm).normalizes_batch and algorithm.kl_coef > 0
+    return _normalizes(algorithm) and algorithm.kl_coef > 0
+
+
+def _normalizes(algorithm: Algorithm) -> bool:
+    return estimator_of(algorithm).normalizes_batch and algorithm.custom_advantage_function_path is None
+
+
+def corrects(algorithm: Algorithm) -> bool:
+    """Whether tokens that another policy sampled are weighted by the ratio to that policy."""
+    return algorithm.custom_tis_function_path is not None or correction_of(algorithm).corrects
+
+
+def penalizes_advantages(algorithm: Algorithm) -> bool:
+    """Whether the KL penalty on rewards is subtracted from finished advantages."""
+    return not (estimator_of(algorithm).penalizes_rewards or algorithm.custom_advantage_function_path)
+
+
+def has_loss_functions(algorithm: Algorithm) -> bool:
+    """Whether functions of the user compute a part of the policy's loss."""
+    return any((
+        algorithm.custom_advantage_function_path,
+        algorithm.custom_tis_function_path,
+        algorithm.custom_pg_loss_reducer_function_path,
+    ))  # fmt: skip
 
 
 def loss_aggregation(algorithm: Algorithm) -> LossAggregation:

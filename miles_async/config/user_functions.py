@@ -22,8 +22,14 @@ from miles_async.json_values import shown_error
 _ROLLOUT = "args, rollout_id, data_source, evaluation=False"
 PARAMETERS = {
     "buffer_filter_path": "args, rollout_id, buffer, num_samples",
+    "custom_advantage_function_path": "args, rollout_data",
     "custom_generate_function_path": "args, sample, sampling_params",
+    "custom_loss_function_path": "args, tokens",
+    "custom_pg_loss_reducer_function_path": "total_lengths, response_lengths, loss_masks, calculate_per_token_loss",
     "custom_rm_path": "args, sample",
+    "custom_tis_function_path": (
+        "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
+    ),
     "dynamic_sampling_filter_path": "args, group",
     "eval_function_path": _ROLLOUT,
     "over_sampling_filter_path": "args, groups",
@@ -33,8 +39,14 @@ PARAMETERS = {
 }
 """The parameters of the function that a setting names. With group_rm, a reward gets the samples of a group instead of
 one sample."""
+LOGITS_PARAMETERS = "args, batch, logits, sum_of_sample_mean"
+"""The parameters of slime's form of a loss, which gets the logits of a micro-batch."""
 _PLAIN = (
     "buffer_filter_path",
+    "custom_advantage_function_path",
+    "custom_loss_function_path",
+    "custom_pg_loss_reducer_function_path",
+    "custom_tis_function_path",
     "dynamic_sampling_filter_path",
     "over_sampling_filter_path",
     "rollout_sample_filter_path",
@@ -135,13 +147,35 @@ def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
-    parameters = PARAMETERS[setting]
-    positional = [parameter for parameter in parameters.split(", ") if "=" not in parameter]
-    keywords = {parameter.partition("=")[0]: None for parameter in parameters.split(", ") if "=" in parameter}
+    error = _binding_error(signature, PARAMETERS[setting])
+    if error is None or (setting == "custom_loss_function_path" and takes_logits(function)):
+        return
+    forms = f"fn({PARAMETERS[setting]})"
+    if setting == "custom_loss_function_path":
+        forms += f" or fn({LOGITS_PARAMETERS})"
+    raise UserError(f"{name} has the signature {signature} ({error}): write {forms}")
+
+
+def takes_logits(function: Callable[..., Any]) -> bool:
+    """Whether a loss has slime's form."""
     try:
-        signature.bind(*positional, **keywords)
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return False
+    return _binding_error(signature, LOGITS_PARAMETERS) is None
+
+
+def _binding_error(signature: inspect.Signature, parameters: str) -> TypeError | None:
+    """Why a function with this signature cannot be called with `parameters`; None if it can."""
+    by_position, _, by_name = parameters.rpartition("*, ") if "*, " in parameters else (parameters, "", "")
+    names = by_position.split(", ") if by_position else []
+    positional = [one for one in names if "=" not in one]
+    keywords = [one.partition("=")[0] for one in names if "=" in one] + (by_name.split(", ") if by_name else [])
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
-        raise UserError(f"{name} has the signature {signature} ({error}): write fn({parameters})") from None
+        return error
+    return None
 
 
 def _yields(function: Callable[..., Any]) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from miles_async.config.losses import clip_range, correction_of, estimator_of, objective_of
+from miles_async.config.losses import clip_range, correction_of, objective_of, penalizes_advantages
 from miles_async.config.schema import Algorithm
 from miles_async.errors import UserError
 from miles_async.losses.corrections.correction import Correction
 from miles_async.losses.divergence import kl_penalty, suffix_sum
+from miles_async.losses.functions import FunctionResult, FunctionsOfMicroBatch
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
+from miles_async.losses.tokens import TokenColumns
 from miles_async.plugins import name_of
 from miles_async.section import Section
 
@@ -49,28 +51,9 @@ class PolicyLossSettings:
             entropy_coef=algorithm.entropy_coef,
             kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
             # Otherwise the penalty is already a part of the returns from which advantages are computed.
-            kl_reward_coef=0.0 if estimator_of(algorithm).penalizes_rewards else algorithm.kl_coef,
+            kl_reward_coef=algorithm.kl_coef if penalizes_advantages(algorithm) else 0.0,
             kl_estimator=algorithm.kl_loss_type,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenColumns:
-    """Inputs of the loss, [m] each: one entry per trained token of a micro-batch. Log-probabilities are in nats."""
-
-    old_logprobs: Tensor
-    """Under the weights before the first optimizer step on the batch."""
-    rollout_log_probs: Tensor
-    """As the engines reported them."""
-    advantages: Tensor
-    loss_weights: Tensor
-    """Factor of each token in the sum over tokens. All ones give the mean over tokens."""
-    sequences: Tensor
-    """Number of the token's sequence in the micro-batch, ascending."""
-    staleness: Tensor
-    """Weight version of the learner minus the version that sampled the token."""
-    reference_logprobs: Tensor | None = None
-    """Under the frozen reference model; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +64,8 @@ class TokenSums:
     """[STALENESS_CLASSES, len(SUMS)]: row i is for tokens that are i versions old; the last row also for older ones."""
     maximum: Tensor
     """[1] largest absolute difference between old and rollout log-probabilities."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Parts of metrics that functions of users computed. The parts of all micro-batches and ranks add up."""
 
 
 SUMS = ("tokens", "objective", "clipped", "bounded", "weight", "ratio", "ratio_squared", "gap", "entropy", "kl")
@@ -96,45 +81,111 @@ def policy_loss(
     total_tokens: int,
     settings: PolicyLossSettings,
     prepared: Any = None,
+    functions: FunctionsOfMicroBatch | None = None,
 ) -> tuple[Tensor, TokenSums]:
     """Compute this micro-batch's part of the loss: its weighted sum over tokens divided by `total_tokens` of the step.
 
     `logprobs` and `entropy` [m] are under the weights being trained. The parts of all micro-batches and ranks add up to
     the loss of the step, independently of how samples are grouped into micro-batches: `columns.loss_weights` alone
     determines how tokens and samples are averaged. `prepared` is the result of the objective's `prepare_step`.
+    `functions` are None if the user has named none.
 
-    Raises UserError if a plug-in returns tensors of another shape.
+    Raises UserError if a plug-in or a function returns tensors of another shape.
     """
-    # The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
-    # the policy before those steps and the one that sampled.
+    policy = _policy_terms(logprobs, columns, settings, prepared, functions)
+    others = settings.entropy_coef * entropy
+    kl = torch.zeros_like(policy.objective)
+    if columns.reference_logprobs is not None:
+        kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
+        others = others - settings.kl_loss_coef * kl
+    per_token = (policy.objective + others) * columns.loss_weights
+    loss = -per_token.sum() / total_tokens
+    with torch.no_grad():
+        sums = _sums(columns, per_token, entropy, policy.clipped, policy.bounded, policy.weight, kl)
+    if functions is None:
+        return loss, sums
+    if functions.functions.reducer is not None:
+        mean = functions.reduce(policy.objective, policy.kept)
+        loss = mean - (others * columns.loss_weights).sum() / total_tokens
+    return loss, _with_loss(sums, loss.detach(), total_tokens, policy.metrics)
+
+
+def function_loss(
+    logprobs: Tensor, entropy: Tensor, columns: TokenColumns, result: FunctionResult, *, total_tokens: int
+) -> tuple[Tensor, TokenSums]:
+    """The loss that a function of the user computed, with the same return values as `policy_loss`."""
+    with torch.no_grad():
+        zeros = torch.zeros_like(logprobs)
+        sums = _sums(columns, zeros, entropy, zeros, zeros, torch.ones_like(logprobs), zeros)
+    return result.loss, _with_loss(sums, result.loss.detach(), total_tokens, result.metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _PolicyTerms:
+    """[m] the policy's part of each token, and what led to it."""
+
+    objective: Tensor
+    """With the weight of the off-policy correction."""
+    clipped: Tensor
+    weight: Tensor
+    bounded: Tensor
+    kept: Tensor | None = None
+    """Factors of the masks that a function returned; None if none did."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _policy_terms(
+    logprobs: Tensor,
+    columns: TokenColumns,
+    settings: PolicyLossSettings,
+    prepared: Any,
+    functions: FunctionsOfMicroBatch | None,
+) -> _PolicyTerms:
+    """The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
+    the policy before those steps and the one that sampled."""
     log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
+    if functions is not None and functions.functions.tis is not None:
+        tokens = _policy_tokens(logprobs, columns, torch.zeros_like(log_ratio).bool(), settings, prepared)
+        objective, clipped = _per_token(settings.objective, settings.objective.compute(tokens, settings.own), log_ratio)
+        corrected = functions.correct(objective)
+        weight = torch.where(objective == 0, 1.0, corrected.objective / objective).detach()
+        bounded = (corrected.kept == 0).to(weight.dtype)
+        return _PolicyTerms(corrected.objective, clipped, weight, bounded, corrected.kept, corrected.metrics)
     correction = settings.correction
     weight, bounded = _per_token(correction, correction.weights(log_ratio, columns.sequences, settings.own), log_ratio)
     tokens = _policy_tokens(logprobs, columns, weight == 0, settings, prepared)
     objective, clipped = _per_token(settings.objective, settings.objective.compute(tokens, settings.own), log_ratio)
-    per_token = weight * objective + settings.entropy_coef * entropy
-    kl = torch.zeros_like(log_ratio)
-    if columns.reference_logprobs is not None:
-        kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)
-        per_token = per_token - settings.kl_loss_coef * kl
-    per_token = per_token * columns.loss_weights
-    loss = -per_token.sum() / total_tokens
-    with torch.no_grad():
-        # The clamp keeps the metrics finite: if the true ratio overflows, the loss reports it.
-        ratio = log_ratio.clamp(-20, 20).exp()
-        gap = log_ratio.abs()
-        entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap, entropy, kl)
-        return loss, token_sums(entries, columns.staleness)
+    return _PolicyTerms(weight * objective, clipped, weight, bounded)
 
 
-def token_sums(entries: Sequence[Tensor], staleness: Tensor) -> TokenSums:
-    """Add up `entries`, one tensor [m] per name in SUMS. `staleness` [m] is that of each token."""
-    stacked = torch.stack(tuple(entries), 1)
-    classes = staleness.clamp(0, STALENESS_CLASSES - 1)
+def _sums(
+    columns: TokenColumns,
+    per_token: Tensor,
+    entropy: Tensor,
+    clipped: Tensor,
+    bounded: Tensor,
+    weight: Tensor,
+    kl: Tensor,
+) -> TokenSums:
+    """Add up the statistics of all trained tokens, each [m]."""
+    log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
+    # The clamp keeps the metrics finite: if the true ratio overflows, the loss reports it.
+    ratio = log_ratio.clamp(-20, 20).exp()
+    gap = log_ratio.abs()
+    entries = (torch.ones_like(gap), per_token, clipped, bounded, weight, ratio, ratio.square(), gap, entropy, kl)
+    stacked = torch.stack(entries, 1)
+    classes = columns.staleness.clamp(0, STALENESS_CLASSES - 1)
     sums = stacked.new_zeros(STALENESS_CLASSES, len(SUMS)).index_add(0, classes, stacked)
-    gap = entries[SUMS.index("gap")]
     maximum = torch.cat([gap, gap.new_zeros(1)]).amax(0, keepdim=True)  # amax of no token would raise
     return TokenSums(sums=sums, maximum=maximum)
+
+
+def _with_loss(sums: TokenSums, loss: Tensor, total_tokens: int, metrics: Mapping[str, Tensor]) -> TokenSums:
+    """The statistics of a loss that is not the sum over tokens: a function computed or averaged it."""
+    rows = sums.sums.clone()
+    column = rows[:, SUMS.index("objective")]
+    column[0] += -loss * total_tokens - column.sum()
+    return TokenSums(sums=rows, maximum=sums.maximum, metrics=metrics)
 
 
 def _policy_tokens(

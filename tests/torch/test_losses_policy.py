@@ -25,13 +25,13 @@ from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
     PolicyLossSettings,
-    TokenColumns,
     objective_sum,
     policy_loss,
     policy_metrics,
 )
 from miles_async.losses.sequences import sequence_mean
 from miles_async.losses.supervised import supervised_loss
+from miles_async.losses.tokens import TokenColumns
 from tests.torch.recorded_losses import recorded
 
 

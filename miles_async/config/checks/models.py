@@ -16,7 +16,7 @@ from miles_async.config.derived import (
     reference_batching,
     restarts_learner,
 )
-from miles_async.config.losses import clip_range, correction_of, estimator_of, objective_name, objective_of
+from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
 from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.models.plugin import MODELS
@@ -197,6 +197,8 @@ def _loss(config: RunConfig) -> Iterator[str]:
             f"overlong_buffer_len {algorithm.overlong_buffer_len} is above rollout_max_response_len {longest}; "
             f"set it to {longest} or less"
         )
+    if config.learner.loss_type == "custom_loss" and algorithm.custom_loss_function_path is None:
+        yield "loss_type custom_loss needs a function: set custom_loss_function_path to module.function"
     name, objective = objective_name(algorithm), objective_of(algorithm)
     selected = estimator_of(algorithm).objective
     if selected not in (None, name):
@@ -206,10 +208,13 @@ def _loss(config: RunConfig) -> Iterator[str]:
             f"advantage_estimator {algorithm.advantage_estimator} selects policy_objective {selected}, not {name}: "
             f"{advice}unset policy_objective"
         )
-    if objective.corrects and correction_of(algorithm).corrects:
+    if objective.corrects and corrects(algorithm):
+        given, advice = f"off_policy_correction {algorithm.off_policy_correction}", "set off_policy_correction to none"
+        if algorithm.custom_tis_function_path is not None:
+            given, advice = "custom_tis_function_path", "unset custom_tis_function_path"
         yield (
-            f"policy_objective {name} already uses the ratio to the policy that sampled, so off_policy_correction "
-            f"{algorithm.off_policy_correction} would apply the correction twice: set off_policy_correction to none"
+            f"policy_objective {name} already uses the ratio to the policy that sampled, so {given} would apply the "
+            f"correction twice: {advice}"
         )
     low, _ = clip_range(algorithm)
     if objective.clip is not None and not objective.clips_log_ratios and low > 1:

@@ -13,14 +13,14 @@ from miles_async.config.derived import (
     steps_per_rollout,
     trains_only,
 )
-from miles_async.config.losses import correction_of, differences, objective_of
+from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    is_corrected = correction_of(config.algorithm).corrects or objective_of(config.algorithm).corrects
+    is_corrected = corrects(config.algorithm) or objective_of(config.algorithm).corrects
     if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
@@ -111,7 +111,7 @@ def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
 
 def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
     rollout, debug = config.rollout, config.debug
-    trains = config.learner.loss_type == "policy_loss" and not trains_only(config) and not debug.debug_rollout_only
+    trains = config.learner.loss_type != "sft_loss" and not trains_only(config) and not debug.debug_rollout_only
     if rollout.rollout_temperature == 0 and trains:
         yield "rollout_temperature 0 makes sampling greedy, so the policy does not explore: set it to 1, for example"
     total = rollout.num_rollout * steps_per_rollout(config)

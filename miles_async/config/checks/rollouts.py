@@ -157,7 +157,7 @@ def _stop(config: RunConfig) -> Iterator[str]:
 def _greedy(config: RunConfig) -> Iterator[str]:
     """A user's function may choose another temperature, and a run without a learner needs no signal."""
     rollout = config.rollout
-    trains = config.learner.loss_type == "policy_loss" and not config.debug.debug_rollout_only
+    trains = config.learner.loss_type != "sft_loss" and not config.debug.debug_rollout_only
     if generates_by_user(config) or trains_only(config) or not trains:
         return
     if rollout.rollout_temperature == 0 and rollout.n_samples_per_prompt > 1:

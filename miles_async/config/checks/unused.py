@@ -144,9 +144,21 @@ NEEDS = (
     Needs("sglang_router_api_key", lambda c: c.engine.sglang_router_ip is not None, "sglang_router_ip"),
     Needs("fault_seed", lambda c: bool(c.faults.inject_faults), "inject_faults"),
     Needs(
-        "policy_objective loss_aggregation off_policy_correction entropy_coef overlong_buffer_len use_kl_loss kl_coef",
+        "policy_objective off_policy_correction entropy_coef custom_tis_function_path "
+        "custom_pg_loss_reducer_function_path",
         lambda c: c.learner.loss_type == "policy_loss",
         "loss_type policy_loss",
+    ),
+    Needs(
+        "loss_aggregation overlong_buffer_len use_kl_loss kl_coef",
+        lambda c: c.learner.loss_type != "sft_loss",
+        "loss_type policy_loss or custom_loss",
+    ),
+    Needs("custom_loss_function_path", lambda c: c.learner.loss_type == "custom_loss", "loss_type custom_loss"),
+    Needs(
+        "custom_advantage_function_path",
+        lambda c: c.learner.loss_type != "sft_loss",
+        "loss_type policy_loss or custom_loss",
     ),
     Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
 )

@@ -20,6 +20,21 @@ class Algorithm(Section):
     policy_objective: Annotated[str, OBJECTIVES] | None = None
     """Objective of the policy update, which limits how far a batch may move the policy. If unset, gspo or cispo with
     the advantage_estimator of that name, and otherwise ppo."""
+    custom_loss_function_path: str | None = None
+    """Function that computes the loss with loss_type custom_loss, as module.function. fn(args, tokens) returns the loss
+    of each trained token, from log-probabilities and entropies. slime's form, fn(args, batch, logits,
+    sum_of_sample_mean), returns a loss and metrics, and needs memory for the logits of a micro-batch."""
+    custom_advantage_function_path: str | None = None
+    """Function fn(args, rollout_data) that sets rollout_data["advantages"] to a tensor per sample, with an entry per
+    response token, as module.function. It takes the place of a critic's advantages and of the normalization over the
+    batch. If unset, advantages are those of advantage_estimator."""
+    custom_tis_function_path: str | None = None
+    """Function that weights the policy's part of the loss in place of off_policy_correction, as module.function. It
+    returns pg_loss, the masks of the samples, and metrics."""
+    custom_pg_loss_reducer_function_path: str | None = None
+    """Function that returns a function, which averages the policy's part of the loss over the tokens of a micro-batch,
+    as module.function. If unset, loss_aggregation averages it. Entropy bonus and KL loss are averaged by
+    loss_aggregation in each case."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
     lambd: float = Field(1.0, ge=0, le=1)

@@ -12,9 +12,9 @@ from miles_async.section import Section
 class Learner(Section):
     """The learner: optimizer, batching, parallelism, checkpoints and processes. It runs Megatron-core."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """Loss to minimize: policy_loss is the policy-gradient loss, sft_loss the negative log-likelihood of supervised
-    examples."""
+    examples, and custom_loss what custom_loss_function_path computes."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
     num_steps_per_rollout: int | None = Field(None, ge=1)

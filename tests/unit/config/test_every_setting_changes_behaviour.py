@@ -330,6 +330,11 @@ SKIP_MANAGER = "unit/compat/verl/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LOSS_FUNCTIONS = (
+    "stack/test_loss_functions.py::"
+    "test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss[token_mean-tokens-one rank]"
+)
+FUNCTIONS_OF_PARTS = "stack/test_loss_functions.py::test_another_function_of_a_part_learns_other_weights"
 LAYOUTS = "unit/batching/test_layouts.py"
 STORAGE = "unit/adapters/storage"
 PARALLEL = "stack/test_learner_parallel.py"
@@ -423,6 +428,10 @@ NAMED: dict[str, str] = {
     "dppo_threshold": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[dppo_threshold]",
     "m2po_budget": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[m2po_budget]",
     "icepop_band": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[icepop_band]",
+    "custom_loss_function_path": LOSS_FUNCTIONS,
+    "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
+    "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
+    "custom_pg_loss_reducer_function_path": f"{FUNCTIONS_OF_PARTS}[custom_pg_loss_reducer_function_path]",
     "tis_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[tis_clip]",
     "entropy_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[entropy_coef]",
     "use_kl_loss": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[use_kl_loss]",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -82,6 +84,20 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
     encoded = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8).to(device)
     return [msgspec.json.decode(part.cpu().numpy().tobytes()) for part in _gather(encoded, group)]
+
+
+def add_over_data_parallel(values: Mapping[str, float]) -> dict[str, float]:
+    """Sums by name over the data-parallel ranks of the last pipeline stage, on all ranks. Other stages pass no values.
+
+    A rank may lack some of the names.
+    """
+    totals: dict[str, float] = {}
+    for part in gather_json(values, parallel_state.get_data_parallel_group()):
+        for name, value in part.items():
+            # JSON has no number for what is not finite.
+            totals[name] = totals.get(name, 0.0) + (math.nan if value is None else value)
+    stages: list[dict[str, float]] = gather_json(totals, parallel_state.get_pipeline_model_parallel_group())
+    return {name: math.nan if value is None else value for name, value in stages[-1].items()}
 
 
 def _gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

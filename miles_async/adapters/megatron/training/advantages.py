@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -11,10 +12,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.batching.batch import TrainStep
+from miles_async.adapters.megatron.training.critic import CriticOutput
+from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
 from miles_async.losses.advantages.statistics import EPSILON
 from miles_async.losses.divergence import kl_penalty, suffix_sum
+from miles_async.losses.functions import AdvantageColumns, LossFunctions, function_advantages
+from miles_async.losses.samples import SampleLayout
+
+
+@dataclass(frozen=True, slots=True)
+class PreStepValues:
+    """Inputs of one optimizer step that are computed before the batch's first step: one tensor [m] per micro-batch."""
+
+    advantages: list[Tensor] | None
+    """None if those of the batch are used as they are."""
+    old_logprobs: list[Tensor] | None
+    """None if the step's own forward pass gives the same values."""
+    reference: list[Tensor] | None
+    """Log-probabilities under the reference model; None if there is none."""
+    critic_output: CriticOutput | None
+    """None if there is no critic."""
 
 
 def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm) -> list[Tensor]:
@@ -23,6 +41,52 @@ def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorit
         algorithm.kl_coef * kl_penalty(batch_old, batch_reference, algorithm.kl_loss_type)
         for batch_old, batch_reference in zip(old, reference, strict=True)
     ]
+
+
+def advantages_of_function(
+    functions: LossFunctions,
+    steps: Sequence[TrainStep],
+    values: Sequence[PreStepValues],
+    algorithm: Algorithm,
+    device: torch.device,
+) -> list[PreStepValues]:
+    """`values` of each step with the advantages that a function of the user computes from the batch of this rank."""
+    batch = [
+        (SampleLayout(one, device), _advantage_columns(one, of_step, number, algorithm, device))
+        for step, of_step in zip(steps, values, strict=True)
+        for number, one in enumerate(step.micro_batches)
+    ]
+    computed = iter(function_advantages(functions, batch))
+    results = []
+    for of_step in values:
+        pairs = [next(computed) for _ in of_step.old_logprobs or []]
+        critic_output, advantages = of_step.critic_output, [advantages for advantages, _ in pairs]
+        if critic_output is not None:
+            given, own = [returns for _, returns in pairs], critic_output.returns
+            returns = [old if new is None else new for old, new in zip(own, given, strict=True)]
+            critic_output = replace(critic_output, advantages=advantages, returns=returns)
+        results.append(replace(of_step, advantages=advantages, critic_output=critic_output))
+    return results
+
+
+def _advantage_columns(
+    batch: PackedBatch, values: PreStepValues, number: int, algorithm: Algorithm, device: torch.device
+) -> AdvantageColumns:
+    """The columns of micro-batch `number` of a step."""
+    assert values.old_logprobs is not None
+    old, rewards = values.old_logprobs[number], torch.from_numpy(batch.advantages).to(device)
+    reference = None if values.reference is None else values.reference[number]
+    divergences = torch.zeros_like(old)
+    if reference is not None and algorithm.kl_coef > 0:
+        divergences = kl_penalty(old, reference, algorithm.kl_loss_type)
+    return AdvantageColumns(
+        rewards=rewards,
+        old_logprobs=old,
+        rollout_log_probs=torch.from_numpy(batch.rollout_log_probs).to(device),
+        divergences=divergences,
+        reference_logprobs=reference,
+        values=None if values.critic_output is None else values.critic_output.values[number],
+    )
 
 
 def penalized_returns(step: TrainStep, penalties: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
@@ -54,6 +56,29 @@ def target_logprobs(
 
     logprobs, entropy = _gather_targets(model_input, layer.map(output, model_input.predictors, read)).unbind()
     return logprobs, entropy
+
+
+def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """[n, vocabulary] float32 logits after the tokens at `rows` [n] of the micro-batch, on all ranks.
+
+    The backward pass gives each rank the gradient of its part, if all ranks compute the same loss from the result.
+    """
+    layer = model.output_layer
+    assert layer is not None, "only a language model's last pipeline stage has outputs"
+    index = model_input.local_index[rows]
+    own = np.flatnonzero(index >= 0)
+
+    def read(logits: Tensor, _: slice) -> Tensor:
+        return gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].float().T
+
+    local = layer.map(output, torch.from_numpy(index[own]).to(output.device), read).T
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return local
+    # As in `_gather_targets`.
+    whole = local.new_zeros(len(rows), model.vocab_size)
+    whole = whole.index_copy(0, torch.from_numpy(own).to(output.device), local)
+    return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
 def target_values(model_input: ModelInput, output: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -28,14 +28,21 @@ from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
 from miles_async.adapters.megatron.model.process_groups import (
+    add_over_data_parallel,
     broadcast_from_last_stage,
     create_process_groups,
     destroy_process_groups,
     gather_over_data_parallel,
 )
 from miles_async.adapters.megatron.training import inference
-from miles_async.adapters.megatron.training.advantages import normalize, penalized_returns, reward_penalties
-from miles_async.adapters.megatron.training.critic import Critic, CriticOutput
+from miles_async.adapters.megatron.training.advantages import (
+    PreStepValues,
+    advantages_of_function,
+    normalize,
+    penalized_returns,
+    reward_penalties,
+)
+from miles_async.adapters.megatron.training.critic import Critic
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
 from miles_async.adapters.megatron.training.optimizer import (
@@ -55,38 +62,27 @@ from miles_async.config.derived import (
 )
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
+from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions
 from miles_async.losses.objectives.objective import StepTokens
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
     PolicyLossSettings,
-    TokenColumns,
     TokenSums,
+    function_loss,
     objective_sum,
     penalized_advantages,
     policy_loss,
     policy_metrics,
 )
+from miles_async.losses.samples import SampleLayout
 from miles_async.losses.supervised import sft_loss, supervised_loss
+from miles_async.losses.tokens import TokenColumns
 from miles_async.models.plugin import plugin_errors
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PreStepValues:
-    """Inputs of one optimizer step that are computed before the batch's first step: one tensor [m] per micro-batch."""
-
-    advantages: list[Tensor] | None
-    """None if those of the batch are used as they are."""
-    old_logprobs: list[Tensor] | None
-    """None if the step's own forward pass gives the same values."""
-    reference: list[Tensor] | None
-    """Log-probabilities under the reference model; None if there is none."""
-    critic_output: CriticOutput | None
-    """None if there is no critic."""
 
 
 class MegatronLearner:
@@ -97,9 +93,18 @@ class MegatronLearner:
     """
 
     def __init__(
-        self, config: RunConfig, hf_checkpoint: str, rank: int, world_size: int, master_addr: str, master_port: int
+        self,
+        config: RunConfig,
+        hf_checkpoint: str,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        functions: LossFunctions = NO_FUNCTIONS,
     ) -> None:
         """Connect to the other ranks and load the policy, and the critic and reference model if there are any.
+
+        `functions` are those of the user that compute a part of the loss.
 
         Raises UserError if a checkpoint's model family is not supported.
         """
@@ -107,6 +112,7 @@ class MegatronLearner:
         self._algorithm = config.algorithm
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
+        self._functions = functions
         self._penalizes_returns = normalizes_on_rank(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
@@ -193,6 +199,8 @@ class MegatronLearner:
     def _pre_step_values(self, steps: Sequence[TrainStep]) -> list[PreStepValues]:
         """Compute what the steps need from the weights before the batch's first step."""
         values = [self._values_of(step, is_one_of_several=len(steps) > 1) for step in steps]
+        if self._functions.advantages is not None:
+            values = advantages_of_function(self._functions, steps, values, self._algorithm, self._device)
         if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
             normalized = normalize([one.advantages or [] for one in values], self._device)
             values = [replace(one, advantages=advantages) for one, advantages in zip(values, normalized, strict=True)]
@@ -202,7 +210,8 @@ class MegatronLearner:
         reference = self._reference_logprobs(step)
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        old = self._policy_logprobs(step) if is_one_of_several or needs_penalties else None
+        needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
+        old = self._policy_logprobs(step) if needs_old else None
         advantages = critic_output = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
@@ -220,7 +229,7 @@ class MegatronLearner:
         current weights.
         """
         objective = self._loss.objective
-        if self._settings.loss_type == "sft_loss" or not objective.reads_step:
+        if self._settings.loss_type != "policy_loss" or not objective.reads_step:
             return None
         empty = torch.zeros(0, device=self._device)
         rows = [(empty, empty, empty, empty)]
@@ -249,8 +258,8 @@ class MegatronLearner:
         return restore
 
     def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
-        sums, maximum = self._policy_gradients(step, values)
-        metrics = policy_metrics(sums, maximum, self._skipped_by_staleness(step))
+        sums, maximum, of_functions = self._policy_gradients(step, values)
+        metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **_prefixed(of_functions)}
         if not metrics["computed_fraction"]:
             # Filters or masks removed all tokens, or no sample has an advantage: there is nothing to learn, but Adam's
             # momentum would still move the weights.
@@ -264,18 +273,32 @@ class MegatronLearner:
         finite = math.isfinite(objective_sum(sums)) and math.isfinite(norm)
         return Gradients({**metrics, "grad_norm": norm, "lr": lr}, finite, apply)
 
-    def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor]:
-        """Run forward and backward passes; returns the global `TokenSums.sums` and `TokenSums.maximum`."""
+    def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor, Mapping[str, float]]:
+        """Run forward and backward passes; returns the global entries of `TokenSums`."""
         prepared = self._prepare_step(step, values)
         clear_gradients(self._model)
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
-            logprobs, entropy = inference.target_logprobs(self._model, model_input, output, self._temperature)
-            if self._settings.loss_type == "sft_loss":
-                return sft_loss(logprobs, entropy, total_tokens=step.total_tokens)
-            columns = self._token_columns(model_input.batch, logprobs, values, number)
             total = step.total_tokens
-            return policy_loss(logprobs, entropy, columns, total_tokens=total, settings=self._loss, prepared=prepared)
+            of_logits = self._functions.loss is not None and self._functions.loss.takes_logits
+            with torch.set_grad_enabled(not of_logits):
+                logprobs, entropy = inference.target_logprobs(self._model, model_input, output, self._temperature)
+            if self._settings.loss_type == "sft_loss":
+                return sft_loss(logprobs, entropy, total_tokens=total)
+            columns = self._token_columns(model_input.batch, logprobs, values, number)
+            functions = self._functions_of(step, model_input.batch, columns)
+            if functions is not None and self._functions.loss is not None:
+                if of_logits:
+                    logits = inference.whole_logits(self._model, model_input, output, functions.layout.rows)
+                result = functions.logits_loss(logits) if of_logits else functions.token_loss(logprobs, entropy)
+                return function_loss(logprobs, entropy, columns, result, total_tokens=total)
+            return policy_loss(
+                *(logprobs, entropy, columns),
+                total_tokens=total,
+                settings=self._loss,
+                prepared=prepared,
+                functions=functions,
+            )
 
         parts = run_forward_backward(self._model, self._inputs(step), loss)
         # Only the last stage of a pipeline computes losses. The other stages receive the result from it.
@@ -286,7 +309,26 @@ class MegatronLearner:
             maximum = torch.stack([part.maximum for part in parts]).amax(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum)
+        metrics = self._function_metrics(parts)
+        return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum), metrics
+
+    def _functions_of(self, step: TrainStep, batch: PackedBatch, columns: TokenColumns) -> FunctionsOfMicroBatch | None:
+        """The functions that compute a part of the loss of this micro-batch; None if there are none."""
+        if not self._functions.compute_loss:
+            return None
+        layout = SampleLayout(batch, self._device)
+        columns = replace(columns, advantages=penalized_advantages(columns, self._loss))
+        return FunctionsOfMicroBatch(self._functions, layout, columns, step.total_tokens, step.trajectories)
+
+    def _function_metrics(self, parts: Sequence[TokenSums]) -> Mapping[str, float]:
+        """The metrics that functions of the user computed, over all micro-batches and ranks."""
+        if not self._functions.compute_loss:
+            return {}
+        totals: dict[str, float] = {}
+        for part in parts:
+            for name, value in part.metrics.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return add_over_data_parallel(totals)
 
     def _skipped_by_staleness(self, step: TrainStep) -> list[float]:
         """Number of skipped tokens in each staleness class."""
@@ -448,6 +490,11 @@ class MegatronLearner:
     def close(self) -> None:
         """Leave the process groups, so that another learner can be created in this process."""
         destroy_process_groups()
+
+
+def _prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of functions of the user, by names that no other metric has."""
+    return {f"custom_{name}": value for name, value in metrics.items()}
 
 
 def _packing_metrics(step: TrainStep) -> dict[str, float]:

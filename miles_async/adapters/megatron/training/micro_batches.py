@@ -47,6 +47,8 @@ class ModelInput:
     than once."""
     target_indices: Tensor
     """[k] index of the predicted target among the m targets. Without context parallelism k is m."""
+    local_index: NDArray[np.int64]
+    """[T] index among the t tokens of each token of the micro-batch, or -1 if another rank has it."""
     kept: KeptTokens | None
     """The kept tokens of the k predicted targets; None if the tokens were sampled from the whole vocabulary."""
 
@@ -204,5 +206,6 @@ def _model_input(
         params=packed_params(pack, device, positions if by_position else None, local=local),
         predictors=to_device(predictors[target_indices]),
         target_indices=to_device(target_indices),
+        local_index=local_index,
         kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),
     )
