@@ -15,24 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
-from miles_async.events import (
-    CollapseRiskChanged,
-    DataSkipped,
-    DeadLettersUnwritten,
-    EngineChanged,
-    EvaluationSkipped,
-    Event,
-    RouterChanged,
-    RunDrained,
-    RunEnded,
-    Stalled,
-    VerdictChanged,
-    WriteFailed,
-)
+from miles_async.events import Event, RunEnded
 from miles_async.observability.console.log_tail import LogTail
-from miles_async.observability.console.logging import details_logger
-from miles_async.observability.console.program_lines import PlainLines, StepLog
-from miles_async.observability.console.stall_report import StallReport, stall_facts
+from miles_async.observability.console.program_lines import PlainLines
+from miles_async.observability.console.run_log import RunLog
+from miles_async.observability.console.stall_report import StallReport
 from miles_async.observability.console.terminal import ProgressBar, Terminal, is_interactive
 from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.diagnosis.verdict import Announcements
@@ -48,11 +35,7 @@ from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
 from miles_async.observability.view import RunView
 
-MAX_SKIPPED_SHOWN = 10
-"""Most skipped data rows shown on the terminal, so that a file with many invalid rows does not flood it."""
-
 log = structlog.get_logger(__name__)
-details = details_logger(__name__)
 
 
 class EventSubscribers:
@@ -81,7 +64,6 @@ class EventSubscribers:
         self._verdicts = Announcements()
         self._collapse = CollapseDetector()
         self._stall = StallReport(view, config.observability.no_progress_warn_seconds)
-        self._step_log = StepLog(view)
         self._log_tail = LogTail(folder.logs)
         self._trackers = Trackers(view, config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
@@ -91,13 +73,9 @@ class EventSubscribers:
             Terminal(view, sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
         )
         self._progress_bar = ProgressBar(sys.stderr, enabled=config.observability.progress_bar)
+        self._run_log = RunLog(view, config, folder)
         self._config = config
         self._folder = folder
-        self._skipped = 0
-        self._unwritten = 0
-        """Number of dead letters that are not written yet."""
-        self._router_answers: bool | None = None
-        """What the last event of the router reported."""
 
     def __enter__(self) -> Self:
         return self
@@ -150,13 +128,12 @@ class EventSubscribers:
         self._event_log.observe(event)
         self._record(event)
         self._stall.observe(event, time.monotonic())
-        self._step_log.observe(event)
         self._trackers.observe(event)
         self._plain_lines.observe(event)
         if self._terminal is not None:
             self._terminal.observe(event)
         self._progress_bar.observe(event)
-        self._log(event)
+        self._run_log.observe(event)
         self._collapse.observe(event)
         if collapse := self._collapse.take_change():
             self._dispatch(collapse)
@@ -164,80 +141,6 @@ class EventSubscribers:
             self._write_summary()
             self._write_report()
             print(summary_text(self._view), flush=True)
-
-    def _log(self, event: Event) -> None:
-        match event:
-            case DataSkipped():
-                self._log_skipped(event)
-            case VerdictChanged():
-                details.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
-            case CollapseRiskChanged():
-                if event.high:
-                    log.warning("the policy may collapse soon", why=event.why, knob=event.knob)
-                else:
-                    log.info("the signs of a collapse are gone", why=event.why)
-            case Stalled():
-                details.warning("stall", verdict=self._view.finding.verdict, **stall_facts(self._view))
-            case WriteFailed():
-                log.warning(
-                    "weight write failed",
-                    engine=event.engine,
-                    version=event.version,
-                    then=event.then,
-                    transport=event.transport,
-                    error=event.error,
-                )
-            case DeadLettersUnwritten():
-                self._log_unwritten(event)
-            case EngineChanged():
-                self._log_engine(event)
-            case EvaluationSkipped():
-                log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
-            case RouterChanged():
-                self._log_router(event)
-            case RunDrained():
-                self._log_drain(event)
-            case _:
-                pass
-
-    def _log_engine(self, event: EngineChanged) -> None:
-        # An engine without a version is routed for the first time. That is news only if a lost engine is replaced.
-        routed = log.info if event.version is not None else details.info
-        write = routed if event.state == "routed" else log.warning
-        write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
-
-    def _log_router(self, event: RouterChanged) -> None:
-        before, self._router_answers = self._router_answers, event.up
-        if event.up:
-            write = log.info if before is False else details.info
-            write("router answers", engines=event.engines, healthy=event.healthy)
-        else:
-            log.warning("router does not answer", engines=event.engines, healthy=event.healthy)
-
-    def _log_drain(self, event: RunDrained) -> None:
-        facts = {
-            "seconds": round(event.seconds, 1),
-            "finished": event.finished,
-            "interrupted": event.interrupted,
-            "abandoned": event.abandoned,
-            "kept": event.kept,
-            "unsaved": event.unsaved,
-        }
-        if event.abandoned or (event.unsaved and self._config.learner.save is not None):
-            log.warning("the run was drained, but its step or checkpoint needed more than --drain-seconds", **facts)
-        else:
-            log.info("the run was drained", **facts)
-
-    def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
-        before, self._unwritten = self._unwritten, event.letters
-        if event.letters and not before:
-            log.warning(
-                "dead letters cannot be written; they are kept in memory and written later",
-                file=str(self._folder.dead_letters),
-                error=event.error,
-            )
-        if before and not event.letters:
-            log.info("all dead letters are written", file=str(self._folder.dead_letters))
 
     def write_early_summary(self, end: RunEnded) -> None:
         """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
@@ -277,13 +180,6 @@ class EventSubscribers:
             file=str(file),
             error=error.strerror,
         )
-
-    def _log_skipped(self, event: DataSkipped) -> None:
-        self._skipped += 1
-        if self._skipped <= MAX_SKIPPED_SHOWN:
-            log.warning("data skipped", reason=event.reason, what=event.sentence)
-        if self._skipped == MAX_SKIPPED_SHOWN:
-            log.warning("further skipped data is only in the event log", file=str(self._folder.events))
 
     def update_scrape_targets(self, addresses: Mapping[str, str]) -> None:
         """Update the targets file with the addresses (`host:port` by name) of engines and router."""

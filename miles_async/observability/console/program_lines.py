@@ -1,26 +1,18 @@
-"""Lines that programs read: the plain lines on stdout, and the log line with every figure of a step."""
+"""The plain lines on stdout, which programs read."""
 
 from __future__ import annotations
 
-from typing import Any, TextIO
-
-import structlog
+from typing import TextIO
 
 from miles_async.events import (
     BatchDrained,
     Event,
-    PublishEnded,
     SampleDisplayed,
     Stalled,
-    StepEnded,
     StepStarted,
     WarningRaised,
 )
 from miles_async.observability.console.lines import write_line
-from miles_async.observability.console.logging import details_logger
-from miles_async.observability.view import RunView
-
-details = details_logger(__name__)
 
 
 class PlainLines:
@@ -82,44 +74,3 @@ class PlainLines:
 
 def _sample_text(sample: SampleDisplayed) -> str:
     return f"{[sample.prompt + sample.response]}, label: {sample.label}, reward: {sample.reward}"
-
-
-class StepLog:
-    """Logs one `step` line per training step, and binds later log lines to the step's rollout and weight version.
-
-    The line holds every figure of the step, so that scripts parse one line instead of joining several.
-    """
-
-    def __init__(self, view: RunView) -> None:
-        self._view = view
-
-    def observe(self, event: Event) -> None:
-        match event:
-            case StepStarted():
-                structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
-            case StepEnded():
-                details.info("step", **self._facts(event))
-            case _:
-                pass
-
-    def _facts(self, event: StepEnded) -> dict[str, Any]:
-        facts: dict[str, Any] = {
-            "rollout": event.rollout,
-            "seconds": round(event.seconds, 3),
-            "tokens": event.tokens,
-            "reward": round(event.reward, 4),
-            "response_length": round(event.response_length, 2),
-        }
-        if (started := self._view.last(StepStarted)) is not None:
-            facts |= {
-                "version": started.version,
-                "groups": len(started.groups),
-                "staleness_mean": round(sum(started.staleness) / len(started.staleness), 2),
-                "staleness_max": max(started.staleness),
-            }
-        if (drained := self._view.last(BatchDrained)) is not None:
-            facts |= {"waited": round(drained.waited, 3), "queue": drained.depth, "recycled": drained.recycled}
-        if (publish := self._view.last(PublishEnded)) is not None:
-            facts |= {"last_publish": publish.version, "last_pause": round(publish.paused_seconds, 3)}
-        facts |= {name: round(value, 5) for name, value in event.metrics.items()}
-        return facts if event.finite else {**facts, "finite": False}

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from miles_async.observability.metrics.histogram import Histogram
 from miles_async.observability.state.tokens import CAUSES
 from miles_async.visible_text import visible_text
 
@@ -23,7 +22,7 @@ REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MAX_LABEL_VALUES = 64
 MAX_LABEL_CHARACTERS = 80
 
-M = TypeVar("M", Counter, Gauge)
+M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class BoundedLabels(Generic[M]):
@@ -64,8 +63,12 @@ class Instruments:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"miles_async_{name}", text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], label: str | None = None) -> Histogram:
-        return Histogram(f"miles_async_{name}", text, label, bounds, self._registry)
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"miles_async_{name}", text, labels, buckets=bounds, registry=self._registry)
+
+    def _histograms(self, name: str, text: str, bounds: tuple[float, ...], label: str) -> BoundedLabels[Histogram]:
+        # `BoundedLabels` remembers the series, which are observed for every group.
+        return BoundedLabels(self._histogram(name, text, bounds, label))
 
     def _declare_run(self) -> None:
         gauge, counter = self._gauge, self._counter
@@ -163,24 +166,24 @@ class Instruments:
         )
 
     def _declare_staleness(self) -> None:
-        histogram = self._histogram
-        self.staleness_versions = histogram(
+        histograms = self._histograms
+        self.staleness_versions = histograms(
             "staleness_versions", "Staleness in versions of groups when they were queued, trained or recycled.",
             VERSIONS, "groups",
         )  # fmt: skip
-        self.staleness_seconds = histogram(
+        self.staleness_seconds = histograms(
             "staleness_seconds",
             "Seconds since generation began, for groups when they were queued, trained or recycled.",
             SECONDS,
             "groups",
         )
         self.staleness_limit = self._gauge("staleness_limit_versions", "--max-weight-staleness; absent if unset.")
-        self.staleness_part_versions = histogram(
+        self.staleness_part_versions = histograms(
             "staleness_part_versions",
             "Staleness of trained groups in versions, by part: publish_lag, sampling and waiting. The parts add up.",
             VERSIONS, "part",
         )  # fmt: skip
-        self.staleness_part_seconds = histogram(
+        self.staleness_part_seconds = histograms(
             "staleness_part_seconds",
             "Staleness of trained groups in seconds, by part: publish_lag, sampling and waiting.",
             SECONDS,
@@ -243,7 +246,7 @@ class Instruments:
         self.router_engines = gauge(
             "router_engines", "Engines that the router lists, by their health as seen by the router.", "health"
         )
-        self.publish_seconds = self._histogram(
+        self.publish_seconds = self._histograms(
             "publish_seconds",
             "Duration of a publish by phase. Generation continues while staged; paused is the sum of the other phases.",
             SECONDS, "phase",

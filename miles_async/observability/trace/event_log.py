@@ -33,6 +33,7 @@ _LAST_BYTES = 64 << 10
 """The last event of a run is much shorter."""
 _LINE_BYTES = 64 << 20
 """Limit for a line that is read. A damaged or hostile compressed part can hold a line that no memory can hold."""
+FLUSH_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 """How long to wait for the compression of the last part. A part that is not compressed in time is kept uncompressed."""
 
@@ -42,7 +43,7 @@ log = structlog.get_logger(__name__)
 class EventLogWriter:
     """Appends events to a log.
 
-    Lines are buffered. `tick` flushes them if the last flush was `flush_seconds` ago or earlier, and `close` flushes
+    Lines are buffered. `tick` flushes them if the last flush was `FLUSH_SECONDS` ago or earlier, and `close` flushes
     the rest. If the log cannot be written, `on_error` is called once with the file and the error, and all later events
     are dropped.
     """
@@ -54,7 +55,6 @@ class EventLogWriter:
         rotate_bytes: int,
         max_bytes: int,
         on_error: Callable[[Path, OSError], None],
-        flush_seconds: float = 1.0,
     ) -> None:
         """`path` is the newest file of the log. It is rotated at `rotate_bytes`, or earlier if `max_bytes` is small.
 
@@ -71,7 +71,6 @@ class EventLogWriter:
         self._archiver: Thread | None = None
         self._deleted = False
         """Whether a part was deleted."""
-        self._flush_seconds = flush_seconds
         self._flushed = 0.0
 
     def observe(self, event: Event) -> None:
@@ -87,7 +86,7 @@ class EventLogWriter:
             self._fail(error)
 
     def tick(self, now: float) -> None:
-        if now - self._flushed >= self._flush_seconds:
+        if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self.flush()
 

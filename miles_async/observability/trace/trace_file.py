@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 _HEAD, _TAIL = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b"\n]}\n"
+FLUSH_SECONDS = 1.0
 DETAIL_FRACTION = 0.75
 """Details may fill this fraction of the file. The rest is reserved for the few entries of the whole run."""
 
@@ -28,9 +29,7 @@ class TraceFile:
     and the trace ends.
     """
 
-    def __init__(
-        self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None], flush_seconds: float = 1.0
-    ) -> None:
+    def __init__(self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None]) -> None:
         """Raises OSError if the file cannot be created."""
         self._path = path
         self._on_error = on_error
@@ -39,7 +38,6 @@ class TraceFile:
         self._end = len(_HEAD)
         """Offset of the closing bracket."""
         self._max_bytes = max_bytes - len(_TAIL)
-        self._flush_seconds = flush_seconds
         self._flushed = 0.0
         self._buffer: list[bytes] = []
         self._size = len(_HEAD)
@@ -59,7 +57,7 @@ class TraceFile:
         self._buffer.append(line)
 
     def tick(self, now: float) -> None:
-        if now - self._flushed >= self._flush_seconds:
+        if now - self._flushed >= FLUSH_SECONDS:
             self._flushed = now
             self._flush()
 

@@ -26,7 +26,7 @@ from miles_async.events import (
 )
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
-from miles_async.observability.console.program_lines import StepLog
+from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
 from miles_async.observability.output import VisibleOutput, controls_of, protected
@@ -81,9 +81,9 @@ def logged(capsys: pytest.CaptureFixture[str], _logging_restored: None) -> Calla
     return lambda: [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
+def test_a_step_is_one_line_with_all_of_its_figures(tmp_path: Path, logged: Any) -> None:
     view = RunView()
-    steps = StepLog(view)
+    steps = RunLog(view, run_config(), RunFolder(tmp_path))
     for event in STEP:
         view.apply(event)
         steps.observe(event)
@@ -97,8 +97,8 @@ def test_a_step_is_one_line_with_all_of_its_figures(logged: Any) -> None:
     assert {name: line[name] for name in expected} == expected
 
 
-def test_lines_after_a_step_began_are_bound_to_its_rollout_and_version(logged: Any) -> None:
-    steps = StepLog(RunView())
+def test_lines_after_a_step_began_are_bound_to_its_rollout_and_version(tmp_path: Path, logged: Any) -> None:
+    steps = RunLog(RunView(), run_config(), RunFolder(tmp_path))
     steps.observe(STEP[1])
     structlog.get_logger("miles_async.x").warning("something")
     (line,) = logged()

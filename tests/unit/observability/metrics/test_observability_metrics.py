@@ -8,7 +8,6 @@ import time
 from typing import Any
 from urllib.request import urlopen
 
-import prometheus_client
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
@@ -41,7 +40,6 @@ from miles_async.events import (
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
-from miles_async.observability.metrics.histogram import Histogram
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.view import RunView
@@ -433,18 +431,6 @@ def test_a_scrape_during_shutdown_ends_and_does_not_delay_it(capfd: pytest.Captu
         scraper.join(PATIENCE_SECONDS)
     assert not any(scraper.is_alive() for scraper in scrapers)
     assert capfd.readouterr().err == ""
-
-
-def test_a_histogram_counts_the_same_as_that_of_the_prometheus_client() -> None:
-    ours, theirs = CollectorRegistry(), CollectorRegistry()
-    bounds = (0.5, 1.0, 2.0)
-    histogram = Histogram("h", "Of anything.", "kind", bounds, ours)
-    reference = prometheus_client.Histogram("h", "Of anything.", ["kind"], buckets=bounds, registry=theirs)
-    for kind, value in [("a", 0.0), ("a", 0.5), ("a", 0.50001), ("b", 2.0), ("b", 7.0), ("a", -1.0)]:
-        histogram.labels(kind).observe(value)
-        reference.labels(kind).observe(value)
-    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
-    assert generate_latest(ours).decode().splitlines() == expected
 
 
 def test_metrics_show_added_and_removed_engines_and_the_health_of_the_router() -> None:
