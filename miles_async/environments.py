@@ -16,7 +16,8 @@ from miles_async.plugins import Kind, Plugin
 
 
 class EnvironmentLibrary(Plugin):
-    """A library of environments. Its packages may exclude those of this project, so it has a Python of its own."""
+    """A library of environments. It runs in another Python environment, because its packages may exclude those of this
+    project."""
 
     program: ClassVar[Path]
     """The script that serves one environment; `environment_python` runs it with the arguments LIBRARY NAME.

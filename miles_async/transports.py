@@ -45,7 +45,7 @@ class SourceOptions:
 class Transport(Plugin):
     """Moves the staged weights of one source to engines. All calls block, in foreign code that releases the GIL.
 
-    Each source creates an object of its own and opens it before any other call.
+    Each source creates one object and opens it before any other call.
     """
 
     measured: ClassVar[bool] = False

@@ -120,7 +120,7 @@ def test_a_plugin_that_is_wrong_is_named_by_check_config_and_by_the_doctor(
     checked = run(environment, "train_async.py", *CONFIGURATION, "--check-config")
     assert checked.returncode == 0
     assert f"note: {expected}" in checked.stderr
-    told = " ".join(run(environment, "-m", "workers.doctor").stdout.replace("→", "").split())
+    printed = " ".join(run(environment, "-m", "workers.doctor").stdout.replace("→", "").split())
     about, _, advice = expected.rpartition(": ")
-    assert about in told
-    assert advice in told
+    assert about in printed
+    assert advice in printed

@@ -213,7 +213,7 @@ class AgentEndpoint:
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"the request has more than {MAX_REQUEST_BYTES >> 20} MiB: send a shorter history")
         except web.HTTPNotFound:
-            paths = ", ".join(f"/v1/{path}" for path in FORMATS.usable())
+            paths = ", ".join(f"/v1/{path}" for path in sorted(FORMATS.usable()))
             return _error(404, f"the endpoint has no address {request.path}: the paths of a session are {paths}")
 
     async def _open_session(self, http: web.Request) -> web.Response:

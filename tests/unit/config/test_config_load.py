@@ -148,7 +148,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
         (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
         (
             ["--weight-transfer", "pigeon"],
-            "--weight-transfer: input should be 'auto', 'memory', 'p2p', 'broadcast', 'disk' or 'disk_delta'",
+            "--weight-transfer: no weight transport is called 'pigeon': use one of auto, broadcast, disk, disk_delta, ",
         ),
         (["--reasoning-gym-settings", "{a"], "--reasoning-gym-settings: '{a' is not valid YAML"),
         (["--warm-start-accuracy", "0.2"], "--warm-start-accuracy[1]: a value is missing: add it, got [0.2]"),
