@@ -36,7 +36,7 @@ POINTS: Mapping[str, Sequence[str]] = {
         "check_router",
     ),
     "dead_letters": ("dead_letter",),
-    "functions": ("rollout", "worker_function", "prepare", "evaluate"),
+    "functions": ("rollout", "prepare", "evaluate"),
 }
 """The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions.
 

@@ -10,12 +10,13 @@ from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.models.plugin import MODELS
+from miles_async.modes.mode import MODES
 from miles_async.plugins import Kind
 from miles_async.section import Section
 
 S = TypeVar("S", bound=Section)
 
-KINDS: Sequence[Kind[Any]] = (MODELS, OBJECTIVES, CORRECTIONS, ADVANTAGES, GUESTS)
+KINDS: Sequence[Kind[Any]] = (MODELS, MODES, OBJECTIVES, CORRECTIONS, ADVANTAGES, GUESTS)
 """All kinds of plug-ins."""
 
 
