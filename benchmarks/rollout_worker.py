@@ -41,10 +41,11 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION, bounds_of
+from miles_async.config.generation import bounds_of
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLostError
 from miles_async.events import Event, GroupGenerated
+from miles_async.modes.shipped import Stream
 from miles_async.pipeline.journal import EventOutbox, Journal
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
@@ -209,7 +210,7 @@ async def measure(
     `rewards` are given, it must answer with `DERIVATION`, which they score.
     """
     rollout = Rollout(
-        rollout_function_path=FULLY_ASYNC_FUNCTION,
+        rollout_function_path=Stream.function,
         num_rollout=10**6,
         rollout_batch_size=BATCH,
         n_samples_per_prompt=group,

@@ -49,7 +49,7 @@ def _methods(port: str) -> list[str]:
 POINTS: Mapping[str, Sequence[str]] = {port: _methods(port) for port in _PORTS} | {
     "outbox": ("put",),
     "ranks": ("give_batch", "on_all", "on_first"),
-    "functions": ("rollout", "worker_function", "prepare", "evaluate"),
+    "functions": ("rollout", "prepare", "evaluate"),
 }
 """The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions.
 

@@ -96,7 +96,7 @@ class SavedBatches:
         self._config = config
         self._limits = limits
 
-    async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def __call__(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Load the batch of `rollout_id`. Raises UserError if it is missing or has another size."""
         groups = await asyncio.to_thread(saved_batch, self._config, rollout_id, self._limits)
         version = source.trainer_version

@@ -43,6 +43,7 @@ from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.config import derived
 from miles_async.config.device_plan import Bundle, by_node
+from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
@@ -209,7 +210,7 @@ class Cluster:
     async def start(self, checked: PreflightResult) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
         sft_examples = checked.sft_examples
-        debug, idle = self._config.debug, not derived.generates(self._config)
+        debug, idle = self._config.debug, not generates(self._config)
         placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(placement)
         # If the checkpoint exists already, engines and learner start at the same time; each of them spends about ten

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from miles_async.adapters.datasets.factory import save_tokenizer
 from miles_async.adapters.null import NullEngines, NullLearner
-from miles_async.config.derived import generates, trains_only
+from miles_async.config.generation import generates, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.run_ports import Ports
 

@@ -23,7 +23,8 @@ from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
 from miles_async.config.checks.untested import untested_arguments
-from miles_async.config.derived import bounds_of, engines, model_name, schedule_of, table
+from miles_async.config.derived import engines, model_name, table
+from miles_async.config.generation import bounds_of, schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
@@ -79,7 +80,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         config = converted
         # The lock comes first: until another run has ended, it is not known from where to continue it.
         with lock_checkpoints(config):
-            checked = preflight(config, entry)
+            checked = preflight(config)
             if (folder := checked.continues) is None:
                 folder, received = RunFolder.create(config), 0
                 if checked.began_with is not None:

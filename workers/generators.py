@@ -22,12 +22,8 @@ from miles_async.adapters.sglang.generator import (
 )
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import (
-    EXTERNAL_FUNCTION,
-    evaluation_concurrency,
-    serves_agents,
-    trains_on_sampling_masks,
-)
+from miles_async.config.derived import evaluation_concurrency, trains_on_sampling_masks
+from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.events import AgentSessionExpired, SampleDiscarded
@@ -81,7 +77,7 @@ class Generators:
             stored=stored,
         )
         """The groups that external generators have posted."""
-        self._external = config.rollout.rollout_function_path == EXTERNAL_FUNCTION
+        self._external = rollout_mode(config).takes_posted_groups
         self._endpoint = AgentEndpoint(
             self.trajectories if self._external else None,
             parser=parser,

@@ -26,16 +26,8 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
-from miles_async.config.derived import (
-    FULLY_ASYNC_FUNCTION,
-    GREEDY_FUNCTION,
-    generates,
-    generates_by_user,
-    save_folder,
-    schedule_of,
-    trains_on_sampling_masks,
-    trains_only,
-)
+from miles_async.config.derived import save_folder, trains_on_sampling_masks
+from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
@@ -47,7 +39,6 @@ from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.recordings import check_recordings
 from miles_async.sample_schema import SampleLimits, accept_group, decode_json, too_long
-from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Prompt, Sample, Verdict
 from miles_async.user_code import USER_CODE_ERRORS
 
@@ -91,7 +82,7 @@ class PreflightResult:
     """The checkpoint that the learner starts from: `began_with`, or a later one of this run."""
 
 
-def preflight(config: RunConfig, entry: str) -> PreflightResult:
+def preflight(config: RunConfig) -> PreflightResult:
     """Open all files and import all functions that the run will use.
 
     Raises UserError with a sentence per problem. Checks that depend on one that failed are left out.
@@ -107,7 +98,6 @@ def preflight(config: RunConfig, entry: str) -> PreflightResult:
     functions: list[str] = []
     with collected(functions):
         check_functions(config)
-        rollout_function(config, entry)
     problems += functions
     data = _check_data(config, problems)
     if data is not None:
@@ -378,18 +368,6 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
             f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
     return checkpoint
-
-
-def rollout_function(config: RunConfig, entry: str) -> Callable[..., Any]:
-    """Import the rollout function. Raises UserError if that fails, or if the function has another signature.
-
-    Without the fully asynchronous schedule there is no stream to drain, so the batch function replaces
-    `fully_async_rollout`.
-    """
-    path = config.rollout.rollout_function_path
-    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC and path == FULLY_ASYNC_FUNCTION:
-        path = GREEDY_FUNCTION
-    return load_function(path, setting="rollout_function_path")
 
 
 def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:

@@ -29,17 +29,16 @@ from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import (
+from miles_async.config.derived import restarts_learner, save_folder
+from miles_async.config.fields import values_of
+from miles_async.config.generation import (
     bounds_of,
-    has_worker,
-    restarts_learner,
-    save_folder,
+    rollout_mode,
     schedule_of,
     serves_agents,
     takes_from_queue,
     trains_only,
 )
-from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import EngineLostError, UserError
@@ -51,7 +50,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, WorkerFunction
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions, leave_unchanged
 from miles_async.pipeline.service import Service
 from miles_async.ports import Generator
@@ -69,7 +68,7 @@ from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_l
 from .faults import FaultInjector
 from .generators import Generators
 from .heartbeats import Heartbeat, heartbeat
-from .preflight import dynamic_filter, rollout_function
+from .preflight import dynamic_filter
 from .specs import answer_parsers, eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
 
 log = structlog.get_logger(__name__)
@@ -145,7 +144,6 @@ class RolloutWorker:
     def __init__(self, config: RunConfig, entry: str, folder: RunFolder) -> None:
         self._config = config
         self._entry = entry
-        self._schedule = schedule_of(config, entry)
         self._folder = folder
         self._outbox = Outbox()
         self._journal: Journal
@@ -210,6 +208,7 @@ class RolloutWorker:
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
                 functions=self._functions(generators, recording),
+                keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 on_rollout=begin_rollout,
                 restore_posted=generators.trajectories.restore,
@@ -218,7 +217,7 @@ class RolloutWorker:
                 without_staleness_limit(config),
                 bounds_of(config, self._entry),
                 faults.ports(replace_unused_ports(config, ports)),
-                schedule=self._schedule,
+                schedule=schedule_of(config, self._entry),
                 first_rollout=0 if handles.began_with is None else handles.began_with.rollout + 1,
                 stored=stored,
             )
@@ -304,8 +303,7 @@ class RolloutWorker:
     def _functions(self, generators: Generators, recording: RecordingGenerator | None) -> RunFunctions:
         config, args, limits = self._config, generators.args, generators.limits
         return RunFunctions(
-            rollout=None if has_worker(config) else self._rollout(args, generators, recording, limits),
-            worker_function=self._worker_function(args, generators, limits) if has_worker(config) else None,
+            rollout=self._rollout(args, generators, recording, limits),
             prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
             evaluate=self._evaluation(args),
         )
@@ -336,26 +334,16 @@ class RolloutWorker:
             return SavedBatches(config, limits)
         if takes_from_queue(config, self._entry):
             return None
-        function = rollout_function(config, self._entry)
+        keeps_groups = rollout_mode(config).keeps_groups
         return RolloutFunctionAdapter(
-            function,
+            load_function(config.rollout.rollout_function_path, setting="rollout_function_path"),
             args,
             config,
             score_tokens=generators.engine_client.score_logprobs,
-            recording=recording,
+            recording=None if keeps_groups else recording,
             limits=limits,
+            keeps_groups=keeps_groups,
         )
-
-    def _worker_function(self, args: Arguments, generators: Generators, limits: SampleLimits) -> WorkerFunction:
-        """The rollout function, which has a worker that generates between calls."""
-        return RolloutFunctionAdapter(
-            rollout_function(self._config, self._entry),
-            args,
-            self._config,
-            score_tokens=generators.engine_client.score_logprobs,
-            limits=limits,
-            has_worker=True,
-        ).from_worker
 
     def _newest_checkpoint(self, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> Path | None:
         """The checkpoint that the next one follows: the newest of this run, or the one that the learner has loaded."""
@@ -488,7 +476,7 @@ class RolloutWorker:
 
     async def _recording(self, live: Generator, checkpoint: str, limits: SampleLimits) -> RecordingGenerator | None:
         """A generator that records or replays calls of `live`; None if nothing is recorded."""
-        config, stream = self._config, self._schedule is Schedule.FULLY_ASYNC
+        config, stream = self._config, schedule_of(self._config, self._entry) is Schedule.FULLY_ASYNC
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)

@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learner_step import SMOLLM2_SHAPE
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.config.losses import clip_range
 from miles_async.events import ClusterReady, StepEnded
+from miles_async.modes.shipped import Stream
 from miles_async.observability.trace.event_log import read_events
 from miles_async.types import Sample
 
@@ -208,7 +208,7 @@ def create_model(path: Path, *, small: bool) -> None:
 def run_ours(flags: list[str], *, stop_at_goal: bool = False) -> Steps:
     """Run `train_async.py` with the fully asynchronous rollout function."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train_async.py", "--rollout-function-path", FULLY_ASYNC_FUNCTION, *flags]
+        command = [sys.executable, "train_async.py", "--rollout-function-path", Stream.function, *flags]
         output = Path(folder) / "output"
         with output.open("wb") as file:
             run = subprocess.Popen([*command, "--run-dir", f"{folder}/runs"], stdout=file, stderr=file)

@@ -1,4 +1,4 @@
-"""Values derived from a configuration: schedule, bounds, batch sizes, parallel layout, and the start-up table."""
+"""Values derived from a configuration: batch sizes, sampling, parallel layout, and the start-up table."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from miles_async.config.asynchrony import Asynchrony, asynchrony_of
 from miles_async.config.device_plan import Demand
+from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.learning_rate import LearningRate
 from miles_async.config.losses import described, estimator_of, has_loss_functions, objective_name, objective_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
-from miles_async.scheduling.bounds import Bounds, Schedule
+from miles_async.scheduling.bounds import Schedule
 
-FULLY_ASYNC_FUNCTION = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
-WINDOWED_FUNCTION = "miles_async.rollout.windowed_fifo_rollout.generate_rollout"
-EXTERNAL_FUNCTION = "miles_async.rollout.external_rollout.generate_rollout"
-SFT_FUNCTION = "miles_async.rollout.sft_rollout.generate_rollout"
-GREEDY_FUNCTION = "miles_async.rollout.sglang_rollout.generate_rollout"
-"""The only shipped function that ignores the window: it collects the groups that finish first, as slime does."""
 GGUF_PACKAGE_PREFIX = "package:"
 """Begins an `hf_checkpoint` that is a file in an installed Python package."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
@@ -51,65 +45,6 @@ def model_name(model: Model) -> str:
     if checkpoint is None:
         return f"tiny Qwen3, {tiny.num_layers} layers of width {tiny.hidden_size}"
     return Path(checkpoint).name if is_gguf(checkpoint) else checkpoint
-
-
-def schedule_of(config: RunConfig, entry: str) -> Schedule:
-    """The schedule of a run: the setting `schedule`, else the one that entry script and rollout function imply.
-
-    `entry` is `train_async.py` or `train.py`. Under `train_async.py`, a rollout function that drains the stream or has
-    a worker is fully asynchronous (`config/asynchrony.py`). All others return one batch per call; the next batch is
-    then generated while the learner trains. A run that trains on saved batches is always synchronous.
-    """
-    if trains_only(config):
-        return Schedule.SYNCHRONOUS
-    if config.rollout.schedule is not None:
-        return Schedule(config.rollout.schedule)
-    if entry == "train.py":
-        return Schedule.SYNCHRONOUS
-    if asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.BATCH:
-        return Schedule.ONE_STEP_OFF
-    return Schedule.FULLY_ASYNC
-
-
-def has_worker(config: RunConfig) -> bool:
-    """Whether the rollout function generates in the background by itself, so that the producer does not run."""
-    return not trains_only(config) and asynchrony_of(config.rollout.rollout_function_path) is Asynchrony.WORKER
-
-
-def generates_by_user(config: RunConfig) -> bool:
-    """Whether a function of the user generates samples. It may choose sampling parameters, tools and rewards itself."""
-    rollout = config.rollout
-    shipped = rollout.rollout_function_path.startswith("miles_async.")
-    return rollout.custom_generate_function_path is not None or not shipped
-
-
-def serves_agents(config: RunConfig) -> bool:
-    """Whether the run has an endpoint for agents: generate functions and external generators may use it."""
-    rollout = config.rollout
-    return rollout.custom_generate_function_path is not None or rollout.rollout_function_path == EXTERNAL_FUNCTION
-
-
-def takes_from_queue(config: RunConfig, entry: str) -> bool:
-    """Whether batches come directly from the queue: fully asynchronous runs with a rollout function of this project."""
-    collecting = (FULLY_ASYNC_FUNCTION, WINDOWED_FUNCTION, GREEDY_FUNCTION)
-    return schedule_of(config, entry) is Schedule.FULLY_ASYNC and config.rollout.rollout_function_path in collecting
-
-
-def trains_only(config: RunConfig) -> bool:
-    """Whether the run trains on saved batches instead of generating."""
-    return config.debug.debug_train_only or config.debug.load_debug_rollout_data is not None
-
-
-def evaluates(config: RunConfig) -> bool:
-    """Whether the run evaluates: on held-out problems, on `eval_datasets`, or with a user-defined function."""
-    rollout = config.rollout
-    return bool(config.data.eval_size or rollout.eval_datasets or rollout.eval_function_path)
-
-
-def generates(config: RunConfig) -> bool:
-    """Whether the run needs engines. Saved batches need none; supervised fine-tuning needs them only for evaluation."""
-    supervised = config.rollout.rollout_function_path == SFT_FUNCTION
-    return not trains_only(config) and (not supervised or evaluates(config))
 
 
 def rollout_file(config: RunConfig) -> str | None:
@@ -253,21 +188,6 @@ def hf_export(template: str, rollout_id: int) -> Path:
     return Path(template.replace("{rollout_id}", str(rollout_id))).expanduser().absolute()
 
 
-def bounds_of(config: RunConfig, entry: str) -> Bounds:
-    """Window, slots and staleness bound of a run started by `entry`."""
-    rollout = config.rollout
-    has_window = rollout.rollout_function_path != GREEDY_FUNCTION and not has_worker(config)
-    return Bounds.derive(
-        rollout_batch_size=rollout.rollout_batch_size,
-        over_sampling_batch_size=rollout.over_sampling_batch_size,
-        windowed_fifo_ratio=rollout.windowed_fifo_ratio if has_window else None,
-        max_weight_staleness=rollout.max_weight_staleness,
-        update_weights_interval=config.weights.update_weights_interval,
-        queue_capacity=rollout.queue_capacity,
-        schedule=schedule_of(config, entry),
-    )
-
-
 def min_samples_per_group(config: RunConfig) -> int:
     """The fewest samples with which a group is trained that lost others to infrastructure."""
     return config.rollout.min_samples_per_group or config.rollout.n_samples_per_prompt
@@ -375,16 +295,15 @@ def demand_of(config: RunConfig) -> Demand:
 def table(config: RunConfig, entry: str) -> str:
     """The table that start-up and `--check-config` print, one derived value per line."""
     bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
-    schedule = schedule_of(config, entry)
+    schedule, keeps_groups = schedule_of(config, entry), rollout_mode(config).keeps_groups
     reduced = bounds.window < bounds.requested_window
     reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
-    rows: list[tuple[str, object, str]] = [("schedule", schedule.replace("_", " "), _reason_of_schedule(config, entry))]
-    if has_worker(config):
+    rows: list[tuple[str, object, str]] = [("schedule", schedule.replace("_", " "), reason_of_schedule(config, entry))]
+    if keeps_groups:
         limit = _or_no_limit(rollout.max_weight_staleness)
         rows += [
             ("P", bounds.publish_groups, "groups trained per publish"),
             ("staleness", limit, "maximum age of a trained group, in weight versions; older groups are recycled"),
-            ("held", bounds.room, "maximum of groups that the worker holds and that are being trained"),
         ]
     else:
         rows += [
@@ -393,7 +312,9 @@ def table(config: RunConfig, entry: str) -> str:
             ("P", bounds.publish_groups, "groups trained per publish"),
             ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
         ]
-    if schedule is Schedule.FULLY_ASYNC and not has_worker(config):
+    if keeps_groups is not False:
+        rows.append(("held", bounds.held, "maximum of groups that a worker holds and that are being trained"))
+    if schedule is Schedule.FULLY_ASYNC and not keeps_groups:
         rows += [
             ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
             (
@@ -434,16 +355,6 @@ def _custom_loss_rows(config: RunConfig) -> list[tuple[str, object, str]]:
         meaning = f"bytes on each rank for the logits of {tokens} tokens, and as many for their gradient"
         rows.append(("logits", size, meaning))
     return rows
-
-
-def _reason_of_schedule(config: RunConfig, entry: str) -> str:
-    if trains_only(config):
-        return "the run trains on saved batches"
-    if config.rollout.schedule is not None:
-        return f"{entry} with --schedule"
-    if entry == "train.py":
-        return entry
-    return f"{entry}; the rollout function {asynchrony_of(config.rollout.rollout_function_path)}"
 
 
 def _layout(learner: Learner) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from miles_async.config.checks import problems
-from miles_async.config.derived import WINDOWED_FUNCTION, learner_ranks
+from miles_async.config.derived import learner_ranks
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest
 from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
@@ -24,6 +24,8 @@ from miles_async.config.translation import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError, raise_collected
 from miles_async.guests import GUESTS
+from miles_async.modes.mode import MODES
+from miles_async.modes.shipped import Windowed
 from miles_async.rewards.plugin import usable_reward
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
@@ -249,14 +251,17 @@ def _assigned(location: Sequence[str | int], sources: Mapping[tuple[str, ...], s
 def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
     """The configuration with the full path of the rollout function.
 
-    `windowed_fifo_ratio` selects the windowed function unless the user names one (`named`). A short name such as
-    `fully_async_rollout.generate_rollout_fully_async` refers to `miles_async.rollout`, unless the user has a module of
-    that name. An unknown name is kept; importing the function reports the error.
+    `windowed_fifo_ratio` selects the windowed function unless the user names one (`named`). The name of a rollout mode
+    refers to the function that the mode names. A short path such as `fully_async_rollout.generate_rollout_fully_async`
+    refers to `miles_async.rollout`, unless the user has a module of that name. An unknown name is kept; importing the
+    function reports the error.
     """
     path = config.rollout.rollout_function_path
     module = path.partition(".")[0]
     if not named and config.rollout.windowed_fifo_ratio is not None:
-        resolved = WINDOWED_FUNCTION
+        resolved = Windowed.function
+    elif module == path and path in (usable := MODES.usable()):
+        resolved = usable[path].function
     elif not _module_exists(module) and _module_exists(f"{_SHIPPED_ROLLOUT_FUNCTIONS}.{module}"):
         resolved = f"{_SHIPPED_ROLLOUT_FUNCTIONS}.{path}"
     else:

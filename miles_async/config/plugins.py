@@ -11,6 +11,7 @@ from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.models.plugin import MODELS
+from miles_async.modes.mode import MODES
 from miles_async.plugins import Kind
 from miles_async.rewards.plugin import REWARDS
 from miles_async.section import Section
@@ -21,6 +22,7 @@ S = TypeVar("S", bound=Section)
 
 KINDS: Sequence[Kind[Any]] = (
     MODELS,
+    MODES,
     OBJECTIVES,
     CORRECTIONS,
     ADVANTAGES,

@@ -13,7 +13,6 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.admission import Admission, Candidates
 from miles_async.scheduling.bounds import StalenessGate
-from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group
 from miles_async.user_code import USER_CODE_ERRORS
@@ -32,13 +31,14 @@ class BatchCollector:
         lifecycle: GroupLifecycle,
         producer: Producer,
         gate: StalenessGate,
-        adaptive: AdaptiveConcurrency | None,
+        admission: Admission,
     ) -> None:
+        """`admission` has the limits of the persistent producer."""
         self._run_state = run_state
         self._lifecycle = lifecycle
         self._producer = producer
         self._gate = gate
-        self._adaptive = adaptive
+        self._admission = admission
         self._recycled_before = 0
         """Value of `lifecycle.recycled` at the previous batch."""
         self.wanted = 0
@@ -85,6 +85,11 @@ class BatchCollector:
         self._recycled_before = recycled
         return sorted(groups, key=lambda group: [sample.index or 0 for sample in group])
 
+    async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
+        """Take `size` fresh groups from the persistent producer, as `collect` does. Starts the producer first."""
+        self._producer.keep_running(self._admission)
+        return await self.collect(rollout_id, size)
+
     async def generate(
         self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
     ) -> list[Group]:
@@ -103,7 +108,7 @@ class BatchCollector:
                 max_in_flight=over_sampling,
                 room=self._producer.queue.capacity,
                 slots=held_by_trainer + over_sampling,
-                adaptive=self._adaptive,
+                adaptive=self._admission.adaptive,
                 candidates=Candidates(wanted, over_sampling),
             )
         )

@@ -51,7 +51,6 @@ class FaultSchedule:
 def at_fault_points(ports: Ports, points: FaultPoints) -> Ports:
     """Return the ports of a run, whose calls are reported at `points`. The journal's store is not among them."""
     functions = ports.functions
-    worker_function = functions.worker_function
     return replace(
         ports,
         clock=points.port("clock", ports.clock),
@@ -64,7 +63,6 @@ def at_fault_points(ports: Ports, points: FaultPoints) -> Ports:
         dead_letters=points.port("dead_letters", ports.dead_letters),
         functions=RunFunctions(
             rollout=functions.rollout and points.function("functions.rollout", functions.rollout),
-            worker_function=worker_function and points.function("functions.worker_function", worker_function),
             prepare=points.function("functions.prepare", functions.prepare),
             evaluate=functions.evaluate and points.function("functions.evaluate", functions.evaluate),
         ),

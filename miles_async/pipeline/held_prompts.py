@@ -146,10 +146,14 @@ class HeldPrompts:
         *,
         skip: Callable[[int], None],
         samples_per_group: int,
-        limit: int | None,
+        limit: int,
+        keeps_groups: bool | None,
     ) -> None:
-        """`skip` lets the window pass a sequence number. `limit` is the most groups that a worker may hold and have
-        in batches; None sets no limit.
+        """`skip` lets the window pass a sequence number. `limit` is the most groups that a function that keeps groups
+        may hold and have in batches.
+
+        `keeps_groups` is what the function declares. Without a declaration, it keeps groups if it holds prompts after
+        its last call.
         """
         self._run_state = run_state
         self._lifecycle = lifecycle
@@ -158,6 +162,8 @@ class HeldPrompts:
         self._skip = skip
         self._samples_per_group = samples_per_group
         self._limit = limit
+        self._declared_keeps_groups = keeps_groups
+        self._keeps_groups = bool(keeps_groups)
         self._garbage_collected_at = -GARBAGE_COLLECTION_SECONDS
         self._loop: asyncio.AbstractEventLoop
         """The loop in which the function collected groups."""
@@ -186,7 +192,7 @@ class HeldPrompts:
 
     def _room(self, wanted: int) -> int:
         """Number of groups that may be taken now, out of `wanted`."""
-        if self._limit is None:
+        if not self._keeps_groups:
             return wanted
         room = self._limit - self._held_groups
         now = self._run_state.clock.monotonic()
@@ -339,9 +345,8 @@ class HeldPrompts:
 
         `leased_before` are the groups that were leased before the call. A new list of the samples of a collected group
         (functions written for slime often return such lists) takes the place of that group. Groups that the function
-        generated itself are adopted. Groups that it collected but did not return are dropped. Prompts that it took from
-        the data source and neither returned nor holds are forgotten. Raises UserError for a group that was returned
-        before.
+        generated itself are adopted. Groups that it collected but did not return are dropped. Raises UserError for a
+        group that was returned before.
         """
         lifecycle = self._lifecycle
         with self._journal.data_lock:
@@ -354,11 +359,7 @@ class HeldPrompts:
             if group.sequence is None and (original := collected.find(group)) is not None:
                 self._replace(original, group)
             if group.sequence is None:
-                with self._journal.data_lock:
-                    taken = self._identify(group)
-                if taken is None and self._is_handed_on(group):
-                    raise _returned_twice(group)
-                self._adopt(group)
+                self._enter_generated(group)
             elif group.sequence in kept or lifecycle.state_of(group) is not GroupState.LEASED:
                 raise _returned_twice(group)
             kept.add(sequence_of(group))
@@ -367,30 +368,36 @@ class HeldPrompts:
                 self._reject(group, "rollout_function")
         with self._journal.data_lock:
             self.record_returned(returned)
-            unused = self.taken.pop_unused()
-        for group in unused:
-            self._journal.forget_prompt(group.feed_index)
+        self._release_unused()
 
-    def reconcile_worker(self, returned: Sequence[Group]) -> None:
-        """Enter groups that a worker has generated.
-
-        A worker keeps groups between calls, so the prompts that it has not returned stay with it. Prompts that nothing
-        refers to any more were lost by the worker, and are requeued. Raises UserError for a group that the worker does
-        not hold, because it would be trained twice.
-        """
-        for group in returned:
-            # Groups without a name are not from the data source, and bring their own weight versions.
-            with self._journal.data_lock:
-                taken = self._identify(group)
-                if taken is None and group.feed_index:
-                    raise _returned_twice(group)
-                self.record_returned([group])
-            self._adopt(group)
+    def _enter_generated(self, group: Group) -> None:
+        """Enter a group that the function generated itself."""
+        with self._journal.data_lock:
+            taken = self._identify(group)
+            # Groups without a name are not from the data source. A declared worker makes up no names.
+            named = bool(group.feed_index) and self._declared_keeps_groups is True
+            if taken is None and (named or self._is_handed_on(group)):
+                raise _returned_twice(group)
+            self.record_returned([group])
+        self._adopt(group)
+        if self._declared_keeps_groups is not False:
             self._journal.emit(self._generated(group, taken))
-        self._run_state.mark_progress()
+            self._run_state.mark_progress()
+
+    def _release_unused(self) -> None:
+        """Release the prompts to which nothing refers any more.
+
+        A function that generates in its calls holds nothing afterwards. It has dropped these prompts, as a dynamic
+        filter does, and they are forgotten. A worker has lost them, and they are requeued.
+        """
         with self._journal.data_lock:
             unused = self.taken.pop_unused()
+            if self._declared_keeps_groups is None:
+                self._keeps_groups = bool(self.taken)
         for group in unused:
+            if not self._keeps_groups:
+                self._journal.forget_prompt(group.feed_index)
+                continue
             self._lifecycle.feed(group)
             self._skip(sequence_of(group))
             self._lifecycle.fail(group, LOST_BY_WORKER)

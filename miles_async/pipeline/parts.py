@@ -69,8 +69,11 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
     adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
     engines = EngineChecks(run_state, ports.fleet)
     producer = _producer(config, bounds, ports, run_state, lifecycle, tasks, engines)
+    admission = Admission(
+        max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
+    )
     collector = BatchCollector(
-        run_state=run_state, lifecycle=lifecycle, producer=producer, gate=gate, adaptive=adaptive
+        run_state=run_state, lifecycle=lifecycle, producer=producer, gate=gate, admission=admission
     )
     held = HeldPrompts(
         run_state,
@@ -78,7 +81,8 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         ports.data,
         skip=producer.skip,
         samples_per_group=config.rollout.n_samples_per_prompt,
-        limit=None if ports.functions.worker_function is None else bounds.room,
+        limit=bounds.held,
+        keeps_groups=ports.keeps_groups,
     )
     devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
     publisher = Publisher(
@@ -97,9 +101,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         run_state=run_state,
         lifecycle=lifecycle,
         adaptive=adaptive,
-        admission=Admission(
-            max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
-        ),
+        admission=admission,
         producer=producer,
         collector=collector,
         held=held,

@@ -87,6 +87,11 @@ class Producer:
         if self._head_policy.active:
             self._loops.append(self._tasks.spawn("head", self._enforce_head_deadline()))
 
+    def keep_running(self, admission: Admission) -> None:
+        """Call `start` unless the producer runs."""
+        if not self._loops:
+            self.start(admission)
+
     async def stop(self) -> None:
         """Stop admitting groups, and abort those in flight. Returns when nothing is in flight.
 

@@ -135,14 +135,19 @@ class RolloutSource:
         """Newest weight version that the learner staged."""
         return self._run_state.trainer_version
 
+    @property
+    def has_stream(self) -> bool:
+        """Whether a persistent producer fills the queue, so that `drain_stream` can be called."""
+        return self._schedule is Schedule.FULLY_ASYNC
+
     async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
         """Take `size` groups from the queue of the persistent producer. Raises UserError unless fully asynchronous."""
-        if self._schedule is not Schedule.FULLY_ASYNC:
+        if not self.has_stream:
             raise UserError(
                 f"the rollout function calls drain_stream, but the schedule is {self._schedule}: "
-                "set --schedule fully_async"
+                "set --schedule fully_async, or declare the function with @fully_async of miles_async.rollout"
             )
-        groups = await self._collector.collect(rollout_id, size)
+        groups = await self._collector.drain_stream(rollout_id, size)
         self._held.collect(groups)
         return groups
 
@@ -154,7 +159,7 @@ class RolloutSource:
         With `choose`, all of them are finished, and the first `size` groups that it returns form the batch. Raises
         UserError under the fully asynchronous schedule, whose persistent producer generates already.
         """
-        if self._schedule is Schedule.FULLY_ASYNC:
+        if self.has_stream:
             raise UserError(
                 "the rollout function calls collect_batch, but the schedule is fully_async: "
                 "call drain_stream instead, or set --schedule one_step_off"
@@ -183,7 +188,5 @@ def _accepted(samples: Iterable[Sample | list[Sample]]) -> Group:
     return samples if isinstance(samples, Group) else Group.of(members)
 
 
-RolloutFunction = Callable[[int, RolloutSource], Awaitable[list[Group]]]
-"""`(rollout_id, source) -> groups`: returns the `rollout_batch_size` groups to train next."""
-WorkerFunction = Callable[[int, RolloutSource, int], Awaitable[list[Group]]]
-"""`(rollout_id, source, size) -> groups`: returns `size` groups that its worker has generated in the background."""
+RolloutFunction = Callable[[int, RolloutSource, int], Awaitable[list[Group]]]
+"""`(rollout_id, source, size) -> groups`: returns the `size` groups to train next, or to train in place of others."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource, WorkerFunction
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
 from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group, Verdict
@@ -36,8 +36,6 @@ class RunFunctions:
 
     rollout: RolloutFunction | None = None
     """The rollout function. None takes batches directly from the queue, under the fully asynchronous schedule only."""
-    worker_function: WorkerFunction | None = None
-    """A rollout function with a worker that generates between calls. It replaces the producer and `rollout`."""
     prepare: PrepareBatch = leave_unchanged
     """Called once with each batch before it is trained, after stale groups were replaced."""
     evaluate: EvaluationFunction | None = None
@@ -64,6 +62,9 @@ class Ports:
     limits: SampleLimits = NO_LIMITS
     """The limits that the model and the learner set to samples."""
     functions: RunFunctions = RunFunctions()
+    keeps_groups: bool | None = False
+    """Whether the rollout function has a worker that generates between calls, in place of the producer. None means that
+    the run finds out."""
     eval_sets: Sequence[EvalSet] = ()
     """Data sets to evaluate on; those without problems are left out."""
     on_rollout: Callable[[int], None] = ignore_rollout

@@ -26,8 +26,8 @@ The three schedules share `Service._train`. They differ in when a batch is colle
     one_step_off   the next batch is generated while the current batch trains      staleness 1
     fully_async    a persistent producer fills the queue, and publishes overlap    limited by admission and the gate
 
-A rollout function may have a worker that generates between its calls (`RunFunctions.worker_function`). It takes the
-place of the producer under every schedule: prompts are taken, held and returned through `rollout_source.py`.
+A rollout function may have a worker that generates between its calls (`Ports.keeps_groups`). It takes the place of
+the producer under every schedule: prompts are taken, held and returned through `held_prompts.py`.
 
 `Service.stop` drains the run, in the same way under all schedules. No group is admitted any more. The groups in flight,
 the current step and its checkpoint may end for `--drain-seconds` together. What has not ended then is abandoned: its
@@ -79,9 +79,7 @@ class Service:
 
         `stored` is the state that a lost rollout worker left in the store; this service continues from it.
         """
-        functions = ports.functions
-        has_function = functions.rollout is not None or functions.worker_function is not None
-        if not has_function and schedule is not Schedule.FULLY_ASYNC:
+        if ports.functions.rollout is None and schedule is not Schedule.FULLY_ASYNC:
             raise ValueError(f"schedule {schedule} needs a rollout function: set RunFunctions.rollout")
         self._config = config
         self._ports = ports
@@ -179,7 +177,7 @@ class Service:
         self._tasks.forever("repair", self._repair.run())
         await self._publisher.publish()
         await self._catch_up(self._next_rollout - 1)
-        if self._schedule is Schedule.FULLY_ASYNC and self._ports.functions.worker_function is None:
+        if self._schedule is Schedule.FULLY_ASYNC and self._ports.keeps_groups is False:
             self._producer.start(self._admission)
         await self._train()
         if self.stopped:
@@ -336,21 +334,16 @@ class Service:
         """The groups to train next, from the queue or from the rollout function."""
         self._ports.on_rollout(rollout_id)
         size = self._config.rollout.rollout_batch_size
-        if self._ports.functions.worker_function is not None:
-            return await self._collect_from_worker(rollout_id, size)
         if self._ports.functions.rollout is None:
             return await self._collector.collect(rollout_id, size)
+        return await self._call_function(rollout_id, size)
+
+    async def _call_function(self, rollout_id: int, size: int) -> list[Group]:
+        assert self._ports.functions.rollout is not None
         leased_before = self.lifecycle.leased_groups
-        groups = await self._ports.functions.rollout(rollout_id, self._source)
+        groups = await self._ports.functions.rollout(rollout_id, self._source, size)
         self._ports.data.metadata_changed()
         self.held.reconcile(groups, leased_before)
-        return groups
-
-    async def _collect_from_worker(self, rollout_id: int, size: int) -> list[Group]:
-        assert self._ports.functions.worker_function is not None
-        groups = await self._ports.functions.worker_function(rollout_id, self._source, size)
-        self._ports.data.metadata_changed()
-        self.held.reconcile_worker(groups)
         return groups
 
     async def _replace_stale(self, rollout_id: int, groups: list[Group]) -> list[Group] | None:
@@ -359,8 +352,8 @@ class Service:
         Returns None if `stop` is called before.
         """
         while missing := len(groups) - len(fresh := self._collector.recycle_stale(groups)):
-            if self._ports.functions.worker_function is not None:
-                replacements = self._collect_from_worker(rollout_id, missing)
+            if self._ports.functions.rollout is not None and self._ports.keeps_groups is not False:
+                replacements = self._call_function(rollout_id, missing)
             elif self._schedule is Schedule.FULLY_ASYNC:
                 replacements = self._collector.collect(rollout_id, missing)
             else:

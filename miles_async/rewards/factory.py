@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from miles_async import ports
-from miles_async.config.derived import generates
 from miles_async.config.fields import values_of
+from miles_async.config.generation import generates
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from miles_async.modes.mode import RolloutMode
+from miles_async.modes.shipped import Stream, Worker
+
+__all__ = ["RolloutMode", "fully_async"]
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -13,7 +18,7 @@ def fully_async(function: Function) -> Function: ...
 
 
 @overload
-def fully_async(*, keeps_groups: bool = False) -> Callable[[Function], Function]: ...
+def fully_async(*, keeps_groups: bool = False) -> RolloutMode: ...
 
 
 def fully_async(function: Any = None, *, keeps_groups: bool = False) -> Any:
@@ -25,8 +30,6 @@ def fully_async(function: Any = None, *, keeps_groups: bool = False) -> Any:
 
     With `keeps_groups`, the function has a worker that generates between calls. The prompts that it takes with
     `data_source.get_samples` are in flight until the function returns them; the pipeline's producer does not run.
-
-    The decorator does not change the function. `config/asynchrony.py` finds it in the source of the user's module, so
-    that `--check-config` and the start of a run know the schedule before the module is imported.
     """
-    return (lambda decorated: decorated) if function is None else function
+    mode = Worker() if keeps_groups else Stream()
+    return mode if function is None else mode(function)

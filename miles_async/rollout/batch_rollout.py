@@ -1,4 +1,4 @@
-"""The batch rollout function: each call generates the groups of one batch."""
+"""The batch rollout function, with and without a window: each call generates the groups of one batch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from functools import partial
 from typing import Any
 
 from miles_async.config.user_functions import load_function
+from miles_async.modes.shipped import Batch, Windowed
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 
 
+@Batch()
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:
@@ -25,3 +27,11 @@ async def generate_rollout(
     if args.over_sampling_filter_path is not None:
         choose = partial(load_function(args.over_sampling_filter_path, setting="over_sampling_filter_path"), args)
     return await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling, choose)
+
+
+@Windowed()
+async def generate_windowed_rollout(
+    args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
+) -> Any:
+    """As `generate_rollout`. The window, which the pipeline applies, keeps the batch close to the order of prompts."""
+    return await generate_rollout(args, rollout_id, data_source, evaluation)

@@ -92,11 +92,12 @@ class RolloutFunctionAdapter:
         score_tokens: Callable[[Sample], Awaitable[None]],
         recording: RecordingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
-        has_worker: bool = False,
+        keeps_groups: bool | None = False,
     ) -> None:
         """`score_tokens` asks the engines for missing log-probabilities; `recording` records or replays each batch.
 
-        With `has_worker`, the function returns groups that its worker has generated between calls.
+        With `keeps_groups`, a worker of the function may have generated a group long before the call that returns it. A
+        sample that has neither weight versions nor a prompt of the data source is then invalid.
         """
         self._function = function
         self._args = args
@@ -105,26 +106,20 @@ class RolloutFunctionAdapter:
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._recording = recording
         self._limits = limits
-        self._has_worker = has_worker
+        self._keeps_groups = keeps_groups
 
-    async def __call__(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        """Return `rollout_batch_size` groups.
+    async def __call__(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        """Return `size` groups.
 
-        A group whose generation failed is fed again, one with an invalid sample becomes a dead letter, and the function
+        A group whose generation failed is requeued, one with an invalid sample becomes a dead letter, and the function
         is called again for the missing groups. Raises UserError if the result is not a list of groups of the right
         sizes, or if several results in a row have no valid group.
         """
-        size = self._rollout.rollout_batch_size
         collect = partial(self._collect, rollout_id, source, size)
-        return await (collect() if self._recording is None else self._recording.batch(rollout_id, collect))
-
-    async def from_worker(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
-        """Return `size` groups that the function's worker has generated; implements `WorkerFunction`.
-
-        Raises as `__call__`. A sample that has neither weight versions nor a prompt of the data source is invalid,
-        because its age is unknown.
-        """
-        return await self._collect(rollout_id, source, size)
+        # The recording of a batch does not contain groups that replace stale ones.
+        if self._recording is None or size < self._rollout.rollout_batch_size:
+            return await collect()
+        return await self._recording.batch(rollout_id, collect)
 
     async def _collect(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups: list[Group] = []
@@ -142,8 +137,7 @@ class RolloutFunctionAdapter:
 
         Groups whose generation failed are not invalid: each has a limited number of attempts.
         """
-        # A worker may have generated a group long before this call.
-        version = None if self._has_worker else source.live_version
+        version = None if self._keeps_groups else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
         result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
         refused = _refused(result)

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from miles_async.modes.shipped import External
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
@@ -21,6 +22,7 @@ from miles_async.types import Group
 log = structlog.get_logger(__name__)
 
 
+@External()
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from miles_async.errors import UserError
+from miles_async.modes.shipped import Supervised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
@@ -43,6 +44,7 @@ class SftTokenizer(Protocol):
         ...
 
 
+@Supervised()
 async def generate_rollout(
     args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
 ) -> Any:

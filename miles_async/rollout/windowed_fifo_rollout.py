@@ -6,6 +6,6 @@ the window itself, in pure Python.
 """
 
 from miles_async.compat.tutorial.windowed_fifo import WindowedFIFOCollector
-from miles_async.rollout.batch_rollout import generate_rollout
+from miles_async.rollout.batch_rollout import generate_windowed_rollout as generate_rollout
 
 __all__ = ["WindowedFIFOCollector", "generate_rollout"]

@@ -50,6 +50,8 @@ class Bounds:
     """The greatest staleness of a freshly sampled group; None if only `room` bounds it."""
     room: int
     """The effective capacity of the queue: groups in flight, blocked by the window and queued together."""
+    held: int
+    """The most groups that a rollout function which keeps groups may hold and have in batches."""
 
     @classmethod
     def derive(
@@ -72,10 +74,13 @@ class Bounds:
         """
         generation_batch = over_sampling_batch_size or rollout_batch_size
         publish_groups = rollout_batch_size * update_weights_interval
-        if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC and max_weight_staleness is not None:
+        held, greediest = queue_capacity, generation_batch
+        if max_weight_staleness is not None:
             # W <= S * P - N + 1 is the same as B >= N + P.
-            largest = max_weight_staleness * publish_groups - generation_batch + 1
-            window = requested = min(generation_batch, max(1, largest))
+            greediest = min(greediest, max(1, max_weight_staleness * publish_groups - generation_batch + 1))
+            held = min(held, (max_weight_staleness + 1) * publish_groups - (greediest - 1))
+        if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC:
+            window = requested = greediest
         else:
             window = requested = window_size(windowed_fifo_ratio, generation_batch)
         slots = None
@@ -93,6 +98,8 @@ class Bounds:
             slots=slots,
             staleness=staleness,
             room=queue_capacity if slots is None else min(queue_capacity, slots),
+            # The next batch may be collected before the groups of the last publish have left.
+            held=max(held, publish_groups + rollout_batch_size),
         )
 
 

@@ -6,7 +6,7 @@ import io
 import re
 from typing import Any
 
-from miles_async.config.derived import schedule_of
+from miles_async.config.generation import schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.events import Stalled

@@ -150,7 +150,7 @@ def loaded(template: str) -> list[Group]:
     """The batch of rollout 4, as a run that only trains loads it, when the trainer is at version 2."""
     settings = run_config(load_debug_rollout_data=template, rollout_batch_size=2, n_samples_per_prompt=2)
     source: Any = SimpleNamespace(trainer_version=2)
-    return asyncio.run(SavedBatches(settings, NO_LIMITS)(4, source))
+    return asyncio.run(SavedBatches(settings, NO_LIMITS)(4, source, 2))
 
 
 @pytest.mark.parametrize("indices", [{}, {"group_index": None}], ids=["with group indices", "of an early slime"])

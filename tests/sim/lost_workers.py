@@ -493,7 +493,7 @@ class LostWorkersOfAnExternalGenerator(LostWorkers):
         posted = [[sample, sample], *[sample] * (size - 1)]
         return await self.buffer.add(posted, lookup=lambda name: [], claim=lambda name: None, key=key)
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         rollout = self.config.rollout
         args: Any = SimpleNamespace(
             rollout_batch_size=rollout.rollout_batch_size,

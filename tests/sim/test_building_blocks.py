@@ -36,6 +36,7 @@ from miles_async.rollout.sglang_rollout import (
     generate_and_rm_group,
     get_rollout_num_engines,
 )
+from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -281,6 +282,8 @@ class WorkerRun(World):
     """A run of a rollout function with a worker, which generates with the building blocks."""
 
     function: Any
+    keeps_groups: bool | None = True
+    """What the function declares; None without a declaration."""
     engine_kind: type[Engines] = EnginesWithSampling
 
     def _ports(self, clock: VirtualClock) -> Ports:
@@ -289,9 +292,10 @@ class WorkerRun(World):
         service.connect(generator=engines, evaluator=engines, rewarder=Judge(clock, self.reward_seconds))
         args = flat_args(self.config, sample_service=service, tokenizer=None)
         adapter = RolloutFunctionAdapter(
-            self.function, args, self.config, score_tokens=_nothing_to_score, has_worker=True
+            self.function, args, self.config, score_tokens=_nothing_to_score, keeps_groups=self.keeps_groups
         )
-        return replace(super()._ports(clock), functions=RunFunctions(worker_function=adapter.from_worker))
+        functions = RunFunctions(rollout=adapter)
+        return replace(super()._ports(clock), functions=functions, keeps_groups=self.keeps_groups)
 
     def check(self) -> None:
         """The staleness limit holds, and no prompt is lost or trained twice."""
@@ -339,8 +343,21 @@ class FullyAsyncRollout:
                 self._output.put_nowait(task.result())
 
 
-def test_a_worker_in_the_class_form_of_miles_trains_within_the_staleness_limit() -> None:
-    world = WorkerRun(config=config(), function=FullyAsyncRollout(), train_seconds=2.0).run()
+@pytest.mark.parametrize(
+    "keeps_groups, schedule",
+    [(True, Schedule.FULLY_ASYNC), (None, Schedule.ONE_STEP_OFF)],
+    ids=["declared", "undeclared"],
+)
+def test_a_worker_in_the_class_form_of_miles_trains_within_the_staleness_limit(
+    keeps_groups: bool | None, schedule: Schedule
+) -> None:
+    world = WorkerRun(
+        config=config(),
+        schedule=schedule,
+        function=FullyAsyncRollout(),
+        keeps_groups=keeps_groups,
+        train_seconds=2.0,
+    ).run()
     assert all(event.by_worker for event in world.trace.of(GroupGenerated))
     world.check()
 

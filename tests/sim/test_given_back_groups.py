@@ -91,7 +91,7 @@ class GivingBack(World):
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH + 1)
         surplus = groups.pop(0)
         for _ in range(self.repeats):
@@ -141,7 +141,7 @@ def test_a_group_may_be_given_back_in_another_thread(schedule: Schedule) -> None
 class Reduced(GivingBack):
     """Collects groups that lost a sample, and gives them back."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH + 1)
         surplus = groups.pop()
         surplus.leave_out([surplus[0]])
@@ -158,7 +158,7 @@ def test_a_group_that_lost_a_sample_is_given_back_as_a_whole(schedule: Schedule,
 
 
 class Emptying(GivingBack):
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH + 1)
         surplus = groups.pop()
         for sample in surplus:
@@ -178,7 +178,7 @@ def test_samples_that_were_reset_are_generated_again(schedule: Schedule) -> None
 class Contradicting(GivingBack):
     """Returns the group that it has given back."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH)
         source.add_samples([groups[0]])
         return [Group.of(self.form(groups[0])), *groups[1:]]
@@ -199,7 +199,7 @@ class Late(GivingBack):
     delay: int = 1
     before: list[list[Group]] = field(default_factory=list)
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH)
         if len(self.before) >= self.delay:
             source.add_samples([self.form(group) for group in self.before[-self.delay]])
@@ -219,7 +219,7 @@ def test_a_group_that_was_returned_for_training_is_not_trained_again(schedule: S
 class Dropping(GivingBack):
     """Drops the group that it has given back."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH + 1)
         surplus = groups.pop()
         source.add_samples([surplus])
@@ -238,7 +238,7 @@ class Keeping(GivingBack):
 
     kept: Group | None = None
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         if self.kept is not None:
             source.add_samples([self.form(self.kept)])
         groups = await collect(self, rollout_id, source, BATCH + 1)
@@ -262,7 +262,7 @@ def test_a_group_that_was_neither_returned_nor_given_back_can_be_given_back_in_a
 class Taking(GivingBack):
     """Takes the groups again that it has given back, and generates some of them itself."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = await collect(self, rollout_id, source, BATCH + 1)
         surplus = groups.pop()
         source.add_samples([self.form(surplus)])
@@ -296,7 +296,7 @@ class LostGivingBack(LostWorkers):
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Collect up to three groups more than needed, and give some back, in any form, some of them twice."""
         moves = self.moves
         surplus: list[Group] = []

@@ -36,7 +36,7 @@ class Wrapping(World):
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         rollout = self.config.rollout
         size = rollout.rollout_batch_size
         if self.schedule is Schedule.FULLY_ASYNC:
@@ -73,8 +73,8 @@ def test_groups_that_a_function_rebuilds_are_trained_as_the_groups_that_it_colle
 class Adding(Wrapping):
     """A user's function that replaces half of each batch with groups that it makes."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        groups = await super()._rollout(rollout_id, source)
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        groups = await super()._rollout(rollout_id, source, size)
         made = []
         for number in range(4):
             sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], reward=1.0)
@@ -104,9 +104,9 @@ def test_a_group_that_is_returned_in_two_lists_is_refused() -> None:
 class Late(Wrapping):
     """A user's function that returns the batch that is being trained once more."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         if rollout_id == 0:
-            self.groups = await super()._rollout(rollout_id, source)
+            self.groups = await super()._rollout(rollout_id, source, size)
         return self.groups
 
 

@@ -55,7 +55,7 @@ def test_a_resumed_run_trains_every_prompt_once(schedule: Schedule) -> None:
 class OwnFunction(World):
     """A user-defined batch function whose prompts are still unfinished when a step ends."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = source.get_samples(BATCH + 1)
         source.add_samples([groups.pop()])
         for group in groups:

@@ -71,12 +71,15 @@ class WithWorker(World):
     """A run whose rollout function returns what its worker has finished."""
 
     worker: Worker | None = None
+    keeps_groups: bool | None = True
+    """What the function declares; None without a declaration."""
 
     def _ports(self, clock: VirtualClock) -> Ports:
         adapter = RolloutFunctionAdapter(
-            self._function, flat_args(self.config), self.config, score_tokens=score, has_worker=True
+            self._function, flat_args(self.config), self.config, score_tokens=score, keeps_groups=self.keeps_groups
         )
-        return replace(super()._ports(clock), functions=RunFunctions(worker_function=adapter.from_worker))
+        functions = RunFunctions(rollout=adapter)
+        return replace(super()._ports(clock), functions=functions, keeps_groups=self.keeps_groups)
 
     def start(self, source: RolloutSource) -> Worker:
         worker = Worker(source)
@@ -112,8 +115,11 @@ async def score(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Schedule.FULLY_ASYNC, Schedule.ONE_STEP_OFF])
-def test_of_groups_of_mixed_ages_none_above_the_limit_is_trained_and_none_is_lost(schedule: Schedule) -> None:
-    world = WithWorker(config=config(), schedule=schedule).run()
+@pytest.mark.parametrize("keeps_groups", [True, None], ids=["declared", "undeclared"])
+def test_of_groups_of_mixed_ages_none_above_the_limit_is_trained_and_none_is_lost(
+    keeps_groups: bool | None, schedule: Schedule
+) -> None:
+    world = WithWorker(config=config(), schedule=schedule, keeps_groups=keeps_groups).run()
     assert world.audit.recycled > 0
     assert max(world.ages) == world.audit.greatest_age == LIMIT
     assert [len(batch) for batch in world.trainer.batches] == [BATCH] * ROLLOUTS
@@ -131,8 +137,9 @@ def test_a_sample_without_weight_versions_is_as_old_as_its_prompt_was_taken() ->
     assert max(world.ages) > LIMIT
 
 
-def test_the_producer_does_not_generate_beside_a_worker() -> None:
-    world = WithWorker(config=config()).run()
+@pytest.mark.parametrize("keeps_groups", [True, None], ids=["declared", "undeclared"])
+def test_the_producer_does_not_generate_beside_a_worker(keeps_groups: bool | None) -> None:
+    world = WithWorker(config=config(), keeps_groups=keeps_groups).run()
     assert all(event.by_worker for event in world.trace.of(GroupGenerated))
     assert world.service._producer.in_flight == 0
 
@@ -153,7 +160,48 @@ def test_a_worker_gets_no_more_prompts_than_the_slots_allow() -> None:
     assert world.audit.violations == unlimited.audit.violations == []
 
 
-def test_groups_that_a_worker_loses_are_generated_again_or_become_dead_letters() -> None:
+def test_a_worker_without_a_declaration_is_limited_after_its_first_batch() -> None:
+    held: list[int] = []
+
+    class Hasty(WithWorker):
+        def start(self, source: RolloutSource) -> Worker:
+            worker = Worker(source, concurrency=40)
+            self.task = asyncio.create_task(worker.run())
+            return worker
+
+        async def _function(self, args: Any, rollout_id: int, data_source: RolloutSource, evaluation: bool) -> Any:
+            held.append(len(self.service.held.taken))
+            return await super()._function(args, rollout_id, data_source, evaluation)
+
+    world = Hasty(config=config(), schedule=Schedule.ONE_STEP_OFF, keeps_groups=None).run()
+    assert max(held[:5]) > world.bounds.held >= max(held[-5:]) > 0
+    assert world.audit.violations == []
+
+
+class Choosing(WithWorker):
+    """A function that generates in its calls, and drops every second prompt, as a dynamic filter in it does."""
+
+    async def _function(self, args: Any, rollout_id: int, data_source: RolloutSource, evaluation: bool) -> Any:
+        groups = data_source.get_samples(2 * args.rollout_batch_size)
+        await asyncio.sleep(1.0)
+        for sample in chain.from_iterable(groups):
+            finish(sample)
+        return groups[::2]
+
+
+def test_a_function_without_a_declaration_may_generate_in_its_calls() -> None:
+    sizes = {"queue_capacity": 2 * BATCH, "max_weight_staleness": 1}
+    world = Choosing(config=config(**sizes), schedule=Schedule.ONE_STEP_OFF, keeps_groups=None).run()
+    prompts = [int(name.removeprefix("sample_0_")) for batch in world.trainer.batches for name in batch]
+    assert prompts == list(range(0, 2 * BATCH * ROLLOUTS, 2)), "prompts that it dropped are not generated again"
+    assert set(world.ages) == {0, 1}
+    assert all(event.by_worker for event in world.trace.of(GroupGenerated))
+    assert world.dead_letters.letters == []
+    assert world.audit.violations == []
+
+
+@pytest.mark.parametrize("keeps_groups", [True, None], ids=["declared", "undeclared"])
+def test_groups_that_a_worker_loses_are_generated_again_or_become_dead_letters(keeps_groups: bool | None) -> None:
     class Losing(Worker):
         async def generate(self, group: list[Sample]) -> None:
             index = group[0].index or 0
@@ -170,7 +218,7 @@ def test_groups_that_a_worker_loses_are_generated_again_or_become_dead_letters()
             self.task = asyncio.create_task(worker.run())
             return worker
 
-    world = Careless(config=config()).run()
+    world = Careless(config=config(), keeps_groups=keeps_groups).run()
     reasons = Counter(event.reason for event in world.trace.of(GroupMoved) if event.reason is not None)
     assert reasons[DropReason.FAILED] > 0
     assert any("took it and lost it" in error for _, _, error in world.dead_letters.letters)
@@ -178,7 +226,8 @@ def test_groups_that_a_worker_loses_are_generated_again_or_become_dead_letters()
     assert world.audit.violations == []
 
 
-def test_a_worker_that_dies_is_replaced_without_a_lost_prompt() -> None:
+@pytest.mark.parametrize("keeps_groups", [True, None], ids=["declared", "undeclared"])
+def test_a_worker_that_dies_is_replaced_without_a_lost_prompt(keeps_groups: bool | None) -> None:
     class Mortal(WithWorker):
         async def _function(self, args: Any, rollout_id: int, data_source: RolloutSource, evaluation: bool) -> Any:
             if rollout_id % 5 == 4 and self.worker is not None:
@@ -189,7 +238,7 @@ def test_a_worker_that_dies_is_replaced_without_a_lost_prompt() -> None:
                 self.worker = None
             return await super()._function(args, rollout_id, data_source, evaluation)
 
-    world = Mortal(config=config()).run()
+    world = Mortal(config=config(), keeps_groups=keeps_groups).run()
     assert [len(batch) for batch in world.trainer.batches] == [BATCH] * ROLLOUTS
     assert world.accounted == world.prompts_taken
     assert world.audit.violations == []

@@ -168,7 +168,7 @@ def test_a_checkpoint_has_complete_prompts_if_a_rollout_function_leaves_samples_
 class GivesBack(World):
     """The rollout function gives a group back without its first sample, and takes it again."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = source.get_samples(BATCH)
         source.add_samples([groups[0][1:]])
         again = source.get_samples(1)

@@ -24,6 +24,8 @@ from miles_async.events import (
 )
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.rollout import external_rollout
+from miles_async.rollout.contract import flat_args
+from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, Verdict, VersionSpan
@@ -152,7 +154,7 @@ class Streaming(World):
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         return await source.drain_stream(rollout_id, self.config.rollout.rollout_batch_size)
 
 
@@ -165,6 +167,21 @@ def test_a_function_that_drains_the_stream_trains_the_same_groups_as_the_queue()
 def test_draining_the_stream_under_another_schedule_names_the_schedule_to_set(schedule: Schedule) -> None:
     with pytest.raises(UserError, match=f"the schedule is {schedule}: set --schedule fully_async"):
         Streaming(config=config(), schedule=schedule).run()
+
+
+class CallingTheShippedFunction(World):
+    """A user's function without a declaration, which calls the function of fully asynchronous runs."""
+
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        groups: list[Group] = await generate_rollout_fully_async(flat_args(self.config), rollout_id, source)
+        return groups
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.SYNCHRONOUS])
+def test_the_function_of_fully_asynchronous_runs_generates_batches_under_another_schedule(schedule: Schedule) -> None:
+    shipped = World(config=config(num_rollout=20), schedule=schedule).run()
+    world = CallingTheShippedFunction(config=config(num_rollout=20), schedule=schedule).run()
+    assert world.trainer.batches == shipped.trainer.batches
 
 
 class Collecting(World):
@@ -345,7 +362,7 @@ class Discarding(World):
     def _rollout_function(self) -> RolloutFunction:
         return self._rollout
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         size = self.config.rollout.rollout_batch_size
         if self.schedule is Schedule.FULLY_ASYNC:
             return (await source.drain_stream(rollout_id, size + 2))[:size]
@@ -364,7 +381,7 @@ def test_groups_that_a_function_collects_and_does_not_return_give_their_slots_ba
 class Posted(World):
     """Batches from outside, alternately of the first and of the current weights."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         async def take() -> Group:
             version = next(versions)
             samples = [Sample(index=0, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], reward=1.0)]
@@ -394,17 +411,17 @@ def test_external_groups_that_are_too_old_are_left_out_and_counted() -> None:
 class Forgetful(World):
     """A user-defined function that returns an earlier result again."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         if rollout_id == 0:
-            self.groups = await super()._rollout(rollout_id, source)
+            self.groups = await super()._rollout(rollout_id, source, size)
         return self.groups
 
 
 class Doubling(World):
     """A user's function that returns the same group in two places."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        groups = await super()._rollout(rollout_id, source)
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        groups = await super()._rollout(rollout_id, source, size)
         return [*groups[1:], groups[1]]
 
 

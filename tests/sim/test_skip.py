@@ -90,8 +90,8 @@ class SkippingWorld(World):
         )
         return self.recording
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
-        return await self.recording.batch(rollout_id, lambda: World._rollout(self, rollout_id, source))
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
+        return await self.recording.batch(rollout_id, lambda: World._rollout(self, rollout_id, source, size))
 
 
 def play(

@@ -39,7 +39,7 @@ class PersistentWorker(World):
 
     flat = False
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         held: list[Group] = vars(self).setdefault("held", [])
         held += source.get_samples(BATCH + HELD - len(held))
         await asyncio.sleep(5.0)
@@ -75,7 +75,7 @@ def test_a_checkpoint_contains_a_prompt_without_the_tokens_that_a_function_added
 class Choosing(World):
     """A user's function that drops every second prompt, as a dynamic filter inside the function does."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         groups = source.get_samples(2 * BATCH)
         await asyncio.sleep(5.0)
         return [finish(group, source.live_version) for group in groups[::2]]

@@ -220,12 +220,20 @@ def lifecycle_of(run_state: RunState, data: SeekableSource | None = None) -> Gro
 
 
 def held_prompts_of(
-    run_state: RunState, data: SeekableSource | None = None, *, limit: int | None = None
+    run_state: RunState, data: SeekableSource | None = None, *, limit: int = 1000, keeps_groups: bool | None = False
 ) -> HeldPrompts:
     """What a rollout function holds in a run that has no window."""
     data = Feed() if data is None else data
     lifecycle = lifecycle_of(run_state, data)
-    return HeldPrompts(run_state, lifecycle, data, skip=lambda sequence: None, samples_per_group=1, limit=limit)
+    return HeldPrompts(
+        run_state,
+        lifecycle,
+        data,
+        skip=lambda sequence: None,
+        samples_per_group=1,
+        limit=limit,
+        keeps_groups=keeps_groups,
+    )
 
 
 @dataclass(kw_only=True)
@@ -390,6 +398,6 @@ class World:
     def _on_rollout(self, rollout_id: int) -> None:
         """Called when the collection of a batch begins."""
 
-    async def _rollout(self, rollout_id: int, source: RolloutSource) -> list[Group]:
+    async def _rollout(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         size = self.config.rollout.rollout_batch_size
         return await source.collect_batch(rollout_id, size, self.bounds.generation_batch, self.choose)

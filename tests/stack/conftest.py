@@ -142,5 +142,5 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 async def _enter(config: RunConfig) -> Cluster:
     cluster = await Cluster(config, RunFolder.create(config), "train_async.py", lambda event: None).__aenter__()
-    await cluster.start(preflight(config, "train_async.py"))
+    await cluster.start(preflight(config))
     return cluster

@@ -23,7 +23,7 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import Trace, World
 from workers.batches import BatchPreparation
-from workers.preflight import dynamic_filter, rollout_function
+from workers.preflight import dynamic_filter
 
 MINE = "tests.stack.slime_functions"
 
@@ -100,12 +100,12 @@ async def test_a_rollout_function_fills_the_groups_of_the_data_buffer(tmp_path: 
     async def rate(sample: Sample) -> None:
         sample.rollout_log_probs = [-0.5] * sample.response_length
 
-    function = rollout_function(settings, "train.py")
+    function = load_function(settings.rollout.rollout_function_path, setting="rollout_function_path")
     args, data = flat_args(settings), source(tmp_path)
     run: Any = SimpleNamespace(
         get_samples=data.get_samples, trainer_version=0, live_version=0, version_when_taken=lambda sample: 0
     )
-    groups = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, run)
+    groups = await RolloutFunctionAdapter(function, args, settings, score_tokens=rate)(0, run, 3)
     await BatchPreparation(settings, args, Trace())(0, groups)
     assert [[sample.scalar_reward for sample in trained] for trained in groups] == [[0.0, 1.0]] * 3
     assert [trained.feed_index for trained in groups] == ["sample_0_0", "sample_0_1", "sample_0_2"]

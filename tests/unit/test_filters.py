@@ -15,7 +15,7 @@ import pytest
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
-from miles_async.config.derived import trains_only
+from miles_async.config.generation import trains_only
 from miles_async.errors import UserError
 from miles_async.events import SamplesRemoved, WarningRaised
 from miles_async.filters import (
@@ -132,10 +132,11 @@ async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> lis
 
     args = flat_args(chosen)
     source = SimpleNamespace(trainer_version=2, live_version=2, version_when_taken=lambda sample: None)
+    size = chosen.rollout.rollout_batch_size
     if trains_only(chosen):
-        return await SavedBatches(chosen, SampleLimits(vocabulary=10))(4, source)  # type: ignore[arg-type]
+        return await SavedBatches(chosen, SampleLimits(vocabulary=10))(4, source, size)  # type: ignore[arg-type]
     prepare = BatchPreparation(chosen, args, events)
-    found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source)  # type: ignore[arg-type]
+    found = await RolloutFunctionAdapter(function, args, chosen, score_tokens=rate)(4, source, size)  # type: ignore[arg-type]
     await prepare(4, found)
     return found
 

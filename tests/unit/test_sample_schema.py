@@ -286,7 +286,7 @@ def collect(function: Any) -> tuple[list[Group], list[str]]:
         sample.rollout_log_probs = [-1.0] * sample.response_length
 
     adapter = RolloutFunctionAdapter(function, flat_args(settings), settings, score_tokens=score, limits=LIMITS)
-    return asyncio.run(adapter(0, source)), source.refused  # type: ignore[arg-type]
+    return asyncio.run(adapter(0, source, settings.rollout.rollout_batch_size)), source.refused  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fields, complaint", [*INVALID, ({"reward": None}, "reward None has no finite number")])

@@ -139,7 +139,7 @@ def test_a_function_for_the_warm_start_is_named(module: str) -> None:
         warm_start_examples_path=f"{module}.leave",
     )
     with pytest.raises(UserError, match=r"warm_start_examples_path leaving\.leave raised"):
-        preflight(config, "train_async.py")
+        preflight(config)
 
 
 async def wait_forever(*args: Any, **kwargs: Any) -> Any:

@@ -144,7 +144,7 @@ def _start(argv: Sequence[str]) -> None:
             raise
     config = parse_or_exit(argv, entry=ENTRY)
     try:
-        preflight(with_converted_checkpoint(config), ENTRY)
+        preflight(with_converted_checkpoint(config))
     except UserError as error:
         for sentence in error.args:
             print(f"{ENTRY}: {' '.join(str(sentence).split())}", file=sys.stderr)

@@ -15,7 +15,7 @@ from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
-from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, generates, generates_by_user, trains_only
+from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
@@ -142,10 +142,7 @@ def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping
     built_in = config.rollout.custom_rm_path is None and config.data.environment is None and generates(config)
 
     # Otherwise a user's function or an external generator may set the rewards.
-    scores = not generates_by_user(config) and config.rollout.rollout_function_path not in (
-        SFT_FUNCTION,
-        EXTERNAL_FUNCTION,
-    )
+    scores = not generates_by_user(config) and rollout_mode(config).scores
 
     def complaint(metadata: Mapping[str, Any], label: Any) -> str | None:
         if not built_in:
@@ -190,7 +187,7 @@ def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats
     With `chats`, prompts may be lists of messages. Raises UserError if prompts have to be rendered but the tokenizer
     has no chat template.
     """
-    applies, path = config.data.apply_chat_template, config.rollout.rollout_function_path
+    applies, renders_chats = config.data.apply_chat_template, rollout_mode(config).renders_chats
     if applies and tokenizer is None:
         raise UserError("apply_chat_template needs a tokenizer: set hf_checkpoint")
     # Users' own functions may render messages in another way.
@@ -205,7 +202,7 @@ def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats
         return lambda problem: problem.prompt
 
     def render(problem: Problem) -> Prompt:
-        if path == SFT_FUNCTION and not isinstance(problem.prompt, str):
+        if not renders_chats and not isinstance(problem.prompt, str):
             # A supervised example is a whole conversation, which the rollout function renders with its loss mask.
             return problem.prompt
         try:

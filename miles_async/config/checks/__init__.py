@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from miles_async.config.checks import layouts, models, placeholders, plugins, rollouts, serving, sizes, untested
 from miles_async.config.checks.notes import NOTES
-from miles_async.config.derived import EXTERNAL_FUNCTION, SFT_FUNCTION, bounds_of, schedule_of
+from miles_async.config.generation import bounds_of, rollout_mode, schedule_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import collected
 from miles_async.scheduling.bounds import Schedule
@@ -23,8 +23,8 @@ def problems(config: RunConfig, entry: str) -> list[str]:
         with collected(found):
             found += check(config)
     found = list(dict.fromkeys(found))
-    path = config.rollout.rollout_function_path
-    if schedule is Schedule.FULLY_ASYNC and path in (SFT_FUNCTION, EXTERNAL_FUNCTION):
+    if schedule is Schedule.FULLY_ASYNC and not rollout_mode(config).may_be_continuous:
+        path = config.rollout.rollout_function_path
         found.append(
             f"schedule fully_async has no effect on {path}, which brings its own batches: "
             "set schedule to one_step_off or synchronous"

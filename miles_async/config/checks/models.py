@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
-    generates,
     hf_export,
     hub_name,
     is_gguf,
@@ -16,6 +15,7 @@ from miles_async.config.derived import (
     reference_batching,
     restarts_learner,
 )
+from miles_async.config.generation import generates
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
 from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
 from miles_async.config.schema import RunConfig

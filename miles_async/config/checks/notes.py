@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_async.config.checks.unused import unused_settings
-from miles_async.config.derived import (
-    GREEDY_FUNCTION,
-    engines,
-    has_worker,
-    schedule_of,
-    steps_per_rollout,
-    trains_only,
-)
+from miles_async.config.derived import engines, steps_per_rollout
+from miles_async.config.generation import rollout_mode, schedule_of, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
@@ -35,7 +29,7 @@ def _unlike_the_paper(config: RunConfig, entry: str) -> Iterator[str]:
 
 def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
     """Settings of the pipeline's producer, which does not run beside the worker of a rollout function."""
-    if not has_worker(config):
+    if not rollout_mode(config).keeps_groups:
         return
     rollout, skip = config.rollout, config.skip
     settings = {
@@ -54,7 +48,7 @@ def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
 
 def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.over_sampling_filter_path is None or has_worker(config):
+    if rollout.over_sampling_filter_path is None or rollout_mode(config).keeps_groups:
         return
     if schedule_of(config, entry) is Schedule.FULLY_ASYNC:
         yield (
@@ -67,13 +61,13 @@ def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]
 
 def _unused_window(config: RunConfig, entry: str) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.windowed_fifo_ratio is None or has_worker(config):
+    mode = rollout_mode(config)
+    if rollout.windowed_fifo_ratio is None or mode.keeps_groups:
         return
-    if rollout.rollout_function_path == GREEDY_FUNCTION:
-        yield (
-            f"windowed_fifo_ratio has no effect: {GREEDY_FUNCTION} collects the groups that finish first; "
-            "unset rollout_function_path, or set it to windowed_fifo_rollout.generate_rollout"
-        )
+    if not mode.uses_window:
+        windowed = "unset rollout_function_path, or set it to windowed_fifo_rollout.generate_rollout"
+        advice = windowed if mode.collects_only else "unset windowed_fifo_ratio"
+        yield f"windowed_fifo_ratio has no effect: {rollout.rollout_function_path} {mode.summary}; {advice}"
         return
     surplus = rollout.over_sampling_batch_size not in (None, rollout.rollout_batch_size)
     filtered = rollout.dynamic_sampling_filter_path is not None
@@ -85,7 +79,7 @@ def _unused_window(config: RunConfig, entry: str) -> Iterator[str]:
 
 
 def _unused_skip(config: RunConfig, entry: str) -> list[str]:
-    if has_worker(config):
+    if rollout_mode(config).keeps_groups:
         return []
     used, idle = ("rollout", "async_rollout")
     if schedule_of(config, entry) is Schedule.FULLY_ASYNC:

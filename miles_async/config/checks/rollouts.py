@@ -6,30 +6,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.derived import (
-    SFT_FUNCTION,
     evaluation_concurrency,
-    generates,
-    generates_by_user,
     hub_name,
     sampling_mask_limit,
     sampling_top_k,
     server_arguments,
     trains_on_sampling_masks,
-    trains_only,
 )
 from miles_async.config.fields import nearest
+from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.config.server_args import known_parsers
 from miles_async.environments import ENVIRONMENTS
+from miles_async.modes.mode import MODES
 from miles_async.rewards.plugin import complaints, usable_reward
 
 
-def _supervised(config: RunConfig) -> Iterator[str]:
-    supervised = config.rollout.rollout_function_path == SFT_FUNCTION
-    if supervised and config.learner.loss_type != "sft_loss":
-        yield f"{SFT_FUNCTION} returns supervised examples without rewards: set loss_type to sft_loss"
+def _mode(config: RunConfig) -> Iterator[str]:
+    """Raises UserError if the mode of an installed package cannot be used."""
+    mode, path = rollout_mode(config), config.rollout.rollout_function_path
+    if mode.loss_type not in ("", config.learner.loss_type):
+        yield f"{path} {mode.summary} without rewards: set loss_type to {mode.loss_type}"
+    if "." not in path and MODES.has(path):
+        # The configuration has the path of the function of any mode that can be used.
+        MODES.find(path)
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -196,4 +198,4 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_supervised, _data, _environment, _tools, _parsers, _reward, _evaluation, _debug, _stop, _greedy, _sampling)
+CHECKS = (_mode, _data, _environment, _tools, _parsers, _reward, _evaluation, _debug, _stop, _greedy, _sampling)

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from miles_async.config.derived import (
-    bounds_of,
     data_parallel_ranks,
     learner_ranks,
     least_tokens_per_gpu,
@@ -16,6 +15,7 @@ from miles_async.config.derived import (
     samples_per_step,
     steps_per_rollout,
 )
+from miles_async.config.generation import bounds_of
 from miles_async.config.losses import estimator_of
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Bounds

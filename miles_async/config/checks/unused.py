@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
-from miles_async.config.derived import evaluates, generates_by_user, keeps_reference, serves_agents
+from miles_async.config.derived import keeps_reference
 from miles_async.config.fields import SETTINGS, Setting
+from miles_async.config.generation import evaluates, generates_by_user, serves_agents
 from miles_async.config.losses import estimator_of, objective_name, objective_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives.objective import OBJECTIVES

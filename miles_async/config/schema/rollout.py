@@ -48,12 +48,14 @@ class Rollout(Section):
 
     rollout_function_path: str = "miles_async.rollout.sglang_rollout.generate_rollout"
     """Function that returns one batch of groups per call, as module.function. Choose
-    fully_async_rollout.generate_rollout_fully_async for continuous generation, or name your own function."""
+    fully_async_rollout.generate_rollout_fully_async for continuous generation, or name your own function. The name of a
+    rollout mode stands for its function: batch, windowed, stream, supervised, external, or that of a plug-in."""
     schedule: Literal["fully_async", "one_step_off", "synchronous"] | None = None
     """How generation and training overlap. fully_async: a persistent producer fills a queue of groups. one_step_off:
     the next batch is generated while the current one trains. synchronous: generation and training alternate.
-    Default: synchronous for train.py; for train_async.py, fully_async if the rollout function drains the stream or has
-    a worker that generates between calls, and one_step_off for any other. --check-config prints which applies."""
+    Default: synchronous for train.py; for train_async.py, the schedule of the rollout function's mode, which is
+    fully_async for a function that is declared with @fully_async, and one_step_off for a function without a
+    declaration. --check-config prints which applies."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)

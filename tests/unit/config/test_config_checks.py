@@ -6,19 +6,11 @@ from typing import Any
 import pytest
 
 from miles_async.config.checks import notes, problems
-from miles_async.config.derived import (
-    EXTERNAL_FUNCTION,
-    FULLY_ASYNC_FUNCTION,
-    SFT_FUNCTION,
-    bounds_of,
-    learning_rate,
-    schedule_of,
-    steps_per_rollout,
-    table,
-    takes_from_queue,
-)
+from miles_async.config.derived import learning_rate, steps_per_rollout, table
+from miles_async.config.generation import bounds_of, schedule_of, takes_from_queue
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from miles_async.modes.shipped import External, Stream, Supervised
 from miles_async.scheduling.bounds import Schedule
 from tests.configuration import run_config
 
@@ -27,7 +19,7 @@ RUNNABLE: dict[str, Any] = {
     "rm_type": "reasoning_gym",
     "rollout_max_response_len": 8,
 }
-ASYNC: dict[str, Any] = {"rollout_function_path": FULLY_ASYNC_FUNCTION}
+ASYNC: dict[str, Any] = {"rollout_function_path": Stream.function}
 
 
 def config(**settings: Any) -> RunConfig:
@@ -228,7 +220,7 @@ def test_batches_come_from_the_queue_without_a_rollout_function_only_in_fully_as
     assert takes_from_queue(config(**settings), entry) is direct
 
 
-@pytest.mark.parametrize("path", [SFT_FUNCTION, EXTERNAL_FUNCTION])
+@pytest.mark.parametrize("path", [Supervised.function, External.function])
 def test_a_function_that_makes_batches_itself_cannot_use_the_stream(path: str) -> None:
     complaint = refusal(schedule="fully_async", rollout_function_path=path, loss_type="sft_loss")
     assert f"schedule fully_async has no effect on {path}" in complaint

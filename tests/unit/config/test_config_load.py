@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -213,6 +214,8 @@ def test_a_user_module_shadows_a_shipped_rollout_function(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     mine = "fully_async_rollout.generate_rollout_fully_async"
     assert load("--rollout-function-path", mine).rollout.rollout_function_path == mine
+    # To find the mode of the function, its module was imported, and it would shadow the shipped one in other tests.
+    del sys.modules["fully_async_rollout"]
 
 
 def test_every_setting_has_a_unique_name_and_a_help_text() -> None:

@@ -23,7 +23,6 @@ from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import PackedBatch, rank_batches, repack_for_forward
 from miles_async.config.derived import (
-    bounds_of,
     checkpoint_due,
     critic_learning_rate,
     demand_of,
@@ -32,6 +31,7 @@ from miles_async.config.derived import (
     table,
 )
 from miles_async.config.fields import SETTINGS
+from miles_async.config.generation import bounds_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import RunStarted

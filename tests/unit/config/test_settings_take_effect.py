@@ -14,8 +14,10 @@ from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
-from miles_async.config.derived import SFT_FUNCTION, generates, reference_batching, table
+from miles_async.config.derived import reference_batching, table
+from miles_async.config.generation import generates
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.modes.shipped import Supervised
 from miles_async.types import Group, Prompt, Sample
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -140,7 +142,7 @@ def test_the_number_of_engines_and_of_learner_ranks_follows_from_the_devices() -
     ],
 )
 def test_supervised_runs_need_engines_only_if_something_is_evaluated(settings: dict[str, Any], engines: int) -> None:
-    sft_examples = run_config(rollout_function_path=SFT_FUNCTION, **settings)
+    sft_examples = run_config(rollout_function_path=Supervised.function, **settings)
     assert generates(sft_examples) is bool(engines)
     rows = {line.split()[0]: line.split()[1] for line in table(sft_examples, "train.py").splitlines()}
     assert rows["engines"] == str(engines)

@@ -32,14 +32,14 @@ def data(tmp_path: Path) -> BufferedSource:
     return open_data(run_config(**settings))
 
 
-def source(data: BufferedSource, *, held_limit: int | None = None) -> RolloutSource:
+def source(data: BufferedSource, *, held_limit: int = 1000, keeps_groups: bool = False) -> RolloutSource:
     clock = SystemClock()
     not_used: Any = None
     run_state = RunState(clock, Journal(NullStore(), DirectOutbox(Trace()), clock))
     return RolloutSource(
         data=data,
         run_state=run_state,
-        held=held_prompts_of(run_state, data, limit=held_limit),
+        held=held_prompts_of(run_state, data, limit=held_limit, keeps_groups=keeps_groups),
         collector=not_used,
         evaluator=not_used,
         schedule=Schedule.ONE_STEP_OFF,
@@ -85,7 +85,7 @@ def test_a_position_of_an_earlier_version_has_no_metadata(data: BufferedSource) 
 
 
 def test_a_worker_gets_prompts_again_when_it_has_returned_some(data: BufferedSource) -> None:
-    mine = source(data, held_limit=3)
+    mine = source(data, held_limit=3, keeps_groups=True)
     held = mine.get_samples(2)
     held += mine.get_samples(2)
     assert [len(held), mine.get_samples(1)] == [3, []]

@@ -208,7 +208,7 @@ def test_warm_start_examples_that_are_no_pairs_are_refused() -> None:
         warm_start_examples_path=returns("one_pair"),
     )
     with pytest.raises(UserError, match=r"one_pair returned \['ab', 'cd'\]: return a list of pairs \(prompt, answer\)"):
-        preflight(chosen, "train.py")
+        preflight(chosen)
 
 
 def mean_accuracy(args: Any, rollout_id: int, data_source: Any, evaluation: bool) -> Any:

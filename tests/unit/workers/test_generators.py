@@ -16,8 +16,8 @@ from miles_async.adapters.agents.messages import PlainTextParser
 from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.config.derived import EXTERNAL_FUNCTION
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.modes.shipped import External
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import NO_LIMITS
@@ -106,7 +106,7 @@ async def test_no_port_is_opened_in_a_run_without_agents() -> None:
 
 
 async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_the_user_alone() -> None:
-    async with generators(rollout_function_path=EXTERNAL_FUNCTION) as made:
+    async with generators(rollout_function_path=External.function) as made:
         assert made._agent_key_file.read_text() == made._endpoint.key
         assert made._agent_key_file.stat().st_mode & 0o777 == 0o600
     async with generators(custom_generate_function_path=f"{__name__}.hangs") as made:
@@ -114,7 +114,7 @@ async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_
 
 
 async def test_the_key_of_the_endpoint_stays_the_same_when_the_rollout_worker_is_replaced() -> None:
-    async with generators(agent_key="left", rollout_function_path=EXTERNAL_FUNCTION) as made:
+    async with generators(agent_key="left", rollout_function_path=External.function) as made:
         assert (made._endpoint.key, made._agent_key_file.read_text()) == ("left", "left")
 
 

@@ -19,12 +19,10 @@ from tokenizers.models import WordLevel
 
 from miles_async.adapters.storage.rollout_file import save_groups
 from miles_async.adapters.storage.warm_starts import Example
-from miles_async.config.derived import FULLY_ASYNC_FUNCTION
 from miles_async.config.schema import RunConfig
+from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout.contract import flat_args
-from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
-from miles_async.rollout.sglang_rollout import generate_rollout
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
@@ -35,7 +33,6 @@ from workers.preflight import (
     dynamic_filter,
     lock_checkpoints,
     preflight,
-    rollout_function,
 )
 
 RUNNABLE = CHAIN_SUM | {"rm_type": "reasoning_gym", "eval_size": 0}
@@ -61,7 +58,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_valid_run_passes_and_needs_no_labels_without_a_warm_start() -> None:
-    sft_examples = preflight(config(), "train_async.py").sft_examples
+    sft_examples = preflight(config()).sft_examples
     assert (sft_examples.problems, sft_examples.check) == ([], [])
 
 
@@ -70,28 +67,28 @@ def test_a_run_that_only_trains_needs_neither_data_nor_a_reward_but_its_batches(
     settings = {"reasoning_gym_task": None, "rm_type": None, "load_debug_rollout_data": str(path)}
     sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 1}
     with pytest.raises(UserError, match=r"rollout data .*0\.st cannot be read"):
-        preflight(config(**settings, **sizes), "train.py")
+        preflight(config(**settings, **sizes))
     save_groups(path, 0, [group(1.0)])
-    preflight(config(**settings, **sizes), "train.py")
+    preflight(config(**settings, **sizes))
     with pytest.raises(UserError, match="holds 1 groups: set rollout_batch_size to 1"):
-        preflight(config(**settings), "train.py")
+        preflight(config(**settings))
 
 
 @pytest.mark.parametrize("setting", ["over_sampling_filter_path", "rollout_sample_filter_path", "buffer_filter_path"])
 def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str) -> None:
     with pytest.raises(UserError, match=f"{setting} 'nowhere.f' cannot be imported"):
-        preflight(config(**{setting: "nowhere.f"}), "train.py")
+        preflight(config(**{setting: "nowhere.f"}))
 
 
 def test_a_warm_start_gets_separate_examples_for_training_and_for_the_check() -> None:
-    sft_examples = preflight(config(warm_start_max_steps=1), "train_async.py").sft_examples
+    sft_examples = preflight(config(warm_start_max_steps=1)).sft_examples
     assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
 
 
 def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     plain, chat = (
-        preflight(config(warm_start_max_steps=1, warm_start_template=template), "train_async.py").sft_examples.check[0]
+        preflight(config(warm_start_max_steps=1, warm_start_template=template)).sft_examples.check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
     )
     assert chat == Example(f"user: {plain.prompt}<eos>assistant: ", plain.answer)
@@ -100,7 +97,7 @@ def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.Monk
 def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     settings = config(warm_start_max_steps=1, warm_start_examples_path=f"{__name__}.two_examples")
-    [first, second, third] = preflight(settings, "train_async.py").sft_examples.check[:3]
+    [first, second, third] = preflight(settings).sft_examples.check[:3]
     assert (first.answer, second.answer) == ("first", "second")
     assert first.prompt == second.prompt != third.prompt
 
@@ -108,7 +105,7 @@ def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.Monk
 def test_a_function_may_yield_the_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     settings = config(warm_start_max_steps=1, warm_start_examples_path=f"{__name__}.yielded_examples")
-    assert preflight(settings, "train_async.py").sft_examples.check[0].answer == "first"
+    assert preflight(settings).sft_examples.check[0].answer == "first"
 
 
 def chats(folder: Path) -> dict[str, Any]:
@@ -120,7 +117,7 @@ def chats(folder: Path) -> dict[str, Any]:
 
 
 def test_a_warm_start_gets_the_messages_and_tools_of_a_row(tmp_path: Path) -> None:
-    first = preflight(config(**chats(tmp_path)), "train_async.py").sft_examples.problems[0]
+    first = preflight(config(**chats(tmp_path))).sft_examples.problems[0]
     assert first == Example([{"role": "user", "content": f"{first.answer}?"}], first.answer, [{}])
 
 
@@ -128,14 +125,14 @@ def test_a_text_template_of_the_warm_start_is_refused_for_messages(tmp_path: Pat
     with pytest.raises(
         UserError, match="warm_start_template is a template for texts, and the prompts of the data are lists"
     ):
-        preflight(config(**chats(tmp_path), warm_start_template="Q: {prompt}"), "train_async.py")
+        preflight(config(**chats(tmp_path), warm_start_template="Q: {prompt}"))
 
 
 def test_a_tokenizer_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
-        preflight(config(hf_checkpoint=str(tmp_path)), "train_async.py")
+        preflight(config(hf_checkpoint=str(tmp_path)))
 
 
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -150,8 +147,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
                 agent_port=holder.getsockname()[1],
                 dynamic_sampling_filter_path="nowhere.keep",
                 reasoning_gym_task="chain_sun",
-            ),
-            "train_async.py",
+            )
         )
     beginnings = ["hf_checkpoint", "run_dir", "agent_port", "dynamic_sampling_filter_path", "reasoning_gym_task"]
     assert [sentence.split()[0] for sentence in refused.value.args] == beginnings
@@ -164,7 +160,7 @@ def test_checks_that_depend_on_a_failed_one_are_left_out(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text("{")
     data = {"prompt_data": str(tmp_path / "rows.jsonl"), "reasoning_gym_task": None, "rm_type": "exact"}
     with pytest.raises(UserError) as refused:
-        preflight(config(hf_checkpoint=str(tmp_path), apply_chat_template=True, **data), "train_async.py")
+        preflight(config(hf_checkpoint=str(tmp_path), apply_chat_template=True, **data))
     [sentence] = refused.value.args
     assert "tokenizer.json is not a valid tokenizer" in sentence
 
@@ -188,7 +184,7 @@ def two_examples(sample: Sample) -> list[tuple[str, str]]:
 )
 def test_an_unavailable_resource_is_named_with_its_setting(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        preflight(config(**settings), "train_async.py")
+        preflight(config(**settings))
 
 
 def checkpoint(folder: Path) -> Path:
@@ -202,26 +198,15 @@ def checkpoint(folder: Path) -> Path:
 def test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named(tmp_path: Path) -> None:
     weights = checkpoint(tmp_path)
     settings = config(hf_checkpoint=str(tmp_path))
-    preflight(settings, "train_async.py")
+    preflight(settings)
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(
         UserError, match=rf"hf_checkpoint {tmp_path}: model\.safetensors is broken: .*; copy the file again"
     ):
-        preflight(settings, "train_async.py")
+        preflight(settings)
     weights.unlink()
     with pytest.raises(UserError, match=r"holds no \*\.safetensors"):
-        preflight(settings, "train_async.py")
-
-
-def test_the_configured_function_generates_but_train_py_replaces_one_with_a_background_producer(
-    user_module: str,
-) -> None:
-    own = config(rollout_function_path=f"{user_module}.generate")
-    assert rollout_function(own, "train_async.py").__module__ == user_module
-    assert rollout_function(own, "train.py").__module__ == user_module
-    persistent = config(rollout_function_path=FULLY_ASYNC_FUNCTION)
-    assert rollout_function(persistent, "train_async.py") is generate_rollout_fully_async
-    assert rollout_function(persistent, "train.py") is generate_rollout
+        preflight(settings)
 
 
 @pytest.mark.parametrize("parameters", ["args, rollout_id, data_source", "rollout_id, data_source, evaluation=False"])
@@ -232,7 +217,7 @@ def test_a_rollout_function_with_an_older_signature_is_refused_with_the_right_on
     name = f"older_{len(parameters)}"
     (tmp_path / f"{name}.py").write_text(f"def rollout({parameters}): ...\n")
     with pytest.raises(UserError, match=r"write fn\(args, rollout_id, data_source, evaluation=False\)"):
-        rollout_function(config(rollout_function_path=f"{name}.rollout"), "train_async.py")
+        load_function(f"{name}.rollout", setting="rollout_function_path")
 
 
 def group(reward: float) -> Group:
@@ -259,7 +244,7 @@ def test_a_filter_that_is_a_coroutine_function_is_refused(kind: str) -> None:
     """A coroutine counts as true: the dynamic filter would keep every group."""
     settings = {f"{kind}_filter_path": "asyncio.sleep", "over_sampling_batch_size": 64}
     with pytest.raises(UserError, match=rf"{kind}_filter_path 'asyncio.sleep' is async: write it with a plain def"):
-        preflight(config(**settings), "train.py")
+        preflight(config(**settings))
 
 
 @pytest.mark.parametrize("setting", ["agent_port", "metrics_port"])
@@ -270,7 +255,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(setting: str) -> None:
             UserError,
             match=rf"{setting} {port} is not available \(Address already in use\): set --.*-port to a free port",
         ):
-            preflight(config(**{setting: port}), "train_async.py")
+            preflight(config(**{setting: port}))
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "store_dir", "save"])
@@ -279,7 +264,7 @@ def test_a_folder_that_is_not_writable_is_reported_before_anything_starts(tmp_pa
     settings = config(**{setting: str(tmp_path / "file" / "runs")})
     complaint = rf"{setting} {tmp_path}/file/runs is not writable: set --.* to a folder that is"
     with pytest.raises(UserError, match=complaint), lock_checkpoints(settings):
-        preflight(settings, "train_async.py")
+        preflight(settings)
 
 
 def test_a_ray_address_without_a_cluster_is_reported() -> None:

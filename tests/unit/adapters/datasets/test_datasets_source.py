@@ -13,8 +13,8 @@ import pytest
 
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.config.derived import SFT_FUNCTION
 from miles_async.errors import TemplateError, UserError
+from miles_async.modes.shipped import Supervised
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 
@@ -389,7 +389,7 @@ def test_prompts_that_are_lists_of_messages_stay_messages(tmp_path: Path) -> Non
 
 def test_supervised_conversations_stay_messages_also_if_prompts_are_rendered(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [{"prompt": CHAT, "label": 1}, {"prompt": "text", "label": 1}])
-    source, _ = rendered(path, rollout_function_path=SFT_FUNCTION)
+    source, _ = rendered(path, rollout_function_path=Supervised.function)
     messages, text = (group[0].prompt for group in source.get_samples(2))
     assert messages == CHAT
     assert isinstance(text, str)

@@ -14,7 +14,8 @@ import pytest
 import miles_async
 from miles_async import DatasetConfig, HuggingFaceDataset, Qwen3_4B, SlimeRecipe, TrainConfig, TrainResult
 from miles_async.compat.tutorial import recipe
-from miles_async.config.derived import schedule_of, steps_per_rollout
+from miles_async.config.derived import steps_per_rollout
+from miles_async.config.generation import schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
