@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,9 +18,12 @@ def calls(work: Callable[[], Any]) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    # A garbage collection in between would call what others have registered for it.
+    gc.disable()
     sys.setprofile(profile)
     try:
         work()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
