@@ -7,10 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from miles_async.stored_run import Changes, StoredRun
 from miles_async.types import DropReason, EngineLoad, Group, LearnerProgress, Sample, SendOutcome, StepReport
+
+if TYPE_CHECKING:
+    # The fault points are the methods of these interfaces. `--help` lists them, and needs no events.
+    from miles_async.stored_run import Changes, StoredRun
 
 
 class Clock(Protocol):

@@ -107,7 +107,7 @@ class Mine(Reward):
     [
         ("mine", "import wheels_of_nobody", "cannot be imported: ModuleNotFoundError: No module named 'wheels_of_nob"),
         ("exact", TAKEN, "declares the name of a reward of miles_async, which is used: give it another name"),
-        ("mine", CLASHING, "declares the setting rollout_batch_size, which miles_async has too: rename the setting"),
+        ("mine", CLASHING, "declares the setting rollout_batch_size, which miles_async has too: rename it"),
         ("mine", f"import torch\n{TAKEN}", "imports numpy and torch: import large libraries inside the methods that n"),
         ("mine", f"sum(range(10**8))\n{TAKEN}", "is slow to import: import large libraries inside the methods that ne"),
     ],

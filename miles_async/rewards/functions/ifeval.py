@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_async.rewards.instructions import follows
 from miles_async.rewards.plugin import Reward
 from miles_async.types import Sample
 
@@ -20,6 +19,8 @@ class IfEval(Reward):
     def score(self, args: Any, sample: Sample) -> float:
         """Raises KeyError for an unknown instruction, and ValueError if names and arguments differ in number or
         arguments are missing."""
+        from miles_async.rewards.instructions import follows
+
         names: list[str] = sample.metadata["instruction_id_list"]
         arguments: list[dict[str, Any] | None] = sample.metadata.get("kwargs") or [{}] * len(names)
         if len(arguments) != len(names):
