@@ -162,7 +162,7 @@ class Learner(Protocol):
         ...
 
     async def progress(self) -> LearnerProgress:
-        """Return what was trained and staged, once everything that was asked of the learner before has ended.
+        """Return what was trained and staged, after earlier calls to the learner have finished.
 
         Raises FatalError if a rank is lost. If the ranks differ because a call failed on some of them, this ends all of
         them first.
@@ -293,7 +293,7 @@ class Fleet(Protocol):
         ...
 
     async def restart(self, engine: str) -> None:
-        """Stop the engine's processes, as far as they still run, and start them again.
+        """Stop the processes of the engine that still run, and start them again.
 
         The engine receives no requests before `admit`. Raises EngineLostError if it does not start.
         """

@@ -414,7 +414,10 @@ class Group(list[Sample]):
 
     @property
     def rewards(self) -> list[float]:
-        """The reward of each trajectory: the mean of its segments' rewards. Raises as `Sample.scalar_reward`."""
+        """The reward of each trajectory: the mean of the rewards of its segments.
+
+        Raises what `Sample.scalar_reward` raises.
+        """
         return [fmean(segment.scalar_reward for segment in segments) for segments in self.trajectories]
 
     @property
@@ -579,21 +582,21 @@ class DropReason(StrEnum):
     ENGINE_LOST = "engine_lost"
     """The engine that generated it was lost."""
     ROUTER_LOST = "router_lost"
-    """Its requests reached no engine, because the router did not answer. Its prompt is fed again."""
+    """Its requests reached no engine, because the router did not answer. Its prompt is requeued."""
     WORKER_LOST = "worker_lost"
-    """The rollout worker was lost before the group had finished. Its prompt is fed again."""
+    """The rollout worker was lost before the group had finished. Its prompt is requeued."""
     ROLLED_BACK = "rolled_back"
-    """Weights that were rolled back sampled some of its tokens (`--off-lineage`). Its prompt is fed again."""
+    """Weights that were rolled back sampled some of its tokens (`--off-lineage`). Its prompt is requeued."""
     HEAD_DEADLINE = "head_deadline"
     """It was the head of the window for too long (`scheduling/window.py`)."""
     NONFINITE = "nonfinite"
     """The loss or a gradient of its batch was not finite."""
     ABORTED = "aborted"
-    """Aborted at the end of a batch; its prompt is fed again."""
+    """Aborted at the end of a batch; its prompt is requeued."""
     PARTIAL = "partial"
     """Aborted at the end of a batch and fed again with its tokens (`--partial-rollout`)."""
     GIVEN_BACK = "given_back"
-    """A rollout function gave it back to the data source. Its prompt is fed again, with the tokens that it has."""
+    """A rollout function gave it back to the data source. Its prompt is requeued, with the tokens that it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class Cluster:
         """API key of the engines and of the router that this run starts."""
         self._router_key = self._key if external_router(config) is None else external_router_key(config)
         self._reaper: SessionReaper
-        """Kills the processes of a Ray that this run started, also if this process is killed."""
+        """Kills the processes of a Ray that this run started, even if this process is killed."""
         self._ray_folder: Path | None = None
         """The private folder with the sockets and logs of a Ray that this run started."""
         self._ray_is_lost = False
@@ -540,7 +540,7 @@ def _executable(process: psutil.Process) -> str:
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
-    """Call a method of an actor. Raises as `actor_result`."""
+    """Call a method of an actor. Raises what `actor_result` raises."""
     return await actor_result(method.remote(*arguments))
 
 

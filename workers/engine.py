@@ -22,7 +22,7 @@ class Engine:
         return self._server.start(rendezvous)
 
     def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """Stop the server if it still runs, then start it. Raises as `start`."""
+        """Stop the server if it still runs, then start it. Raises what `start` raises."""
         return self._server.restart(rendezvous)
 
     def heartbeat(self) -> Heartbeat:

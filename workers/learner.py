@@ -118,7 +118,8 @@ class LearnerRank:
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks; return the results in order of the ranks. On rank 0 only.
 
-        The method runs to its end on all ranks even if the process that called this one dies. Raises as `all_results`.
+        The method runs to its end on all ranks even if the process that called this one dies. Raises what
+        `all_results` raises.
         """
         calls = [getattr(other, method).remote(*arguments) for other in self._others]
         return await all_results([getattr(self, method)(*arguments), *calls])

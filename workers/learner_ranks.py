@@ -132,7 +132,7 @@ class LearnerRanks:
         return CheckpointFolder(folder, checksums=checksums).newest_of(self._run, self._count_read)
 
     async def _on_all(self, call: Callable[[ActorHandle[Any]], Any]) -> list[Any]:
-        """Call a method on all ranks. Raises as `actor_result`, as soon as one call fails."""
+        """Call a method on all ranks. Raises what `actor_result` raises, as soon as one call fails."""
         calls = [asyncio.ensure_future(actor_result(call(actor))) for actor in self.actors]
         try:
             return await asyncio.gather(*calls)

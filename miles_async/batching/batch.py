@@ -44,7 +44,7 @@ _NO_PADDING = Padding()
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One micro-batch: n sequences laid end to end, with T tokens in all, m of which are trained.
+    """One micro-batch: n sequences laid end to end, with T tokens in all. m of them are trained.
 
     The policy's batches have all columns. In supervised batches the columns from `rollout_log_probs` to `versions` are
     empty.

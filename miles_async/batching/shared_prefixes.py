@@ -33,7 +33,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sequences laid end to end, of which the model computes common prefixes once."""
+    """Sequences laid end to end. The model computes their common prefixes once."""
 
     lengths: NDArray[np.int64]
     """[n] tokens of the whole sequences, T in all."""

@@ -189,7 +189,7 @@ def hf_export(template: str, rollout_id: int) -> Path:
 
 
 def min_samples_per_group(config: RunConfig) -> int:
-    """The fewest samples with which a group is trained that lost others to infrastructure."""
+    """Minimum number of surviving samples per group."""
     return config.rollout.min_samples_per_group or config.rollout.n_samples_per_prompt
 
 

@@ -164,7 +164,7 @@ def redacted(value: Any) -> Any:
 
 
 def _hidden(value: Any) -> Any:
-    """A secret value, of which only its structure is left."""
+    """A secret value. Only its structure is left."""
     match value:
         case dict():
             return {name: _hidden(entry) for name, entry in value.items()}

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens and entropy, also if tensor-parallel ranks divide the vocabulary."""
+"""Log-probabilities of given tokens and entropy, even if tensor-parallel ranks divide the vocabulary."""
 
 from __future__ import annotations
 

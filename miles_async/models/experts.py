@@ -9,7 +9,7 @@ from miles_async.models.plugin import Conversion, GateUp, HfConfig, ModelPlugin,
 
 
 class Mixtral(ModelPlugin):
-    """Mixtral (arXiv 2401.04088): Llama's layers with experts, of which each token uses `num_experts_per_tok`."""
+    """Mixtral (arXiv 2401.04088): Llama's layers with experts. Each token uses `num_experts_per_tok` of them."""
 
     name = "mixtral"
 

@@ -249,7 +249,8 @@ def _next_version(learner: LearnerProgress, last: int, undone: int, run_state: R
     """The version to publish first. Records the rollback if the weights come from a checkpoint."""
     announced = run_state.announced_version
     if learner.staged or (announced == learner.version == 0 and not undone):
-        # A version that was announced but not staged is on no engine. A staged one may be, and stays what it is.
+        # A version that was announced but not staged is on no engine. A staged version may already be live; keep its
+        # number.
         version = announced if announced > learner.version else learner.version + learner.changed
     else:
         version, updates = announced + 1, int(learner.changed)

@@ -36,7 +36,7 @@ class HeadAction(StrEnum):
     WAIT = "wait"
     """Nothing: the window waits for the head."""
     RECYCLE = "recycle"
-    """The head is aborted, and its prompt is fed again for a fresh attempt."""
+    """The head is aborted, and its prompt is requeued for another attempt."""
     SALVAGE = "salvage"
     """The head is aborted and fed again with the tokens it has, to be continued. Without tokens it is recycled."""
 

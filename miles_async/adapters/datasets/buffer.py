@@ -1,4 +1,4 @@
-"""The buffer of returned groups, which are fed again before new data (slime's `RolloutDataSourceWithBuffer`)."""
+"""The buffer of returned groups, which come before new data (slime's `RolloutDataSourceWithBuffer`)."""
 
 from __future__ import annotations
 

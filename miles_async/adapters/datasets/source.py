@@ -149,7 +149,7 @@ class BufferedSource:
             return self._position()
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Restore the result of `position`, with an empty buffer. Raises as `load_state_dict`."""
+        """Restore the result of `position`, with an empty buffer. Raises what `load_state_dict` raises."""
         self.load_state_dict({**position, "buffer": []})
 
     def returned(self) -> list[Group]:

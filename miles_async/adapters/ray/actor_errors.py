@@ -42,7 +42,7 @@ async def actor_result(call: Awaitable[T]) -> T:
 async def all_results(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """Await the same call to several actors; return their results in order.
 
-    Raises as `actor_result`, as soon as one call fails: the other actors may wait for the one that failed.
+    Raises what `actor_result` raises, as soon as one call fails: the other actors may wait for the one that failed.
     """
     return list(await asyncio.gather(*map(actor_result, calls)))
 

@@ -169,7 +169,7 @@ class SGLangFleet:
         await self._on_all_or_fence(stop)
 
     async def commit(self, engine: str, version: int) -> None:
-        """See `ports.Fleet.commit`. Raises EngineLostError also if the engine refuses to drop its cache."""
+        """See `ports.Fleet.commit`. Raises EngineLostError even if the engine only refuses to drop its cache."""
         info = self._infos[engine]
         # SGLang refuses to flush while retracted requests wait; the hook in `plugin.py` allows it.
         await self._post(info, "/flush_cache")
@@ -256,7 +256,7 @@ class SGLangFleet:
                 raise
 
     async def _require_answer(self, engine: EngineInfo) -> None:
-        """Raise EngineLostError if the scheduler, which answers also while it is paused, does not answer in time."""
+        """Raise EngineLostError if the scheduler, which answers even while it is paused, does not answer in time."""
         try:
             await self._load_of(engine)
         except EngineLostError as lost:

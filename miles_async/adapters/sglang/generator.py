@@ -257,7 +257,7 @@ class SGLangGenerator:
     async def score_logprobs(self, sample: Sample) -> None:
         """Set the log-probabilities of a response that was sampled elsewhere, under the engines' current weights.
 
-        Raises as `generate`, and TrajectoryError if the sample has no prompt.
+        Raises what `generate` raises, and TrajectoryError if the sample has no prompt.
         """
         if not sample.prompt_length:
             raise TrajectoryError(

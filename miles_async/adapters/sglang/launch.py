@@ -161,7 +161,7 @@ class EngineServer:
         return None if self.spec.node_rank else urlsplit(self._process.health_url).netloc
 
     def restart(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
-        """Stop the server if it still runs and start it at another URL. Raises as `start`."""
+        """Stop the server if it still runs and start it at another URL. Raises what `start` raises."""
         self.stop()
         return self.start(rendezvous)
 

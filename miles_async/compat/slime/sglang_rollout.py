@@ -119,7 +119,7 @@ async def generate_and_rm_group(
 
     The group is one request to an engine, or one call of `custom_generate_function_path` per sample. Its samples have
     weight versions and log-probabilities afterwards. Nothing is raised if generation or reward fails: the samples then
-    have status FAILED, and a rollout function returns them, so that the prompt is fed again. Samples that were aborted
+    have status FAILED, and a rollout function returns them, so that the prompt is requeued. Samples that were aborted
     have status ABORTED; `data_source.add_samples([group])` puts their prompt first in line.
     """
     result = Group.of(group)

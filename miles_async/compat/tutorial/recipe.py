@@ -381,7 +381,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 class _CtrlC:
-    """Sends SIGINT on to a child process instead of raising KeyboardInterrupt, also while the child is being started.
+    """Sends SIGINT on to a child process instead of raising KeyboardInterrupt, even while the child is being started.
 
     Python delivers Ctrl-C only to the main thread, so in another thread there is nothing to send on.
     """

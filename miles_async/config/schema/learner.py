@@ -129,7 +129,7 @@ class Learner(Section):
     updated by such batches."""
     save: str | None = None
     """Folder for checkpoints, from which load resumes. A checkpoint is written every save_interval rollouts and at the
-    end of the run, also if Ctrl-C or SIGTERM ends it (drain_seconds). If unset, no checkpoints are written."""
+    end of the run, even if Ctrl-C or SIGTERM ends it (drain_seconds). If unset, no checkpoints are written."""
     save_interval: int | None = Field(None, ge=1)
     """Number of rollouts between two checkpoints (save) and exports (save_hf). If unset, only the final ones are
     written."""

@@ -11,8 +11,8 @@ The risk of a collapse is high in either of two cases:
 - It is less than `REDUCED_ESS` times its usual value, and at least two of the last `RECENT` gradient norms exceed
   `SPIKE` times the median of the last `REMEMBERED_NORMS`.
 
-Odd batches change nothing. Neither does a staleness that rises and falls again within some batches, because many groups
-were admitted at once: half of these batches are fresh enough.
+A single unusual batch changes nothing. Neither does a staleness that rises and falls again within some batches, because
+many groups were admitted at once: half of these batches are fresh enough.
 
 The usual value is the highest such median so far. It is close to 1 if the engines compute the same probabilities as the
 learner. It is lower from the first batch on if they do not: because of quantization, different routing of experts, or
