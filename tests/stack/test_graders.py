@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from miles_async.config.fields import values_of
+from miles_async.config.schema import RunConfig
 from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards import mathematics
 from miles_async.rewards.factory import RunRewards
@@ -34,7 +36,8 @@ async def test_an_isolated_reward_runs_in_another_process_and_sees_the_settings(
 
 @asynccontextmanager
 async def graders(name: str, **options: Any) -> AsyncIterator[GraderPool]:
-    pool = GraderPool(f"{REWARDS}.{name}", "custom_rm_path", {}, **{"processes": 1, "timeout_seconds": 60.0} | options)
+    limits = {"processes": 1, "timeout_seconds": 60.0} | options
+    pool = GraderPool(f"{REWARDS}.{name}", "custom_rm_path", values_of(RunConfig()), **limits)
     try:
         yield pool
     finally:

@@ -156,10 +156,13 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             subscribers.update_scrape_targets(heartbeats.addresses)
             subscribers.tick(now)
 
-        for engine in stack.cluster.handles.engines:
-            watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
-        watch(run_started(config, folder, RUN[0], "a model"))
-        watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
+        async def start() -> None:
+            for engine in stack.cluster.handles.engines:
+                watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
+            watch(run_started(config, folder, RUN[0], "a model"))
+            watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
+
+        stack.do(start())
         played = stack.play(*RUN, watch=watch)
         yield Monitored(played, folder, prometheus, subscribers)
 

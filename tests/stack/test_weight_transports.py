@@ -137,8 +137,9 @@ def test_a_package_adds_a_transport_that_is_verified_as_all_others(
     outcome = source.send(version, "e0", "carrier")
     assert outcome.error is None
     assert outcome.bytes > 3_000_000
-    # No other prompt begins with this token, so that nothing is cached under older weights.
-    assert serving.error_of([220, *PROMPT[:20]]) < 1e-5
+    # No other prompt begins with this token, so that nothing is cached under older weights. Two implementations in
+    # float32 differ by about 1e-5 after as many changes of the weights as this module makes.
+    assert serving.error_of([220, *PROMPT[:20]]) < 1e-4
 
 
 def test_an_engine_in_float32_holds_exactly_what_a_learner_in_bfloat16_trains(
