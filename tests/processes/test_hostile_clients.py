@@ -302,6 +302,18 @@ async def test_a_malformed_request_is_refused_with_a_sentence_that_names_no_exce
     assert [record for record in caplog.records if record.exc_info] == []
 
 
+@pytest.mark.parametrize("text", [b"\rI", b"\x00", b"\n\n:"], ids=repr)
+async def test_the_answer_to_a_request_that_is_not_http_does_not_contain_the_key(agent: Agent, text: bytes) -> None:
+    key = agent.endpoint.key.encode()
+    head = b"POST /sessions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer " + key + text + b"\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(agent.endpoint.url.rsplit(":", 1)[1]))
+    writer.write(head)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.0 400 ")
+    assert key not in answer
+
+
 @pytest.mark.parametrize("depth", [100, 400, 700, 800, 850, 900, 920, 940, 950, 960, 970, 980])
 async def test_no_depth_of_nesting_is_an_error_of_the_endpoint(agent: Agent, depth: int) -> None:
     """A value that is decoded must not be too deep for what follows, such as the answer in another format."""

@@ -149,7 +149,10 @@ def test_every_step_and_every_publish_reports_what_it_took(interrupted: Interrup
         assert step.finite
         assert step.metrics["tokens_per_second"] == pytest.approx(step.tokens / step.seconds)
     live = [event for event in interrupted.of(PublishEnded) if event.live]
-    assert len({event.version for event in live}) == len(live), "a version goes live once"
+    versions = [event.version for event in live]
+    assert versions == sorted(versions)
+    # A rollout worker that takes over publishes the newest version again: it does not know which engines have it.
+    assert len(versions) - len(set(versions)) <= len(LOST), "otherwise a version goes live once"
     assert all(sum(event.pause.values()) == pytest.approx(event.paused_seconds) for event in live)
 
 

@@ -3,6 +3,8 @@
 A connection waits from its beginning, or from the end of a request, until the headers of the next request are complete.
 A connection that waits too long is closed, and the one that has waited for the longest time makes room for a new one.
 Requests in progress, which may take hours, are not touched: their clients have sent the key.
+
+A request that is not HTTP is answered without its own text, which may contain the key.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import resource
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 MAX_CONNECTIONS = 8192
 """The process may allow fewer; half of its descriptors stay for the engines, for files and for graders."""
@@ -19,7 +22,25 @@ WAIT_SECONDS = 75.0
 """Time limit for the headers of a request. Clients keep idle connections for as long as this to use them again."""
 SWEEP_SECONDS = 5.0
 
+MALFORMED = "the request is not valid HTTP"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp answers a malformed request with the line that it cannot read, such as that of the key."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        return super().handle_error(
+            request, status, exc, MALFORMED if isinstance(exc, HttpProcessingError) else message
+        )
 
 
 class Connections:
@@ -43,6 +64,7 @@ class Connections:
         while self._waiting and max(len(self._server.connections), len(self._waiting)) >= self.limit:
             self._close(next(iter(self._waiting)))
         connection = self._server()
+        connection.__class__ = _Connection  # the server has no setting for the class of its connections
         self._waits(connection)
         return connection
 
