@@ -106,6 +106,7 @@ def work(job: str, variant: str, model: str) -> None:
     """Take two steps, and print the seconds of the second one and the peak memory of the process."""
     import torch
 
+    from miles_async import cpu_compat
     from miles_async.config.schema import RunConfig  # type: ignore[import-not-found, unused-ignore]
     from miles_async.types import Group, Sample
 
@@ -134,10 +135,13 @@ def work(job: str, variant: str, model: str) -> None:
         )
     config = RunConfig()
     if variant == "before":
-        # The names of these modules in the commit that is compared.
+        # The names of these modules and functions in the commit that is compared.
+        importlib.import_module("miles_async.cpu_compat").register()
         learner_class = importlib.import_module("miles_async.adapters.megatron.learner").MegatronLearner
         [steps] = importlib.import_module("miles_async.adapters.megatron.batch").rank_shares(groups, config, 1)
     else:
+        # This process runs a script, and therefore not `benchmarks/__init__.py`.
+        cpu_compat.install()
         from miles_async.adapters.megatron.training.learner import MegatronLearner
         from miles_async.batching.batch import policy_steps
 
