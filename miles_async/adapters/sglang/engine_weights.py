@@ -88,6 +88,7 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
     Raises ValueError if the checksum of a region is wrong afterwards: the parameters did not hold the base version, or
     the file is damaged.
     """
+    import numpy as np
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -101,20 +102,13 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
                 region = _bytes(parameters[name], start, size)
                 packed = file.get_tensor(f"{number}.mask").numpy().tobytes()
                 mask = zlib.decompressobj().decompress(packed, max_length=(size + 7) // 8)
-                changed = unpack_bits(torch.frombuffer(bytearray(mask), dtype=torch.uint8), size)
+                bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=size, bitorder="little")
+                changed = torch.from_numpy(bits).bool()
                 region[changed.to(region.device)] = file.get_tensor(f"{number}.bytes").to(region.device)
                 if zlib.crc32(region.cpu().numpy()) != expected:
                     raise ValueError(f"{name} did not hold version {metadata['base']}, or {path} is damaged")
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-
-
-def unpack_bits(packed: Any, size: int) -> Any:
-    """Return `size` booleans from a uint8 tensor of packed bits, lowest bit first."""
-    import torch
-
-    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten()[:size].bool()
 
 
 def machine_id() -> str:

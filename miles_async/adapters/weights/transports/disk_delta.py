@@ -81,9 +81,11 @@ class DiskDeltaTransport(DiskTransport):
 def make_delta(staging: Staging, base: Snapshot) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and metadata of a delta file from `base` to the staged version, which has the same layout.
 
-    Region `i` has the tensors `i.mask` (zlib-compressed bits, one per byte) and `i.bytes` (the changed bytes). The
-    metadata `regions` is JSON: for each region the rank, parameter, first byte, bytes, and the CRC-32 of its new bytes.
+    Region `i` has the tensors `i.mask` (zlib-compressed bits, one per byte, lowest bit first) and `i.bytes` (the
+    changed bytes). The metadata `regions` is JSON: for each region the rank, parameter, first byte, bytes, and the
+    CRC-32 of its new bytes.
     """
+    import numpy as np
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -94,18 +96,9 @@ def make_delta(staging: Staging, base: Snapshot) -> tuple[dict[str, torch.Tensor
             first, size = base_offset + copy.source * width, copy.numel * width
             old, new = base.bytes[first : first + size], staging.buffer[first : first + size]
             changed = old != new
-            mask = zlib.compress(pack_bits(changed).numpy().data, level=1)
+            mask = zlib.compress(np.packbits(changed.numpy(), bitorder="little").data, level=1)
             tensors[f"{len(regions)}.mask"] = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
             tensors[f"{len(regions)}.bytes"] = new[changed]
             # The checksum covers the unchanged bytes too, so that a wrong base is detected.
             regions.append((copy.rank, copy.parameter, copy.target * width, size, zlib.crc32(new.numpy().data)))
     return tensors, {"base": str(base.version), "version": str(staging.version), "regions": json.dumps(regions)}
-
-
-def pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack booleans into uint8, eight per byte, lowest bit first; `engine_weights.unpack_bits` is the inverse."""
-    import torch
-
-    padded = torch.zeros(-(-len(bits) // 8) * 8, dtype=torch.uint8)
-    padded[: len(bits)] = bits
-    return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
