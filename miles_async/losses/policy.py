@@ -1,4 +1,4 @@
-"""The policy-gradient loss of one micro-batch, and the metrics of an optimizer step."""
+"""The losses of a policy: policy gradient and supervised, of one micro-batch, and the metrics of an optimizer step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from miles_async.config.losses import clip_range, correction_of, objective_of, p
 from miles_async.config.schema import Algorithm
 from miles_async.errors import UserError
 from miles_async.losses.corrections.correction import Correction
-from miles_async.losses.divergence import kl_penalty, suffix_sum
 from miles_async.losses.functions import FunctionResult, FunctionsOfMicroBatch
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
+from miles_async.losses.sequences import sequence_sum
 from miles_async.losses.tokens import TokenColumns
 from miles_async.plugins import name_of
 from miles_async.section import Section
@@ -118,6 +118,35 @@ def function_loss(
         zeros = torch.zeros_like(logprobs)
         sums = _sums(columns, zeros, entropy, zeros, zeros, torch.ones_like(logprobs), zeros)
     return result.loss, _with_loss(sums, result.loss.detach(), total_tokens, result.metrics)
+
+
+def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> Tensor:
+    """Negative log-likelihood of a micro-batch's target tokens, divided by the tokens of the whole optimizer step.
+
+    `logprobs` [m] are in nats.
+    """
+    return -logprobs.sum() / total_tokens
+
+
+def sft_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
+    """Supervised loss with the same return values as `policy_loss`, so that both use one training loop.
+
+    The metric `loss` is the mean negative log-likelihood in nats per token. Nothing was sampled, so all ratios and
+    weights are 1, and clipping and staleness are 0.
+    """
+    with torch.no_grad():
+        tokens = torch.tensor(float(len(logprobs)), device=logprobs.device)
+        known = {
+            "tokens": tokens,
+            "objective": logprobs.sum(),
+            "weight": tokens,
+            "ratio": tokens,
+            "ratio_squared": tokens,
+            "entropy": entropy.sum(),
+        }
+        sums = logprobs.new_zeros(STALENESS_CLASSES, len(SUMS))
+        sums[0] = torch.stack([known.get(name, torch.zeros_like(tokens)) for name in SUMS])
+    return supervised_loss(logprobs, total_tokens=total_tokens), TokenSums(sums=sums, maximum=sums.new_zeros(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +254,29 @@ def penalized_advantages(columns: TokenColumns, settings: PolicyLossSettings) ->
     # A penalty on the reward of a token counts for every earlier token of the response too.
     penalty = kl_penalty(columns.old_logprobs.detach(), columns.reference_logprobs, settings.kl_estimator)
     return columns.advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(policy || reference) from tokens that the policy sampled; 0 where both agree.
+
+    `k1`, the log-ratio, is unbiased but may be negative. `k2`, half its square, has the right gradient. `k3` is
+    unbiased and never negative. Source: Schulman, "Approximating KL divergence", 2020.
+    """
+    log_ratio = reference - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:
+    """[m] for every token, the sum of `values` over this token and all later ones of its sequence."""
+    # A reversed cumulative sum runs on into later sequences. What it adds there is its value at the sequence's first
+    # token minus the sequence's own sum.
+    running = values.flip(0).cumsum(0).flip(0)
+    first = torch.searchsorted(sequences, sequences)
+    return running - (running[first] - sequence_sum(values, sequences))
 
 
 def objective_sum(sums: Tensor) -> float:

@@ -22,11 +22,11 @@ from miles_async.losses.functions import (
     FunctionsOfMicroBatch,
     LossFunction,
     LossFunctions,
+    SampleLayout,
     function_advantages,
 )
 from miles_async.losses.objectives.objective import PolicyTokens
 from miles_async.losses.policy import PolicyLossSettings, policy_loss
-from miles_async.losses.samples import SampleLayout
 from miles_async.losses.tokens import TokenColumns
 from miles_async.types import Sample
 

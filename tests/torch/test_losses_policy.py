@@ -11,7 +11,6 @@ import torch
 from miles_async.config.schema import Algorithm
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.critic import value_loss
-from miles_async.losses.divergence import kl_penalty, suffix_sum
 from miles_async.losses.logprobs import KeptTokens, kept_token_logprobs, token_logprobs
 from miles_async.losses.objectives.cispo import Cispo
 from miles_async.losses.objectives.dppo import Dppo
@@ -25,12 +24,14 @@ from miles_async.losses.policy import (
     STALENESS_CLASSES,
     SUMS,
     PolicyLossSettings,
+    kl_penalty,
     objective_sum,
     policy_loss,
     policy_metrics,
+    suffix_sum,
+    supervised_loss,
 )
 from miles_async.losses.sequences import sequence_mean
-from miles_async.losses.supervised import supervised_loss
 from miles_async.losses.tokens import TokenColumns
 from tests.torch.recorded_losses import recorded
 

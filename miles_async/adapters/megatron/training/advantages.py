@@ -16,9 +16,8 @@ from miles_async.adapters.megatron.training.critic import CriticOutput
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
 from miles_async.losses.advantages.statistics import EPSILON
-from miles_async.losses.divergence import kl_penalty, suffix_sum
-from miles_async.losses.functions import AdvantageColumns, LossFunctions, function_advantages
-from miles_async.losses.samples import SampleLayout
+from miles_async.losses.functions import AdvantageColumns, LossFunctions, SampleLayout, function_advantages
+from miles_async.losses.policy import kl_penalty, suffix_sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ from miles_async.config.derived import (
 )
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
-from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions
+from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
 from miles_async.losses.objectives.objective import StepTokens
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
@@ -74,9 +74,9 @@ from miles_async.losses.policy import (
     penalized_advantages,
     policy_loss,
     policy_metrics,
+    sft_loss,
+    supervised_loss,
 )
-from miles_async.losses.samples import SampleLayout
-from miles_async.losses.supervised import sft_loss, supervised_loss
 from miles_async.losses.tokens import TokenColumns
 from miles_async.models.plugin import plugin_errors
 from miles_async.scheduling.lineage import Lineage
