@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from miles_async.batching.advantages import ScoredSample, score_samples, trained_positions, weight_samples
 from miles_async.batching.flops import attention_crossover
-from miles_async.batching.layout import Padding, forward_layout, training_layout
+from miles_async.batching.layout import Layout, Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
 from miles_async.batching.shared_prefixes import Unit, common_prefixes, prefix_units
 from miles_async.config.derived import (
@@ -297,11 +297,15 @@ def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]]
     """
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     layout = training_layout([len(sequence) for sequence in sequences], learner, 1)
-    batches = [
-        pack_sequences([sequences[i] for i in bin_], [len(prompts[i]) for i in bin_], padding)
+    return TrainStep(pack_layout(layout, sequences, list(map(len, prompts))), sum(map(len, responses)))
+
+
+def pack_layout(layout: Layout, sequences: Sequence[list[int]], first_targets: Sequence[int]) -> list[PackedBatch]:
+    """Pack the sequences of a layout on one rank into its micro-batches; see `pack_sequences`."""
+    return [
+        pack_sequences([sequences[i] for i in bin_], [first_targets[i] for i in bin_], padding)
         for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
     ]
-    return TrainStep(batches, sum(map(len, responses)))
 
 
 def pack_sequences(

@@ -19,7 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
 from miles_async.adapters.megatron.model.tiny_model import EOS_ID, byte_tokenizer, create_tiny_model
 from miles_async.adapters.megatron.training import micro_batches
 from miles_async.adapters.megatron.training.learner import MegatronLearner
@@ -237,9 +237,7 @@ def test_the_reference_model_has_separate_micro_batches(tiny: Path, monkeypatch:
     asked: dict[type[Any], list[int]] = {}
     run_schedule = micro_batches._run_schedule
 
-    def counted(
-        model: MegatronModel | ReferenceModel, inputs: Sequence[micro_batches.ModelInput], *args: Any, **how: Any
-    ) -> None:
+    def counted(model: MegatronModel, inputs: Sequence[micro_batches.ModelInput], *args: Any, **how: Any) -> None:
         asked[type(model)] = [len(one.tokens) for one in inputs]
         run_schedule(model, inputs, *args, **how)
 
@@ -251,8 +249,8 @@ def test_the_reference_model_has_separate_micro_batches(tiny: Path, monkeypatch:
         learner_settings = CONFIG.learner.model_copy(update=limits)
         with learning(tiny, CONFIG.model_copy(update={"algorithm": algorithm, "learner": learner_settings})) as it:
             distances.append([it.train(rollout, shares(batch())).metrics["kl"] for rollout in range(2)])
-        assert (asked[ReferenceModel] == asked[MegatronModel]) is not bool(limits)
-    assert max(asked[ReferenceModel]) <= 32 < max(asked[MegatronModel])
+        assert (asked[MegatronModel] == asked[TrainedModel]) is not bool(limits)
+    assert max(asked[MegatronModel]) <= 32 < max(asked[TrainedModel])
     assert distances[0] == pytest.approx(distances[1], abs=1e-5)
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_to_host, without_dtensor_warnings
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.adapters.megatron.model.factory import TrainedModel
 from miles_async.errors import UserError
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -47,7 +47,7 @@ _LOADING_ERRORS = (
 )
 
 
-def copy_state(model: MegatronModel, folder: Path, steps_taken: int) -> StateCopy:
+def copy_state(model: TrainedModel, folder: Path) -> StateCopy:
     """Copy this rank's part of weights, optimizer state and random state to host memory, to be written into `folder`.
 
     This is a collective operation of all ranks.
@@ -56,13 +56,13 @@ def copy_state(model: MegatronModel, folder: Path, steps_taken: int) -> StateCop
         _create_moments(model)
         modules, optimizer = _sharded_state(model, is_loading=False)
         shards = _flatten_shards("model", modules) | _flatten_shards("optimizer", optimizer) | _random_states()
-        notes = {"steps_taken": steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
+        notes = {"steps_taken": model.steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
         return copy_to_host(shards, notes, folder)
 
 
 @torch.no_grad()
-def load_state(model: MegatronModel, folder: Path) -> int:
-    """Load a state that was saved with any parallel layout; returns the number of optimizer steps taken so far.
+def load_state(model: TrainedModel, folder: Path) -> None:
+    """Load a state that was saved with any parallel layout.
 
     Raises UserError if files are missing or broken, or belong to another model.
     """
@@ -70,7 +70,7 @@ def load_state(model: MegatronModel, folder: Path) -> int:
         raise UserError(f"{folder} is not a Megatron distributed checkpoint: it has no metadata.json; load another one")
     with redirect_cuda_to_cpu(), without_dtensor_warnings():
         try:
-            return _load(model, str(folder))
+            _load(model, str(folder))
         except _LOADING_ERRORS as error:
             cause = _root_cause(error)
             if any(words in cause for words in ("shape mismatch", "not in state dict")):
@@ -81,7 +81,7 @@ def load_state(model: MegatronModel, folder: Path) -> int:
             raise UserError(f"checkpoint {folder} cannot be read: {cause[:300]}; load another one") from error
 
 
-def _load(model: MegatronModel, folder: str) -> int:
+def _load(model: TrainedModel, folder: str) -> None:
     notes = dist_checkpointing.load_content_metadata(folder)
     _create_moments(model)
     modules, optimizer = _sharded_state(model, is_loading=True)
@@ -99,7 +99,7 @@ def _load(model: MegatronModel, folder: str) -> int:
     _set_optimizer_steps(model, notes["optimizer_steps"])
     if notes["layout"] == _layout():
         _set_random_states(_load_shards(_random_states(), folder))
-    return int(notes["steps_taken"])
+    model.steps_taken = int(notes["steps_taken"])
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], steps: int) -> None:
@@ -129,7 +129,7 @@ def _load_shards(state: Any, folder: str) -> Any:
     return dict_list_map_outplace(load_value, state)
 
 
-def _sharded_state(model: MegatronModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
+def _sharded_state(model: TrainedModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
     """Megatron's sharded state dicts of the chunks and of the optimizer."""
     chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
     optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
@@ -185,12 +185,12 @@ def _find_master_keys(state: Any, folder: str) -> Any:
     return _map_shards(change, state)
 
 
-def _optimizers(model: MegatronModel) -> Iterator[Any]:
+def _optimizers(model: TrainedModel) -> Iterator[Any]:
     """The underlying torch or fused optimizers. Megatron chains several, such as one for experts."""
     yield from (chained.optimizer for chained in model.optimizer.chained_optimizers)
 
 
-def _create_moments(model: MegatronModel) -> None:
+def _create_moments(model: TrainedModel) -> None:
     """Create Adam's moments as zeros, which Adam itself does in its first step, so that they can be saved or loaded."""
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
@@ -202,7 +202,7 @@ def _create_moments(model: MegatronModel) -> None:
                     optimizer.state[parameter] = moments
 
 
-def _optimizer_steps(model: MegatronModel) -> int:
+def _optimizer_steps(model: TrainedModel) -> int:
     """Number of steps that Adam has taken, by which it corrects the bias of its moments.
 
     torch's Adam counts in the state of each parameter; fused ones count in the parameter group after their first step.
@@ -226,7 +226,7 @@ def _add_step_counts(state: Any, steps: int) -> None:
         _add_step_counts(value, steps)
 
 
-def _set_optimizer_steps(model: MegatronModel, steps: int) -> None:
+def _set_optimizer_steps(model: TrainedModel, steps: int) -> None:
     for optimizer in _optimizers(model):
         for group in optimizer.param_groups:
             if not isinstance(optimizer, torch.optim.Adam):

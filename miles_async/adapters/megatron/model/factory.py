@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,8 @@ from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, load_weights
 from miles_async.adapters.megatron.model.local_layers import local_layer_spec, replace_swiglu, uses_local_layers
-from miles_async.adapters.megatron.model.output_layer import OutputLayer
+from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
-from miles_async.adapters.megatron.model.value_head import attach_value_head
 from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
@@ -56,53 +55,62 @@ _ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": partial(gelu, a
 """By `hidden_act` of `config.json`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class MegatronModel:
-    """This rank's part of a model that is trained, with its optimizer."""
+    """This rank's part of a model."""
 
+    settings: Learner
+    """Parallel layout and micro-batches of the model's passes."""
+    variables: Mapping[str, str]
+    """Environment variables under which the model is built and computes, in addition to those of the process."""
     config: TransformerConfig
     converter: WeightConverter
     """Converts names and tensors between Megatron and Hugging Face."""
-    chunks: list[DistributedDataParallel]
+    chunks: Sequence[Any]
     """The layers that this rank holds: one chunk per virtual pipeline stage, else one."""
-    optimizer: MegatronOptimizer
-    vocab_size: int
-    """Vocabulary of the checkpoint. Megatron's may be padded, so that tensor-parallel ranks divide it evenly."""
     output_layer: OutputLayer | None
     """Computes the logits of chosen tokens; None for critics and on ranks that are not on the last pipeline stage."""
     by_position: bool
     """Whether the model takes the position of each token, which common prefixes of sequences need."""
 
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.chunks[0].parameters()).device
+        return device
 
-@dataclass(frozen=True, slots=True)
-class ReferenceModel:
-    """This rank's part of a frozen model, which has no gradients and no optimizer. Fields as in `MegatronModel`."""
-
-    config: TransformerConfig
-    converter: WeightConverter
-    chunks: list[torch.nn.Module]
-    vocab_size: int
-    output_layer: OutputLayer | None
-    by_position: bool
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the checkpoint. Megatron's may be padded, so that tensor-parallel ranks divide it evenly."""
+        return self.converter.shape.vocabulary
 
 
-def build_reference(settings: Learner, hf_checkpoint: str) -> ReferenceModel:
+@dataclass(slots=True, eq=False, kw_only=True)
+class TrainedModel(MegatronModel):
+    """A model with gradients and an optimizer. Its chunks are of the type `DistributedDataParallel`."""
+
+    optimizer: MegatronOptimizer
+    steps_taken: int = 0
+    """Optimizer steps since the start of the training."""
+
+
+def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
-    with redirect_cuda_to_cpu():
+    with redirect_cuda_to_cpu(), environment(settings.ref_env_vars):
         config, converter, chunks = _load_chunks(settings, hf_checkpoint)
     output_layer, by_position = _replace_output_layer(chunks), _use_positions(chunks, settings)
     frozen = [chunk.requires_grad_(False) for chunk in chunks]
-    return ReferenceModel(config, converter, frozen, converter.shape.vocabulary, output_layer, by_position)
+    return MegatronModel(settings, settings.ref_env_vars, config, converter, frozen, output_layer, by_position)
 
 
-def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> MegatronModel:
+def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> TrainedModel:
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
     With `values` the model is a critic: a value head replaces the output layer.
     Raises UserError if no plug-in supports the model, if the plug-in fails or does not fit the checkpoint, and if
     Megatron does not support the scaling of the rotary embedding.
     """
-    with redirect_cuda_to_cpu():
+    variables = settings.critic_env_vars if values else {}
+    with redirect_cuda_to_cpu(), environment(variables):
         config, converter, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
@@ -124,8 +132,8 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             use_distributed_optimizer=sharded,
         )
         optimizer = get_megatron_optimizer(optimizer_config, wrapped)
-        vocabulary = converter.shape.vocabulary
-        return MegatronModel(config, converter, wrapped, optimizer, vocabulary, output_layer, by_position)
+        fields = (settings, variables, config, converter, wrapped, output_layer, by_position)
+        return TrainedModel(*fields, optimizer=optimizer)
 
 
 def _load_chunks(

@@ -1,4 +1,6 @@
-"""Computes logits only of the tokens whose logits a loss reads, a part of them at a time.
+"""What takes the place of a GPT model's output layer: logits of chosen tokens, or the values of a critic.
+
+`OutputLayer` computes logits only of the tokens whose logits a loss reads, a part of them at a time.
 
 Most logits of a training step are never read: those of prompts, of tool output and of padding. And a [tokens,
 vocabulary] tensor in float32 is the largest of the step: 150 MB for 768 tokens and a vocabulary of 49,152.
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -80,3 +83,37 @@ class OutputLayer:
 
 def _return_input(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
     return hidden, None
+
+
+class ValueHead(torch.nn.Module):
+    """Replaces the output layer of a GPT model and has its call signature.
+
+    Its weights start at 0, so a new critic predicts 0 everywhere. Tensor-parallel ranks all hold the whole head.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
+        # With sequence parallelism each rank sees a part of the sequence. Megatron adds up the gradients of parameters
+        # with this attribute.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Returns values [s, b, 1] in float32 from `hidden` [s, b, h]; `weight`, a tied embedding, is ignored."""
+        values = torch.nn.functional.linear(hidden, self.weight).float()
+        if self._sequence_parallel:
+            # All tensor-parallel ranks go on to compute the same loss, so each takes its slice of the gradient: adding
+            # it up over ranks would multiply it by their number.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def attach_value_head(chunk: torch.nn.Module) -> None:
+    """Replace the output layer of a freshly loaded GPT model, or of its last pipeline stage, by a value head."""
+    model = unwrap_model(chunk)
+    if model.post_process:
+        model.output_layer = ValueHead(model.config, next(model.parameters()).device)
+    # The head shares no weight with the embedding. Megatron reads this flag in forward passes, in the reduction of
+    # gradients and in checkpoints.
+    model.share_embeddings_and_output_weights = False

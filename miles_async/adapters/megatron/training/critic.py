@@ -6,7 +6,6 @@ Source: PPO, Schulman et al. 2017 (arXiv 1707.06347); for language models Instru
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import build_model
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
-from miles_async.adapters.megatron.training.optimizer import (
-    Gradients,
-    apply_gradients,
-    clear_gradients,
-    reduce_gradients,
-)
+from miles_async.adapters.megatron.training.optimizer import Gradients, clear_gradients, complete_gradients
 from miles_async.batching.batch import TrainStep
 from miles_async.config.derived import critic_learning_rate
 from miles_async.config.schema import RunConfig
@@ -50,28 +43,23 @@ class CriticOutput:
 class Critic:
     """This rank's part of the critic."""
 
-    def __init__(self, config: RunConfig, hf_checkpoint: str, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, hf_checkpoint: str) -> None:
         """Load `critic_load`, or `hf_checkpoint` if it is unset. The process groups must exist."""
         self._algorithm = config.algorithm
-        self._learner = config.learner
         self._lr = critic_learning_rate(config)
-        self._device = device
         checkpoint = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
-        with environment(config.learner.critic_env_vars):
-            self.model = build_model(config.learner, str(checkpoint), values=True)
-        self.steps_taken = 0
+        self.model = build_model(config.learner, str(checkpoint), values=True)
 
     def evaluate(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
         """Compute advantages and returns with the critic's current weights.
 
         `penalties` [m] per micro-batch are subtracted from the rewards of single tokens.
         """
-        with environment(self._learner.critic_env_vars):
-            values = inference.batch_values(self.model, step.micro_batches, self._learner, self._device)
+        values, device = inference.batch_values(self.model, step.micro_batches), self.model.device
         advantages, returns = [], []
         for i, (batch, batch_values) in enumerate(zip(step.micro_batches, values, strict=True)):
-            sequences = torch.from_numpy(batch.sequences).to(self._device)
-            rewards = last_token_rewards(torch.from_numpy(batch.advantages).to(self._device), sequences)
+            sequences = torch.from_numpy(batch.sequences).to(device)
+            rewards = last_token_rewards(torch.from_numpy(batch.advantages).to(device), sequences)
             if penalties is not None:
                 rewards = rewards - penalties[i]
             batch_advantages, batch_returns = generalized_advantages(
@@ -91,24 +79,12 @@ class Critic:
             returns = critic_output.returns[number]
             return critic_loss(values, old_values, returns, total_tokens=step.total_tokens, clip=clip)
 
-        by_position = self.model.by_position
-        inputs = model_inputs(step.micro_batches, self._learner, self._device, by_position=by_position)
-        with environment(self._learner.critic_env_vars):
-            parts = run_forward_backward(self.model, inputs, loss)
-        sums = torch.zeros(len(CRITIC_SUMS), device=self._device)
+        parts = run_forward_backward(self.model, model_inputs(self.model, step.micro_batches), loss)
+        sums = torch.zeros(len(CRITIC_SUMS), device=self.model.device)
         if parts:  # only the last stage of a pipeline computes losses
             sums = torch.stack(parts).sum(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         sums = broadcast_from_last_stage(sums)
         metrics = critic_metrics(sums)
-        if not sums[0]:
-            # Without tokens there is nothing to learn, but Adam's momentum would still move the weights.
-            return Gradients(metrics, finite=True, apply=lambda: None)
-        lr, norm = self._lr.at(self.steps_taken), reduce_gradients(self.model)
-
-        def apply() -> None:
-            apply_gradients(self.model, lr=lr, weight_decay=self._learner.weight_decay)
-            self.steps_taken += 1
-
-        finite = math.isfinite(metrics["value_loss"]) and math.isfinite(norm)
-        return Gradients({**metrics, "critic_grad_norm": norm, "critic_lr": lr}, finite, apply)
+        empty, loss_value = not sums[0], metrics["value_loss"]
+        return complete_gradients(self.model, metrics, self._lr, loss=loss_value, empty=empty, prefix="critic_")

@@ -14,17 +14,16 @@ from megatron.core.tensor_parallel import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward
-from miles_async.batching.batch import PackedBatch, pack_sequences, repack_for_forward
+from miles_async.batching.batch import PackedBatch, pack_layout, repack_for_forward
 from miles_async.batching.layout import forward_layout
-from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import kept_token_logprobs, token_logprobs
 
 
 def target_logprobs(
-    model: MegatronModel | ReferenceModel, model_input: ModelInput, output: Tensor, temperature: float = 1.0
+    model: MegatronModel, model_input: ModelInput, output: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target given the tokens before it, and [m] entropy, in nats and on all ranks.
 
@@ -98,93 +97,59 @@ def _gather_targets(model_input: ModelInput, rows: Tensor) -> Tensor:
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
-def batch_logprobs(
-    model: MegatronModel | ReferenceModel,
-    batches: Sequence[PackedBatch],
-    settings: Learner,
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-) -> list[Tensor]:
+def batch_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
     """[m] log-probabilities of each micro-batch's targets, without gradients, on the ranks of every stage."""
 
     def read(model_input: ModelInput, output: Tensor) -> Tensor:
         return target_logprobs(model, model_input, output, temperature)[0]
 
-    return _read_targets(model, batches, settings, device, read)
+    return _read_targets(model, batches, read)
 
 
-def batch_values(
-    critic: MegatronModel, batches: Sequence[PackedBatch], settings: Learner, device: torch.device
-) -> list[Tensor]:
+def batch_values(critic: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
     """[m] a critic's values before each micro-batch's targets, without gradients, on the ranks of every stage."""
-    return _read_targets(critic, batches, settings, device, target_values)
+    return _read_targets(critic, batches, target_values)
 
 
 def _read_targets(
-    model: MegatronModel | ReferenceModel,
-    batches: Sequence[PackedBatch],
-    settings: Learner,
-    device: torch.device,
-    read: Callable[[ModelInput, Tensor], Tensor],
+    model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[ModelInput, Tensor], Tensor]
 ) -> list[Tensor]:
-    inputs = model_inputs(batches, settings, device, by_position=model.by_position)
     # Expert parallelism may have appended empty micro-batches.
-    results = run_forward(model, inputs, read)[: len(batches)]
+    results = run_forward(model, model_inputs(model, batches), read)[: len(batches)]
     counts = [len(batch.targets) for batch in batches]
-    flat = torch.cat(results) if results else torch.empty(sum(counts), device=device)
+    flat = torch.cat(results) if results else torch.empty(sum(counts), device=model.device)
     return list(broadcast_from_last_stage(flat).split(counts))
 
 
-def frozen_logprobs(
-    model: MegatronModel | ReferenceModel,
-    batches: Sequence[PackedBatch],
-    settings: Learner,
-    device: torch.device,
-    *,
-    temperature: float,
-) -> list[Tensor]:
+def frozen_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, temperature: float) -> list[Tensor]:
     """[m] log-probabilities of each micro-batch's targets, computed in the layout of passes without gradients.
 
     For weights that do not change while the batch is trained: the policy before its first step and the reference model.
     """
-    if not (settings.use_dynamic_batching_in_train or settings.use_dynamic_batching_in_infer):
-        return batch_logprobs(model, batches, settings, device, temperature=temperature)  # both layouts are the same
+    if not (model.settings.use_dynamic_batching_in_train or model.settings.use_dynamic_batching_in_infer):
+        return batch_logprobs(model, batches, temperature=temperature)  # both layouts are the same
     counts = [len(batch.targets) for batch in batches]
-    result = torch.zeros(sum(counts), device=device)
-    repacked = repack_for_forward(batches, settings)
-    logprobs = batch_logprobs(model, [one.batch for one in repacked], settings, device, temperature=temperature)
+    result = torch.zeros(sum(counts), device=model.device)
+    repacked = repack_for_forward(batches, model.settings)
+    logprobs = batch_logprobs(model, [one.batch for one in repacked], temperature=temperature)
     for one, batch_result in zip(repacked, logprobs, strict=True):
-        result[torch.from_numpy(one.target_indices).to(device)] = batch_result
+        result[torch.from_numpy(one.target_indices).to(model.device)] = batch_result
     return list(result.split(counts))
 
 
-def sequence_logprobs(
-    model: MegatronModel, token_lists: Sequence[list[int]], settings: Learner, *, device: torch.device
-) -> list[list[float]]:
+def sequence_logprobs(model: MegatronModel, token_lists: Sequence[list[int]]) -> list[list[float]]:
     """For each sequence, the log-probabilities in nats of all tokens but the first, given the tokens before them."""
     results: list[list[float]] = [[] for _ in token_lists]
-    layout = forward_layout([len(tokens) for tokens in token_lists], settings)
-    batches = [
-        pack_sequences([token_lists[i] for i in bin_], [1] * len(bin_), padding)
-        for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
-    ]
-    for bin_, batch_result in zip(layout.bins[0], batch_logprobs(model, batches, settings, device), strict=True):
+    layout = forward_layout([len(tokens) for tokens in token_lists], model.settings)
+    batches = pack_layout(layout, token_lists, [1] * len(token_lists))
+    for bin_, batch_result in zip(layout.bins[0], batch_logprobs(model, batches), strict=True):
         logprobs = iter(batch_result.tolist())
         for i in bin_:
             results[i] = [next(logprobs) for _ in token_lists[i][1:]]
     return results
 
 
-def greedy(
-    model: MegatronModel,
-    prompts: Sequence[list[int]],
-    settings: Learner,
-    *,
-    max_new_tokens: int,
-    eos: int,
-    device: torch.device,
-) -> list[list[int]]:
+def greedy(model: MegatronModel, prompts: Sequence[list[int]], max_new_tokens: int, eos: int) -> list[list[int]]:
     """Generate the most probable continuation of each prompt, token by token, up to and including `eos`.
 
     Every step computes the whole sequence again. This is meant for short answers to many prompts, where a KV cache
@@ -193,7 +158,7 @@ def greedy(
     outputs: list[list[int]] = [[] for _ in prompts]
     unfinished = list(range(len(prompts)))
     for _ in range(max_new_tokens):
-        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in unfinished], settings, device)
+        tokens = _next_tokens(model, [prompts[i] + outputs[i] for i in unfinished])
         for i, token in zip(unfinished, tokens, strict=True):
             outputs[i].append(token)
         unfinished = [i for i in unfinished if outputs[i][-1] != eos]
@@ -202,30 +167,24 @@ def greedy(
     return outputs
 
 
-def _next_tokens(
-    model: MegatronModel, sequences: list[list[int]], settings: Learner, device: torch.device
-) -> list[int]:
+def _next_tokens(model: MegatronModel, sequences: list[list[int]]) -> list[int]:
     """The most probable next token of each sequence, from one forward pass."""
     # Targets mark the logits to read. A placeholder token after each sequence is the target at the next position.
-    layout = forward_layout([len(sequence) + 1 for sequence in sequences], settings)
-    batches = [
-        pack_sequences([[*sequences[i], 0] for i in bin_], [len(sequences[i]) for i in bin_], padding)
-        for bin_, padding in zip(layout.bins[0], layout.paddings, strict=True)
-    ]
-
+    layout = forward_layout([len(sequence) + 1 for sequence in sequences], model.settings)
+    batches = pack_layout(layout, [[*sequence, 0] for sequence in sequences], list(map(len, sequences)))
     layer = model.output_layer
 
     def most_probable(logits: Tensor, _: slice) -> Tensor:
         return gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].argmax(-1)
 
     def read(model_input: ModelInput, output: Tensor) -> Tensor:
-        best = torch.zeros(len(model_input.batch.targets), dtype=torch.int64, device=device)
+        best = torch.zeros(len(model_input.batch.targets), dtype=torch.int64, device=output.device)
         assert layer is not None, "only a language model's last pipeline stage has outputs"
         best[model_input.target_indices] = layer.map(output, model_input.predictors, most_probable)
         return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
 
-    results = run_forward(model, model_inputs(batches, settings, device, by_position=model.by_position), read)
-    flat = torch.cat(results) if results else torch.empty(len(sequences), dtype=torch.int64, device=device)
+    results = run_forward(model, model_inputs(model, batches), read)
+    flat = torch.cat(results) if results else torch.empty(len(sequences), dtype=torch.int64, device=model.device)
     order = [i for bin_ in layout.bins[0] for i in bin_]
     tokens = dict(zip(order, broadcast_from_last_stage(flat).tolist(), strict=True))
     return [tokens[i] for i in range(len(sequences))]

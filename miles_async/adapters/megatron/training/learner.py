@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
-from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy, StateCopy
+from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
 from miles_async.adapters.megatron.model.cpu import on_cpu
-from miles_async.adapters.megatron.model.environment import environment
-from miles_async.adapters.megatron.model.factory import build_model, build_reference
+from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
 from miles_async.adapters.megatron.model.hf_weights import export_weights
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
@@ -50,6 +49,7 @@ from miles_async.adapters.megatron.training.optimizer import (
     Snapshot,
     apply_gradients,
     clear_gradients,
+    complete_gradients,
     reduce_gradients,
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
@@ -129,14 +129,12 @@ class MegatronLearner:
         self._critic = None
         self._critic_only = config.algorithm.num_critic_only_steps
         if estimator_of(config.algorithm).trains_critic:
-            self._critic = Critic(config, hf_checkpoint, self._device)
+            self._critic = Critic(config, hf_checkpoint)
         self._reference = None
         if keeps_reference(config):
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
-            with environment(config.learner.ref_env_vars):
-                self._reference = build_reference(config.learner, str(reference))
+            self._reference = build_reference(reference_batching(config.learner), str(reference))
         self._offloaded: Offloaded | None = None
-        self._steps_taken = 0
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
         self.lineage = Lineage()
@@ -144,6 +142,11 @@ class MegatronLearner:
         self._lr = learning_rate(config)
         if rank == 0 and not self.shares_prefixes:
             self._log_unshared_prefixes()
+
+    @property
+    def _trained(self) -> dict[str, TrainedModel]:
+        """The models with an optimizer, by the names of their checkpoints."""
+        return {"actor": self._model} | ({} if self._critic is None else {"critic": self._critic.model})
 
     @property
     def shares_prefixes(self) -> bool:
@@ -171,7 +174,7 @@ class MegatronLearner:
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
         pre_step_values = self._pre_step_values(steps)
         # A single step is only applied if it is finite, so it needs no snapshot.
-        restore = self._snapshot() if len(steps) > 1 else None
+        snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
         metrics: list[Mapping[str, float]] = []
         finite = True
         for step, values in zip(steps, pre_step_values, strict=True):
@@ -184,8 +187,8 @@ class MegatronLearner:
                 break
             for one in gradients:
                 one.apply()
-        if not finite and restore is not None:
-            restore()
+        for snapshot in () if finite else snapshots:
+            snapshot.restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
         seconds = time.monotonic() - started
         performance = performance_metrics(self._model, steps, seconds)
@@ -207,11 +210,11 @@ class MegatronLearner:
         return values
 
     def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
-        reference = self._reference_logprobs(step)
+        reference = None if self._reference is None else self._logprobs(self._reference, step)
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
-        old = self._policy_logprobs(step) if needs_old else None
+        old = self._logprobs(self._model, step) if needs_old else None
         advantages = critic_output = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
@@ -233,7 +236,7 @@ class MegatronLearner:
             return None
         empty = torch.zeros(0, device=self._device)
         rows = [(empty, empty, empty, empty)]
-        for number, logprobs in enumerate(self._policy_logprobs(step)):
+        for number, logprobs in enumerate(self._logprobs(self._model, step)):
             columns = self._token_columns(step.micro_batches[number], logprobs, values, number)
             advantages = penalized_advantages(columns, self._loss)
             rows.append((logprobs, columns.old_logprobs, columns.rollout_log_probs, advantages))
@@ -241,37 +244,12 @@ class MegatronLearner:
         gathered = (gather_over_data_parallel(torch.cat(column)) for column in zip(*rows, strict=True))
         return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
-    def _snapshot(self) -> Callable[[], None]:
-        """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
-        policy, steps_taken = Snapshot(self._model), self._steps_taken
-        critic = self._critic
-        critic_snapshot = None if critic is None else (critic, Snapshot(critic.model), critic.steps_taken)
-
-        def restore() -> None:
-            policy.restore()
-            self._steps_taken = steps_taken
-            if critic_snapshot is not None:
-                restored_critic, snapshot, critic_steps = critic_snapshot
-                snapshot.restore()
-                restored_critic.steps_taken = critic_steps
-
-        return restore
-
     def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
         sums, maximum, of_functions = self._policy_gradients(step, values)
         metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **_prefixed(of_functions)}
-        if not metrics["computed_fraction"]:
-            # Filters or masks removed all tokens, or no sample has an advantage: there is nothing to learn, but Adam's
-            # momentum would still move the weights.
-            return Gradients(metrics, finite=True, apply=lambda: None)
-        lr, norm = self._lr.at(self._steps_taken), reduce_gradients(self._model)
-
-        def apply() -> None:
-            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
-            self._steps_taken += 1
-
-        finite = math.isfinite(objective_sum(sums)) and math.isfinite(norm)
-        return Gradients({**metrics, "grad_norm": norm, "lr": lr}, finite, apply)
+        # Filters or masks may have removed all tokens, or no sample has an advantage.
+        empty = not metrics["computed_fraction"]
+        return complete_gradients(self._model, metrics, self._lr, loss=objective_sum(sums), empty=empty, prefix="")
 
     def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor, Mapping[str, float]]:
         """Run forward and backward passes; returns the global entries of `TokenSums`."""
@@ -300,7 +278,7 @@ class MegatronLearner:
                 functions=functions,
             )
 
-        parts = run_forward_backward(self._model, self._inputs(step), loss)
+        parts = run_forward_backward(self._model, model_inputs(self._model, step.micro_batches), loss)
         # Only the last stage of a pipeline computes losses. The other stages receive the result from it.
         sums = torch.zeros(STALENESS_CLASSES, len(SUMS), device=self._device)
         maximum = torch.zeros(1, device=self._device)
@@ -346,9 +324,6 @@ class MegatronLearner:
         ]
         return np.array(ages, np.int64)[np.searchsorted(known, versions)]
 
-    def _inputs(self, step: TrainStep) -> list[ModelInput]:
-        return model_inputs(step.micro_batches, self._settings, self._device, by_position=self._model.by_position)
-
     def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
         """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
 
@@ -365,20 +340,9 @@ class MegatronLearner:
             reference_logprobs=None if values.reference is None else values.reference[number],
         )
 
-    def _policy_logprobs(self, step: TrainStep) -> list[Tensor]:
-        """[m] log-probabilities of each micro-batch under the current weights."""
-        return inference.frozen_logprobs(
-            self._model, step.micro_batches, self._settings, self._device, temperature=self._temperature
-        )
-
-    def _reference_logprobs(self, step: TrainStep) -> list[Tensor] | None:
-        if self._reference is None:
-            return None
-        settings = reference_batching(self._settings)
-        with environment(self._settings.ref_env_vars):
-            return inference.frozen_logprobs(
-                self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
-            )
+    def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
+        """[m] log-probabilities of each micro-batch under the current weights of a model."""
+        return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """Take one supervised step on token ids; returns the mean negative log-likelihood in nats per response token.
@@ -396,11 +360,11 @@ class MegatronLearner:
             value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
             return value, value.detach() * copies
 
-        losses = run_forward_backward(self._model, self._inputs(step), loss)
+        losses = run_forward_backward(self._model, model_inputs(self._model, step.micro_batches), loss)
         step_loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         total = broadcast_from_last_stage(step_loss).item()
         if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
-            apply_gradients(self._model, lr=lr, weight_decay=self._settings.weight_decay)
+            apply_gradients(self._model, lr)
         return total
 
     def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
@@ -408,13 +372,11 @@ class MegatronLearner:
 
         The temperature is 1. The last `response_length` entries belong to a response.
         """
-        return inference.sequence_logprobs(self._model, token_lists, self._settings, device=self._device)
+        return inference.sequence_logprobs(self._model, token_lists)
 
     def greedy(self, prompts: Sequence[list[int]], max_new_tokens: int, eos: int) -> list[list[int]]:
         """Generate the most probable continuation of each prompt, up to and including `eos`."""
-        return inference.greedy(
-            self._model, prompts, self._settings, max_new_tokens=max_new_tokens, eos=eos, device=self._device
-        )
+        return inference.greedy(self._model, prompts, max_new_tokens, eos)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, whole and with Hugging Face names, on every rank.
@@ -453,7 +415,9 @@ class MegatronLearner:
 
         With `hf_path` the copy includes an export like that of `save_hf`, which replaces an earlier one.
         """
-        models = [] if folder is None else self._copy_models(Path(folder))
+        models = []
+        if folder is not None:
+            models = [copy_state(model, Path(folder) / name) for name, model in self._trained.items()]
         if hf_path is None:
             return CheckpointCopy(models)
         tensors = self._gather_weights()
@@ -462,18 +426,11 @@ class MegatronLearner:
         like = self._checkpoint
         return CheckpointCopy(models, lambda: replace_checkpoint(Path(hf_path), tensors, like=like))
 
-    def _copy_models(self, folder: Path) -> list[StateCopy]:
-        copies = [copy_state(self._model, folder / "actor", self._steps_taken)]
-        if self._critic is not None:
-            copies.append(copy_state(self._critic.model, folder / "critic", self._critic.steps_taken))
-        return copies
-
     def offload(self) -> None:
         """Free the GPU memory of all models for an engine that shares the device, until `onload`."""
         if self._offloaded is None:
-            critic = [] if self._critic is None else [self._critic.model]
             reference = [] if self._reference is None else [self._reference]
-            self._offloaded = offload([self._model, *critic, *reference])
+            self._offloaded = offload([*self._trained.values(), *reference])
 
     def onload(self) -> None:
         """Move the models back to the GPU."""
@@ -483,9 +440,8 @@ class MegatronLearner:
 
     def load_state(self, folder: str) -> None:
         """Resume from a checkpoint of any parallel layout. Raises UserError if it is broken or of another model."""
-        self._steps_taken = load_state(self._model, Path(folder) / "actor")
-        if self._critic is not None:
-            self._critic.steps_taken = load_state(self._critic.model, Path(folder) / "critic")
+        for name, model in self._trained.items():
+            load_state(model, Path(folder) / name)
 
     def close(self) -> None:
         """Leave the process groups, so that another learner can be created in this process."""

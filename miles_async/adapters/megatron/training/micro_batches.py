@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.environment import environment
+from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.derived import pack_unit, sequence_unit
-from miles_async.config.schema import Learner
 from miles_async.losses.logprobs import KeptTokens
 
 R = TypeVar("R")
@@ -53,9 +53,7 @@ class ModelInput:
     """The kept tokens of the k predicted targets; None if the tokens were sampled from the whole vocabulary."""
 
 
-def run_forward(
-    model: MegatronModel | ReferenceModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]
-) -> list[R]:
+def run_forward(model: MegatronModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]) -> list[R]:
     """Run the micro-batches without gradients and return `read(input, output)` of each.
 
     `output` [t, h] are the hidden states before the output layer, of which `OutputLayer` computes logits, or the values
@@ -73,7 +71,7 @@ def run_forward(
 
 
 def run_forward_backward(
-    model: MegatronModel, inputs: Sequence[ModelInput], loss: Callable[[int, ModelInput, Tensor], tuple[Tensor, R]]
+    model: TrainedModel, inputs: Sequence[ModelInput], loss: Callable[[int, ModelInput, Tensor], tuple[Tensor, R]]
 ) -> list[R]:
     """Run the micro-batches and add up the gradients of their losses.
 
@@ -100,7 +98,7 @@ def run_forward_backward(
     return [results[number] for number in sorted(results)]
 
 
-def _auxiliary_scale(model: MegatronModel, inputs: Sequence[ModelInput]) -> float:
+def _auxiliary_scale(model: TrainedModel, inputs: Sequence[ModelInput]) -> float:
     """Factor of auxiliary losses; 1 for a model without experts, which has none.
 
     Megatron multiplies the auxiliary loss of each micro-batch by its number of tokens, because it expects all gradients
@@ -111,8 +109,7 @@ def _auxiliary_scale(model: MegatronModel, inputs: Sequence[ModelInput]) -> floa
     if model.config.num_moe_experts is None:
         return 1.0
     # With context parallelism each rank has a part of the tokens, so the sum over ranks counts every token once.
-    device = next(model.chunks[0].parameters()).device
-    tokens = torch.tensor([float(sum(len(one.tokens) for one in inputs))], device=device)
+    tokens = torch.tensor([float(sum(len(one.tokens) for one in inputs))], device=model.device)
     dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     # Up to 0.18 Megatron multiplies by the tokens of one of the ranks that share a micro-batch, from 0.19 on by the
     # tokens of all of them.
@@ -121,14 +118,14 @@ def _auxiliary_scale(model: MegatronModel, inputs: Sequence[ModelInput]) -> floa
 
 
 def _run_schedule(
-    model: MegatronModel | ReferenceModel, inputs: Sequence[ModelInput], finish: Callable[..., Any], **options: bool
+    model: MegatronModel, inputs: Sequence[ModelInput], finish: Callable[..., Any], **options: bool
 ) -> None:
     def step(numbered: Iterator[tuple[int, ModelInput]], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         number, one = next(numbered)
         output = chunk(one.tokens[None], one.positions[None], None, packed_seq_params=one.params)
         return output, partial(finish, number)
 
-    with redirect_cuda_to_cpu():
+    with redirect_cuda_to_cpu(), environment(model.variables):
         get_forward_backward_func()(
             forward_step_func=step,
             # Each virtual stage goes through all micro-batches in an order of the schedule's choice, so each needs its
@@ -143,17 +140,14 @@ def _run_schedule(
         )
 
 
-def model_inputs(
-    batches: Sequence[PackedBatch], learner: Learner, device: torch.device, *, by_position: bool
-) -> list[ModelInput]:
-    """Convert micro-batches to tensors on `device`, padded so that the parallel layout can divide them evenly.
-
-    `by_position` is that of the model (`MegatronModel`). Without it every sequence is computed as a whole.
+def model_inputs(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[ModelInput]:
+    """Convert micro-batches to tensors on the model's device, padded so that its parallel layout divides them evenly.
 
     With expert parallelism this is a collective operation of the data-parallel ranks. Tokens then travel between ranks
     in every layer, so all ranks need equally many micro-batches: ranks with fewer get empty ones at the end. On CPUs
     they also need equally many tokens in each.
     """
+    learner, device = model.settings, model.device
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     has_expert_parallelism = learner.expert_model_parallel_size > 1
     if has_expert_parallelism:
@@ -162,13 +156,13 @@ def model_inputs(
         empty = pack_sequences([], [], Padding(unit=sequence_unit(learner)))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
     unit, local = pack_unit(learner), uses_local_layers(learner)
-    counts = [batch.computed_tokens if by_position else len(batch.tokens) for batch in batches]
+    counts = [batch.computed_tokens if model.by_position else len(batch.tokens) for batch in batches]
     totals = torch.tensor([-(-count // unit) * unit for count in counts], device=device)
     if has_expert_parallelism and on_cpu():
         # The all-gather dispatcher, the only one that works on CPUs, needs equal sizes on all ranks.
         dist.all_reduce(totals, dist.ReduceOp.MAX, group=group)
     return [
-        _model_input(batch, total - count, device, by_position, local=local)
+        _model_input(batch, total - count, device, model.by_position, local=local)
         for batch, count, total in zip(batches, counts, totals.tolist(), strict=True)
     ]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
-from miles_async.adapters.megatron.model.factory import MegatronModel, ReferenceModel
+from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
 from miles_async.adapters.megatron.training.optimizer import model_tensors
 
 
@@ -42,7 +42,7 @@ class Offloaded:
             storage.fill_(0)  # type: ignore[attr-defined]  # torch does not declare it
 
 
-def offload(models: Iterable[MegatronModel | ReferenceModel]) -> Offloaded | None:
+def offload(models: Iterable[MegatronModel]) -> Offloaded | None:
     """Free the GPU memory of these models and of their optimizers, without the gradients, which the next step clears.
 
     Returns None on a CPU, where there is nothing to free.
@@ -52,7 +52,7 @@ def offload(models: Iterable[MegatronModel | ReferenceModel]) -> Offloaded | Non
     kept: list[Tensor] = []
     gradients: list[Tensor] = []
     for model in models:
-        if isinstance(model, MegatronModel):
+        if isinstance(model, TrainedModel):
             kept += model_tensors(model)
             buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             gradients += [buffer.grad_data for buffer in buffers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.adapters.megatron.model.factory import TrainedModel
+from miles_async.config.learning_rate import LearningRate
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,27 @@ class Gradients:
     """Takes the optimizer step."""
 
 
-def clear_gradients(model: MegatronModel) -> None:
+def complete_gradients(
+    model: TrainedModel, metrics: Mapping[str, float], schedule: LearningRate, *, loss: float, empty: bool, prefix: str
+) -> Gradients:
+    """Reduce the gradients of a step; adds its gradient norm and learning rate to the metrics, after `prefix`.
+
+    `loss` is that of all ranks. `empty` means that no token has a gradient.
+    """
+    if empty:
+        # There is nothing to learn, but Adam's momentum would still move the weights.
+        return Gradients(metrics, finite=True, apply=lambda: None)
+    lr, norm = schedule.at(model.steps_taken), reduce_gradients(model)
+
+    def apply() -> None:
+        apply_gradients(model, lr)
+        model.steps_taken += 1
+
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    return Gradients({**metrics, f"{prefix}grad_norm": norm, f"{prefix}lr": lr}, finite, apply)
+
+
+def clear_gradients(model: TrainedModel) -> None:
     """Set all gradients to zero before the first micro-batch of a step."""
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
@@ -32,7 +54,7 @@ def clear_gradients(model: MegatronModel) -> None:
         model.optimizer.zero_grad()
 
 
-def reduce_gradients(model: MegatronModel) -> float:
+def reduce_gradients(model: TrainedModel) -> float:
     """Add up the gradients over the ranks and return their norm before clipping.
 
     `apply_gradients` completes the step. Megatron's `step` does both, but a step whose loss or gradient is not finite
@@ -44,11 +66,11 @@ def reduce_gradients(model: MegatronModel) -> float:
         return float(model.optimizer.get_grad_norm())
 
 
-def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> None:
+def apply_gradients(model: TrainedModel, lr: float) -> None:
     """Clip the reduced gradients and update the weights."""
     for group in model.optimizer.param_groups:
         group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]  # 0 for norms and biases
+        group["weight_decay"] = model.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
         if on_cpu():
             # One pass over the memory of a parameter instead of ten, in a fifth of the time. It is set in each step,
             # because loading a checkpoint replaces the settings of the groups.
@@ -57,7 +79,7 @@ def apply_gradients(model: MegatronModel, *, lr: float, weight_decay: float) -> 
         model.optimizer.step()
 
 
-def model_tensors(model: MegatronModel) -> Iterator[Tensor]:
+def model_tensors(model: TrainedModel) -> Iterator[Tensor]:
     """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice."""
     for chunk in model.chunks:
         yield from chunk.module.parameters()
@@ -67,20 +89,21 @@ def model_tensors(model: MegatronModel) -> Iterator[Tensor]:
 
 
 class Snapshot:
-    """Copy of weights and optimizer state in host memory.
+    """Copy of weights, optimizer state and step count in host memory.
 
     A batch of several optimizer steps is restored from it if a later step fails, so that all of its steps count or
     none.
     """
 
-    def __init__(self, model: MegatronModel) -> None:
-        self._model = model
+    def __init__(self, model: TrainedModel) -> None:
+        self._model, self._steps_taken = model, model.steps_taken
         self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in model_tensors(model)]
         self._is_before_first_step = len(model.optimizer.state) == 0
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
+        self._model.steps_taken = self._steps_taken
         for tensor, copy in self._copies:
             tensor.copy_(copy)
         if self._is_before_first_step:
@@ -90,6 +113,6 @@ class Snapshot:
                 tensor.zero_()
 
 
-def _state_tensors(model: MegatronModel) -> Iterator[Tensor]:
+def _state_tensors(model: TrainedModel) -> Iterator[Tensor]:
     for _, state in model.optimizer.state.items():  # Megatron's proxy has no values()
         yield from (value for value in state.values() if isinstance(value, Tensor))
