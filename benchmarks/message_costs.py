@@ -117,11 +117,11 @@ async def measure_router(folder: Path) -> dict[str, float]:
                 fleet.register_engine(EngineInfo("stand-in", url, 0, 1))
                 await fleet.admit("stand-in")
                 body = {"input_ids": [list(range(64))] * SAMPLES, "sampling_params": {}, "return_logprob": True}
-                generate, key, began = f"{router.url}/generate", router.spec.key, _process_seconds(router.pid)
+                generate, key, began = f"{router.url}/generate", router.spec.key, _process_seconds(router.pid())
                 for _ in range(ROUTED // ROUTED_AT_ONCE):
                     posts = [client.post(generate, body, key=key, within=60) for _ in range(ROUTED_AT_ONCE)]
                     await asyncio.gather(*posts)
-                costs.append((_process_seconds(router.pid) - began) / ROUTED)
+                costs.append((_process_seconds(router.pid()) - began) / ROUTED)
             finally:
                 await client.close()
                 await fleet.close()

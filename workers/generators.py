@@ -14,12 +14,7 @@ from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import (
-    EVALUATION_PRIORITY,
-    GeneratorWithSampling,
-    SamplingParams,
-    SGLangGenerator,
-)
+from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.config.derived import evaluation_concurrency, trains_on_sampling_masks
@@ -136,13 +131,13 @@ class Generators:
         await self.engine_client.close()
         await self._evaluation.close()
 
-    def training(self) -> GeneratorWithSampling | FunctionGenerator:
+    def training(self) -> SGLangGenerator | FunctionGenerator:
         """The generator of the training data."""
         return self._with_user_function(
             self.engine_client, sampling_of(self._config), self.limits, self._report_discarded
         )
 
-    def evaluation(self, sampling: SamplingParams) -> GeneratorWithSampling | FunctionGenerator:
+    def evaluation(self, sampling: SamplingParams) -> SGLangGenerator | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
         return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
@@ -153,11 +148,11 @@ class Generators:
         sampling: SamplingParams,
         limits: SampleLimits,
         on_discarded: OnDiscarded | None = None,
-    ) -> GeneratorWithSampling | FunctionGenerator:
+    ) -> SGLangGenerator | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
-            return GeneratorWithSampling(engine, sampling)
+            return engine.with_sampling(sampling)
         turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(

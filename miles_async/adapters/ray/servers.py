@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from miles_async.adapters.ray.actor_errors import actor_result
+from miles_async.adapters.sglang.fleet import Servers
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLostError, MilesError
 
@@ -29,8 +30,8 @@ async def start_engine(parts: Sequence[Actor], *, restart: bool = False) -> Engi
     return infos[0]
 
 
-class RayServers:
-    """Implements `adapters.sglang.fleet.Servers`.
+class RayServers(Servers):
+    """The servers of a run.
 
     Ray restarts an actor that died by itself, without its server. This class starts the server again.
     """
@@ -56,10 +57,9 @@ class RayServers:
 
     async def restart_router(self) -> None:
         if self._router is None:
-            raise EngineLostError(
-                "the external router does not answer; start it again, the run uses it as soon as it answers"
-            )
-        await self._within_timeout("sglang-router", self._router.restart.remote(self._router_url))
+            await super().restart_router()
+        else:
+            await self._within_timeout("sglang-router", self._router.restart.remote(self._router_url))
 
     async def _within_timeout(self, server: str, call: Awaitable[T]) -> T:
         """Raise EngineLostError for any failure: a restart is tried again, it does not end the run."""

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -29,28 +29,18 @@ ROUTER_SECONDS = 10.0
 """A router that has not answered after this time is restarted. It answers within milliseconds, also under load."""
 
 
-class Servers(Protocol):
-    """The owner of the server processes."""
+class Servers:
+    """The owner of the server processes. This one is for servers that something else started: it restarts nothing."""
 
     async def restart_engine(self, engine: str) -> EngineInfo:
         """Stop an engine's servers if they still run, and start them. Raises EngineLostError if they do not start."""
-        ...
+        raise EngineLostError(f"engine {engine} was not started by this run; restart it where it was started")
 
     async def restart_router(self) -> None:
         """Start the router at its previous address.
 
         Raises EngineLostError if it does not start or does not belong to the run.
         """
-        ...
-
-
-class ExternalServers:
-    """Implements `Servers` for servers that something else started: nothing is restarted."""
-
-    async def restart_engine(self, engine: str) -> EngineInfo:
-        raise EngineLostError(f"engine {engine} was not started by this run; restart it where it was started")
-
-    async def restart_router(self) -> None:
         raise EngineLostError(
             "the external router does not answer; start it again, the run uses it as soon as it answers"
         )
@@ -86,7 +76,7 @@ class SGLangFleet:
         """
         self._router = router_url
         self._router_key = router_key
-        self._servers = servers or ExternalServers()
+        self._servers = servers or Servers()
         self._emit = emit
         self._timeout = timeout
         self._health_timeout = health_timeout

@@ -14,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -163,6 +164,12 @@ class SGLangGenerator:
         """By the group itself: the names of a group are not unique, because a recycled group keeps some of them."""
         self._abandoned: set[asyncio.Task[None]] = set()
         """Aborts of requests whose caller was cancelled."""
+
+    def with_sampling(self, sampling: SamplingParams) -> SGLangGenerator:
+        """This generator with other sampling parameters. Both share their connections, permits and calls."""
+        other = copy(self)
+        other.sampling = sampling
+        return other
 
     @property
     def in_flight(self) -> int:
@@ -379,25 +386,3 @@ class SGLangGenerator:
                 f"an engine has not answered within {self._timeout:g} s: raise sglang_router_request_timeout_secs, or "
                 "lower rollout_max_response_len"
             ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorWithSampling:
-    """Implements `ports.Generator`: `engine` with other sampling parameters. Several of these share its permits."""
-
-    engine: SGLangGenerator
-    sampling: SamplingParams
-
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
-        await self.engine.generate(group, sampling or self.sampling)
-
-    async def abort(self, group: Group | None = None) -> None:
-        await self.engine.abort(group)
-
-    @property
-    def in_flight(self) -> int:
-        return self.engine.in_flight
-
-    @property
-    def busy_seconds(self) -> float:
-        return self.engine.busy_seconds

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.sglang.process import ServerProcess, release, start_on_free_ports
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.system import rdma
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
-from miles_async.errors import FatalError, UserError
+from miles_async.errors import UserError
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
-PORT_ATTEMPTS = 3
 WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment variables that turn `torch.compile` off. Set them before the process imports torch.
 
@@ -110,16 +109,16 @@ class EngineServer:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
+        self._name = f"engine {spec.name}"
         self._process: ServerProcess | None = None
         self._ports: list[ClaimedPort] = []
         self._shared_ports: list[ClaimedPort] = []
         """Ports of the rendezvous that other nodes use too."""
-        self.info: EngineInfo
-        """The server that was started last."""
+        self._info: EngineInfo
 
     def rendezvous(self) -> Rendezvous:
         """Claim ports for a new rendezvous. Only on the first server of an engine that spans nodes."""
-        _release(self._shared_ports)
+        release(self._shared_ports)
         return self._rendezvous(self._shared_ports)
 
     def start(self, rendezvous: Rendezvous | None = None) -> EngineInfo:
@@ -129,24 +128,21 @@ class EngineServer:
         FatalError with the cause from the log if the server dies or is not healthy in time.
         """
         _require_checkpoint(self.spec.model_path)
-        for _ in range(PORT_ATTEMPTS):
-            # A claim protects a port from other runs only; any other program may still take it.
-            _release(self._ports)
-            port = self._claim(self._ports)
-            url = f"http://{self.spec.host}:{port}"
-            arguments = command(self.spec, port, rendezvous or self._rendezvous(self._ports))
-            self._process = ServerProcess(
-                f"engine {self.spec.name}", ENGINE_MODULE, arguments, f"{url}/health", self.spec.log_path
-            )
-            try:
-                self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout, self.spec.key)
-            except PortTakenError:
-                continue
-            self.info = EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp, self.spec.key)
-            return self.info
-        raise FatalError(
-            f"engine {self.spec.name} found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})"
-        )
+        self._info = start_on_free_ports(self._name, self.spec.log_path, lambda: self._start(rendezvous))
+        return self._info
+
+    def _start(self, rendezvous: Rendezvous | None) -> EngineInfo:
+        release(self._ports)
+        port = self._claim(self._ports)
+        url = f"http://{self.spec.host}:{port}"
+        arguments = command(self.spec, port, rendezvous or self._rendezvous(self._ports))
+        self._process = ServerProcess(self._name, ENGINE_MODULE, arguments, f"{url}/health", self.spec.log_path)
+        self._process.start(environment(self.spec), self.spec.cpus, self.spec.start_timeout, self.spec.key)
+        return EngineInfo(self.spec.name, url, self._process.pid, self.spec.tp, self.spec.key)
+
+    def info(self) -> EngineInfo:
+        """Return the address of the server that was started last; only after `start`."""
+        return self._info
 
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
@@ -169,7 +165,7 @@ class EngineServer:
         if self._process is not None:
             # On SIGTERM, SGLang would spend seconds on requests whose clients have given up.
             self._process.stop(grace=0.0)
-        _release(self._ports)
+        release(self._ports)
 
     def _rendezvous(self, ports: list[ClaimedPort]) -> Rendezvous:
         return Rendezvous(self.spec.host, self._claim(ports), self._claim(ports))
@@ -289,11 +285,6 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _release(ports: list[ClaimedPort]) -> None:
-    while ports:
-        ports.pop().release()
 
 
 def _flag(key: str, value: Any) -> Iterator[str]:

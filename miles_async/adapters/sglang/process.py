@@ -10,15 +10,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
+from miles_async.adapters.system.network_ports import ClaimedPort
 from miles_async.config.redaction import secret_values
 from miles_async.errors import FatalError
 from miles_async.observability.redacted_log import RedactedLog
 
+T = TypeVar("T")
+PORT_ATTEMPTS = 3
 LOG_SECONDS = 2.0
 """Time limit for the last lines of a server that has ended to reach its log."""
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
@@ -27,6 +31,21 @@ _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in
 
 class PortTakenError(Exception):
     """Another process has taken the port before the server could bind it; try again with another port."""
+
+
+def start_on_free_ports(name: str, log_path: Path, start: Callable[[], T]) -> T:
+    """Call `start`, which claims ports, until none of them is taken. Raises FatalError after `PORT_ATTEMPTS` calls."""
+    # A claim protects a port from other runs only; any other program may still take it.
+    for _ in range(PORT_ATTEMPTS):
+        with suppress(PortTakenError):
+            return start()
+    raise FatalError(f"{name} found no free port in {PORT_ATTEMPTS} attempts (log: {log_path})")
+
+
+def release(ports: list[ClaimedPort]) -> None:
+    """Release the ports and empty the list."""
+    while ports:
+        ports.pop().release()
 
 
 class ServerProcess:

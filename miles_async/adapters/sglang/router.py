@@ -6,19 +6,16 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from miles_async.adapters.sglang.process import PortTakenError, ServerProcess
+from miles_async.adapters.sglang.process import PortTakenError, ServerProcess, release, start_on_free_ports
 from miles_async.adapters.sglang.server_key import authorization, new_key
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
-
-PORT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +42,7 @@ class RouterServer:
 
     def start(self) -> str:
         """Start the router and return its URL. Raises FatalError with the cause if it does not start."""
-        # A claim protects a port from other runs only; any other program may still take it.
-        for _ in range(PORT_ATTEMPTS):
-            self._release_ports()
-            self._ports = [claim_port(), claim_port()]
-            with suppress(PortTakenError):
-                return self._serve()
-        raise FatalError(f"sglang-router found no free port in {PORT_ATTEMPTS} attempts (log: {self.spec.log_path})")
+        return start_on_free_ports("sglang-router", self.spec.log_path, self._start)
 
     def restart(self, url: str) -> str:
         """Start the router at `url`, its previous address, which all other processes keep using.
@@ -68,27 +59,30 @@ class RouterServer:
         except (PortTakenError, OSError) as taken:
             raise FatalError(f"sglang-router cannot listen on its previous port again: {taken}") from taken
 
+    def _start(self) -> str:
+        release(self._ports)
+        self._ports = [claim_port(), claim_port()]
+        return self._serve()
+
     def _serve(self) -> str:
         port, metrics_port = (claimed.number for claimed in self._ports)
-        url = f"http://127.0.0.1:{port}"
         words = [json.dumps(arguments(self.spec, port, metrics_port))]
         module = "miles_async.adapters.sglang.router_process"
-        self._process = ServerProcess("sglang-router", module, words, f"{url}/liveness", self.spec.log_path)
+        self._process = ServerProcess("sglang-router", module, words, f"{self.url}/liveness", self.spec.log_path)
         self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout, self.spec.key)
-        return url
+        return self.url
 
     @property
     def url(self) -> str:
         """URL of the router; only after `start`."""
         return f"http://127.0.0.1:{self._ports[0].number}"
 
-    @property
     def metrics_url(self) -> str:
-        """URL of the router's Prometheus metrics; only after `start`."""
+        """Return the URL of the router's Prometheus metrics; only after `start`."""
         return f"http://127.0.0.1:{self._ports[1].number}/metrics"
 
-    @property
     def pid(self) -> int:
+        """Return the process id of the router; only after `start`."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
@@ -96,16 +90,12 @@ class RouterServer:
         """Return the host and port of the router's metrics, or False if the router does not answer."""
         if self._process is None or not self._process.answers():
             return False
-        return urlsplit(self.metrics_url).netloc
+        return urlsplit(self.metrics_url()).netloc
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()
-        self._release_ports()
-
-    def _release_ports(self) -> None:
-        while self._ports:
-            self._ports.pop().release()
+        release(self._ports)
 
 
 def require_router(url: str, key: str = "", within: float = 10.0) -> None:

@@ -1,4 +1,4 @@
-"""The router comes back at its previous address, also if the process that owned it was killed with it."""
+"""The router comes back at its previous address, even if the process that owned it was killed with it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def url() -> str:
 def test_a_new_owner_starts_the_router_at_its_previous_address(tmp_path: Path, url: str) -> None:
     server = RouterServer(RouterSpec(log_path=tmp_path / "router.log"))
     assert server.restart(url) == url
-    server._release_ports()
+    server.stop()
 
 
 def test_the_same_owner_starts_the_router_at_its_previous_address(tmp_path: Path) -> None:
     server = RouterServer(RouterSpec(log_path=tmp_path / "router.log"))
     started = server.start()
     assert server.restart(started) == started
-    server._release_ports()
+    server.stop()
 
 
 def test_a_port_that_the_old_owner_still_holds_is_an_error_that_a_later_restart_overcomes(
@@ -47,4 +47,4 @@ def test_a_port_that_the_old_owner_still_holds_is_an_error_that_a_later_restart_
         server.restart(url)
     old_owner.release()
     assert server.restart(url) == url
-    server._release_ports()
+    server.stop()
