@@ -40,6 +40,7 @@ from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging
 from miles_async.adapters.weights.transports.p2p import P2PTransport
+from miles_async.config.schema import Weights
 
 TRANSPORTS = ("memory", "p2p", "broadcast")
 STREAMS = 4
@@ -84,9 +85,8 @@ class Bench:
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         self._engines = engines
         self._rounds = rounds
-        self._source = WeightSource(
-            [(name, tuple(tensor.shape)) for name, tensor in self._weights], folder, timeout=30.0
-        )
+        named = [(name, tuple(tensor.shape)) for name, tensor in self._weights]
+        self._source = WeightSource(named, folder, Weights())
         self._version = 0
         for transport in TRANSPORTS:
             self._source.connect(engines, {engine.name: transport for engine in engines})

@@ -91,12 +91,6 @@ class Transport(Plugin):
 class Transports(Kind[Transport]):
     """The weight transports."""
 
-    def open(self, name: str, source: SourceOptions) -> Transport:
-        """Return a new transport for a source. Raises EngineLostError as `Transport.open` does."""
-        transport = type(self.find(name))()
-        transport.open(source)
-        return transport
-
     def measured(self) -> list[str]:
         """The transports that `auto` measures."""
         return [name for name, transport in self.usable().items() if transport.measured]

@@ -175,12 +175,21 @@ class LearnerRank:
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         """See `WeightSource.connect`. All ranks."""
         if self._source is None:
+            from miles_async.adapters.weights.source import WeightSource
+
             # Listing the weights gathers them one by one, which is collective.
             named = await self._run(
                 self._model_thread, lambda: [(name, tuple(tensor.shape)) for name, tensor in self._learner.weights()]
             )
             offsets = self._learner.engine_offsets(name for name, _ in named)
-            self._source = weight_source(self._config, named, offsets, self._folder, self._rank, self._world_size)
+            self._source = WeightSource(
+                named,
+                self._folder / "weights",
+                self._config.weights,
+                rank=self._rank,
+                sources=self._world_size,
+                offsets=offsets,
+            )
         source = self._source
         await self._run(self._send_threads, lambda: source.connect(engines, transports))
 
@@ -254,33 +263,6 @@ class LearnerRank:
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await running
-
-
-def weight_source(
-    config: RunConfig,
-    named: Sequence[tuple[str, tuple[int, ...]]],
-    offsets: Mapping[str, float],
-    folder: Path,
-    rank: int,
-    sources: int,
-) -> WeightSource:
-    """Create the weight source of one rank. `named` are the Hugging Face names and full shapes of all weights.
-
-    `offsets` are what SGLang adds to weights that it loads.
-    """
-    from miles_async.adapters.weights.source import WeightSource
-
-    return WeightSource(
-        named,
-        folder / "weights",
-        rank=rank,
-        sources=sources,
-        bucket=config.weights.update_weight_buffer_size,
-        verify_all=config.weights.check_weight_update_equal,
-        timeout=config.weights.update_weight_timeout_seconds,
-        offsets=offsets,
-        settings=config.weights,
-    )
 
 
 def _limit_threads(threads: int) -> None:

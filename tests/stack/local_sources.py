@@ -10,6 +10,7 @@ from typing import Any
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import NamedTensors
+from miles_async.config.schema import Weights
 from miles_async.types import SendOutcome
 from tests.waiting import PATIENCE_SECONDS
 
@@ -22,7 +23,8 @@ class LocalSources:
     ) -> None:
         self._weights = weights
         named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
-        self.all = [WeightSource(named, folder, rank=rank, sources=sources, timeout=timeout) for rank in range(sources)]
+        settings = Weights(update_weight_timeout_seconds=timeout)
+        self.all = [WeightSource(named, folder, settings, rank=rank, sources=sources) for rank in range(sources)]
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
         return await getattr(self, method)(*arguments)

@@ -25,13 +25,14 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.warm_start import warm_start
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
-from workers.learner import LearnerRank, weight_source
+from workers.learner import LearnerRank
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
 BASE = {"lr": 1e-3, "num_rollout": 4, "num_steps_per_rollout": 2, "adam_beta2": 0.9, "weight_decay": 0.01}
@@ -356,7 +357,7 @@ async def test_a_learner_rank_stays_on_its_cores_and_takes_its_threads(tmp_path:
 
 def test_weights_take_their_buffers_checks_and_timeout(tmp_path: Path) -> None:
     chosen = config(update_weight_buffer_size=7, check_weight_update_equal=True, update_weight_timeout_seconds=3.0)
-    source = weight_source(chosen, [], {}, tmp_path, rank=0, sources=1)
+    source = WeightSource([], tmp_path, chosen.weights)
     assert (source.bucket, source.verify_all, source.timeout) == (7, True, 3.0)
-    usual = weight_source(config(), [], {}, tmp_path, rank=0, sources=1)
+    usual = WeightSource([], tmp_path, config().weights)
     assert (usual.bucket, usual.verify_all) == (512 << 20, False)

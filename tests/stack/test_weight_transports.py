@@ -16,6 +16,7 @@ from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineS
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
+from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.transports import TRANSPORTS as TRANSPORT_PLUGINS
 from tests.configuration import run_config
@@ -40,9 +41,12 @@ def source_of(
     timeout: float = PATIENCE_SECONDS,
 ) -> WeightSource:
     named = [(name, tuple(tensor.shape)) for name, tensor in serving.named_tensors()]
-    source = WeightSource(
-        named, folder, rank=rank, sources=sources, bucket=1 << 20, verify_all=verify_all, timeout=timeout
+    settings = Weights(
+        update_weight_buffer_size=1 << 20,
+        check_weight_update_equal=verify_all,
+        update_weight_timeout_seconds=timeout,
     )
+    source = WeightSource(named, folder, settings, rank=rank, sources=sources)
     source.connect([serving.engine], {})
     return source
 
@@ -269,7 +273,7 @@ def test_an_unusable_engine_is_named_in_the_error(serving: Stack, source: Weight
         source.connect([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)], {})
     with pytest.raises(FatalError, match="is there twice; give every engine its own name and port"):
         source.connect([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)], {})
-    other = WeightSource([("model.norm.weight", (7,))], tmp_path)
+    other = WeightSource([("model.norm.weight", (7,))], tmp_path, Weights())
     with pytest.raises(FatalError, match=r"^the engine serves another model: model\.norm\.weight has"):
         other.connect([serving.engine], {})
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from miles_async.adapters.sglang.engine_weights import CHECKSUMS, REGIONS
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.layout import Shape
@@ -68,14 +70,14 @@ def read_engine_memory(info: EngineInfo, *, timeout: float) -> EngineMemory:
 
     Raises EngineLostError if the engine does not answer or runs without the plugin of this project.
     """
-    answers = _ask_all_ranks(info, REGIONS, timeout=timeout)
-    ranks = []
-    for answer in answers:
-        regions = {
-            name: Region(region["address"], tuple(region["shape"]), region["dtype"], region["device"])
-            for name, region in json.loads(answer["parameters"]).items()
-        }
-        ranks.append(RankMemory(json.loads(answer["pid"]), json.loads(answer["machine"]), regions))
+    ranks = [
+        RankMemory(
+            json.loads(answer["pid"]),
+            json.loads(answer["machine"]),
+            msgspec.json.decode(answer["parameters"], type=dict[str, Region]),
+        )
+        for answer in _ask_all_ranks(info, REGIONS, timeout=timeout)
+    ]
     return EngineMemory(info, tuple(ranks))
 
 

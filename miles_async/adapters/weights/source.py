@@ -12,8 +12,8 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import EngineMemory, read_checksums, read_engine_memory
 from miles_async.adapters.weights.layout import Shape, plan_tensors
 from miles_async.adapters.weights.staging import NamedTensors, Staging, plans_of_source
+from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
-from miles_async.section import Section
 from miles_async.transports import TRANSPORTS, SourceOptions, Transport
 from miles_async.types import SendOutcome
 
@@ -34,27 +34,24 @@ class WeightSource:
         self,
         tensors: Sequence[tuple[str, Shape]],
         folder: Path,
+        settings: Weights,
         *,
         rank: int = 0,
         sources: int = 1,
-        bucket: int = 512 << 20,
-        verify_all: bool = False,
-        timeout: float = 60.0,
         offsets: Mapping[str, float] = MappingProxyType({}),
-        settings: Section | None = None,
     ) -> None:
         """`tensors` are the Hugging Face names and full shapes of all weights, including those of other sources.
 
         `folder` is where the disk transports write; engines must see it under the same path. This source is number
-        `rank` of `sources`. `bucket` is in bytes. `verify_all` compares all bytes after a send instead of samples.
-        `timeout` is in seconds, per request to an engine. `offsets` are what SGLang adds to tensors that it loads.
-        `settings` is the section `weights` of the configuration.
+        `rank` of `sources`. `offsets` are what SGLang adds to tensors that it loads.
         """
         self._tensors = tensors
         self._offsets = offsets
         self._rank, self._sources = rank, sources
-        self.bucket, self.verify_all, self.timeout = bucket, verify_all, timeout
-        self._options = SourceOptions(rank, folder / f"source_{rank}", bucket, timeout, settings)
+        self.bucket, self.verify_all = settings.update_weight_buffer_size, settings.check_weight_update_equal
+        self.timeout = settings.update_weight_timeout_seconds
+        """In seconds, per request to an engine."""
+        self._options = SourceOptions(rank, folder / f"source_{rank}", self.bucket, self.timeout, settings)
         self._transports: dict[str, Transport] = {}
         self._engines: dict[str, EngineMemory] = {}
         self._layout: Layout | None = None
@@ -145,7 +142,9 @@ class WeightSource:
             self._connections.add((transport, name))
 
     def _open(self, transport: str) -> Transport:
-        return TRANSPORTS.open(transport, self._options)
+        opened = type(TRANSPORTS.find(transport))()
+        opened.open(self._options)
+        return opened
 
     def _disconnect(self, name: str) -> None:
         del self._engines[name]
