@@ -158,7 +158,8 @@ def policy_steps(
         # The weights depend on the trajectories and tokens of the whole step, so they come before the split.
         step_samples = list(chain.from_iterable(trajectories[start:end]))
         weighted = weight_samples(step_samples, config.algorithm, max_response_len)
-        computed, skipped = _split_by_gradient(weighted) if skips else (weighted, [])
+        computed = [one for one in weighted if not skips or _has_gradient(one)]
+        skipped = [one.sample for one in weighted if skips and not _has_gradient(one)]
         packed = _pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares)
         packed_steps.append([replace(one, trajectories=end - start) for one in packed])
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
@@ -209,18 +210,6 @@ def _pack_step(
     skipped_tokens = _tokens_by_version(skipped)
     total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
     return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
-
-
-def _split_by_gradient(scored: Sequence[ScoredSample]) -> tuple[list[ScoredSample], list[Sample]]:
-    """Separate the samples that have a gradient from the others."""
-    computed: list[ScoredSample] = []
-    skipped: list[Sample] = []
-    for one in scored:
-        if _has_gradient(one):
-            computed.append(one)
-        else:
-            skipped.append(one.sample)
-    return computed, skipped
 
 
 def _has_gradient(one: ScoredSample) -> bool:

@@ -44,8 +44,7 @@ def router_gradients(path: Path, role: str, max_tokens: int, **of_the_model: Any
             if learner._critic is None:
                 learner._policy_gradients(step, values)
                 return stacked_gradients(learner._model), step
-            assert values.critic_output is not None
-            learner._critic.compute_gradients(step, values.critic_output)
+            learner._critic.compute_gradients(step, values.critic_values, values.returns)
             return stacked_gradients(learner._critic.model), step
 
 

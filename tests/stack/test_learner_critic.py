@@ -98,8 +98,8 @@ def test_a_new_critic_predicts_zero_so_the_advantage_of_every_token_is_the_full_
     with learning(tiny, run) as learner:
         assert learner._critic is not None
         [[step, _]] = rank_batches(batch(0) * 2, run, 1)
-        critic_output = learner._critic.evaluate(step, None)
-        for packed, advantages in zip(step.micro_batches, critic_output.advantages, strict=True):
+        _, of_tokens, _ = learner._critic.evaluate(step, None)
+        for packed, advantages in zip(step.micro_batches, of_tokens, strict=True):
             assert torch.equal(advantages, torch.from_numpy(packed.advantages))
 
 

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from safetensors import safe_open
 from torch import Tensor
 
-from miles_async.adapters.megatron.model.process_groups import gather_json
+from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.errors import UserError
 from miles_async.models.plugin import (
     Conversion,
@@ -284,21 +284,13 @@ def _to_hf(converter: WeightConverter, shard: _Shard, tensor: Tensor) -> Iterato
         group = parallel_state.get_expert_model_parallel_group()
         prefix, per_rank = shard.name[: match.start(3)], _experts_per_rank(converter)
         named = [
-            (f"{prefix}{int(match[3]) + rank * per_rank}", part) for rank, part in enumerate(_all_gather(tensor, group))
+            (f"{prefix}{int(match[3]) + rank * per_rank}", part) for rank, part in enumerate(all_gather(tensor, group))
         ]
     for name, part in named:
         whole = part
         if shard.split:
-            whole = converter.merge(name, _all_gather(part, _tensor_parallel_group(name)), shard.axis)
+            whole = converter.merge(name, all_gather(part, _tensor_parallel_group(name)), shard.axis)
         yield from converter.to_hf(name, whole)
-
-
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
 
 
 def _tensor_parallel_group(name: str) -> dist.ProcessGroup:

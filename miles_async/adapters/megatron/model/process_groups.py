@@ -102,17 +102,20 @@ def add_over_data_parallel(values: Mapping[str, float]) -> dict[str, float]:
 
 def _gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the [n] values of each rank; n may differ."""
-    if group.size() == 1:
-        return [values]
-    lengths = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
-    dist.all_gather(lengths, torch.tensor([len(values)], device=values.device), group=group)
     # Collectives need tensors of one length on all ranks.
-    counts = [int(length) for length in lengths]
+    counts = [int(length) for length in all_gather(torch.tensor([len(values)], device=values.device), group)]
     padded = values.new_zeros(max(counts))
     padded[: len(values)] = values
-    rows = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(rows, padded, group=group)
-    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+    return [row[:count] for row, count in zip(all_gather(padded, group), counts, strict=True)]
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all ranks, which have the same shape."""
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
 
 
 def destroy_process_groups() -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from miles_async.adapters.megatron.training.critic import CriticOutput
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
 from miles_async.losses.advantages.statistics import EPSILON
@@ -30,8 +29,10 @@ class PreStepValues:
     """None if the step's own forward pass gives the same values."""
     reference: list[Tensor] | None
     """Log-probabilities under the reference model; None if there is none."""
-    critic_output: CriticOutput | None
-    """None if there is no critic."""
+    critic_values: Sequence[Tensor] = ()
+    """The critic's values before the tokens; empty if there is no critic."""
+    returns: Sequence[Tensor] = ()
+    """What the critic learns to predict; empty if there is no critic."""
 
 
 def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm) -> list[Tensor]:
@@ -59,12 +60,8 @@ def advantages_of_function(
     results = []
     for of_step in values:
         pairs = [next(computed) for _ in of_step.old_logprobs or []]
-        critic_output, advantages = of_step.critic_output, [advantages for advantages, _ in pairs]
-        if critic_output is not None:
-            given, own = [returns for _, returns in pairs], critic_output.returns
-            returns = [old if new is None else new for old, new in zip(own, given, strict=True)]
-            critic_output = replace(critic_output, advantages=advantages, returns=returns)
-        results.append(replace(of_step, advantages=advantages, critic_output=critic_output))
+        returns = [own if given is None else given for own, (_, given) in zip(of_step.returns, pairs, strict=False)]
+        results.append(replace(of_step, advantages=[advantages for advantages, _ in pairs], returns=returns))
     return results
 
 
@@ -84,7 +81,7 @@ def _advantage_columns(
         rollout_log_probs=torch.from_numpy(batch.rollout_log_probs).to(device),
         divergences=divergences,
         reference_logprobs=reference,
-        values=None if values.critic_output is None else values.critic_output.values[number],
+        values=values.critic_values[number] if values.critic_values else None,
     )
 
 

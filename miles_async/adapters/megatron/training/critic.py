@@ -6,7 +6,7 @@ Source: PPO, Schulman et al. 2017 (arXiv 1707.06347); for language models Instru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,15 +31,6 @@ from miles_async.losses.critic import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CriticOutput:
-    """The critic's results for one optimizer step: one tensor [m] per micro-batch."""
-
-    values: list[Tensor]
-    advantages: list[Tensor]
-    returns: list[Tensor]
-
-
 class Critic:
     """This rank's part of the critic."""
 
@@ -50,8 +41,10 @@ class Critic:
         checkpoint = Path(config.algorithm.critic_load or hf_checkpoint).expanduser()
         self.model = build_model(config.learner, str(checkpoint), values=True)
 
-    def evaluate(self, step: TrainStep, penalties: list[Tensor] | None) -> CriticOutput:
-        """Compute advantages and returns with the critic's current weights.
+    def evaluate(
+        self, step: TrainStep, penalties: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Compute values, advantages and returns with the critic's current weights: one tensor [m] per micro-batch.
 
         `penalties` [m] per micro-batch are subtracted from the rewards of single tokens.
         """
@@ -67,17 +60,16 @@ class Critic:
             )
             advantages.append(batch_advantages)
             returns.append(batch_returns)
-        return CriticOutput(values, advantages, returns)
+        return values, advantages, returns
 
-    def compute_gradients(self, step: TrainStep, critic_output: CriticOutput) -> Gradients:
-        """Compute the gradients of one optimizer step towards the returns."""
+    def compute_gradients(self, step: TrainStep, old_values: Sequence[Tensor], returns: Sequence[Tensor]) -> Gradients:
+        """Compute the gradients of one optimizer step from the values and returns of `evaluate`."""
         clear_gradients(self.model)
         clip = self._algorithm.value_clip
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
-            values, old_values = inference.target_values(model_input, output), critic_output.values[number]
-            returns = critic_output.returns[number]
-            return critic_loss(values, old_values, returns, total_tokens=step.total_tokens, clip=clip)
+            values, total = inference.target_values(model_input, output), step.total_tokens
+            return critic_loss(values, old_values[number], returns[number], total_tokens=total, clip=clip)
 
         parts = run_forward_backward(self.model, model_inputs(self.model, step.micro_batches), loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self.model.device)

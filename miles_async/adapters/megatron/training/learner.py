@@ -179,8 +179,8 @@ class MegatronLearner:
         finite = True
         for step, values in zip(steps, pre_step_values, strict=True):
             gradients = [self._policy_step(step, values)] if rollout_id >= self._critic_only else []
-            if self._critic is not None and values.critic_output is not None:
-                gradients.append(self._critic.compute_gradients(step, values.critic_output))
+            if self._critic is not None:
+                gradients.append(self._critic.compute_gradients(step, values.critic_values, values.returns))
             metrics.append(dict(chain(*(one.metrics.items() for one in gradients), _packing_metrics(step).items())))
             finite = all(one.finite for one in gradients)
             if not finite:
@@ -215,15 +215,15 @@ class MegatronLearner:
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
         old = self._logprobs(self._model, step) if needs_old else None
-        advantages = critic_output = penalties = None
+        advantages = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
         if self._critic is not None:
-            critic_output = self._critic.evaluate(step, penalties)
-            advantages = critic_output.advantages
-        elif self._penalizes_returns and penalties is not None:
+            critic_values, advantages, returns = self._critic.evaluate(step, penalties)
+            return PreStepValues(advantages, old, reference, critic_values, returns)
+        if self._penalizes_returns and penalties is not None:
             advantages = penalized_returns(step, penalties, self._device)
-        return PreStepValues(advantages, old, reference, critic_output)
+        return PreStepValues(advantages, old, reference)
 
     def _prepare_step(self, step: TrainStep, values: PreStepValues) -> Any:
         """What the objective needs to know of the whole step.
