@@ -64,6 +64,7 @@ class Transport(Plugin):
 
     def open(self, source: SourceOptions) -> None:
         """Prepare to send the weights of a source. Raises EngineLostError if this process lacks what that needs."""
+        self.source = source
 
     def connect(self, engine: EngineMemory) -> None:
         """Connect to an engine, which may have been restarted. Raises EngineLostError if it is out of reach."""

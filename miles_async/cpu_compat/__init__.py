@@ -23,7 +23,7 @@ def install() -> None:
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
         # Python asks the finders in order: the first one prepares an import, the last one stands in for all others.
         sys.meta_path.insert(0, _TorchvisionFinder())
-        sys.meta_path.append(_SglKernelFinder())
+        sys.meta_path.append(_SglKernel())
 
 
 class _TorchvisionFinder(MetaPathFinder):
@@ -33,13 +33,6 @@ class _TorchvisionFinder(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = _TorchvisionLoader(spec.loader)
         return spec
-
-
-class _SglKernelFinder(MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "sgl_kernel" or _has_cuda():
-            return None
-        return ModuleSpec(name, _SglKernelLoader(), is_package=True)
 
 
 class _TorchvisionLoader(Loader):
@@ -58,11 +51,16 @@ class _TorchvisionLoader(Loader):
         self._original.exec_module(module)
 
 
-class _SglKernelLoader(Loader):
+class _SglKernel(MetaPathFinder, Loader):
     """Makes a module in place of `sgl_kernel`, from which any name can be imported.
 
     SGLang imports names from `sgl_kernel` at module level, but calls none of them with torch-native attention.
     """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "sgl_kernel" or _has_cuda():
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = "Stand-in for the CUDA kernels on machines without CUDA."

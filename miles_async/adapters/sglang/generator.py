@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -37,15 +37,6 @@ MAX_ABORT_REPEAT_SECONDS = 1.0
 EVALUATION_PRIORITY = -100
 """Training requests have priority 0. SGLang lets a request preempt another one only if their priorities differ by more
 than 10."""
-_NAMED = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "skip_special_tokens",
-    "no_stop_trim",
-    "spaces_between_special_tokens",
-)
 
 
 class PromptTokenizer(Protocol):
@@ -79,27 +70,18 @@ class SamplingParams:
     @staticmethod
     def of(body: Mapping[str, Any]) -> SamplingParams:
         """Convert from SGLang's dictionary, which generate functions use."""
-        values = dict(body)
-        stop = values.pop("stop", None) or ()
-        ids = tuple(values.pop("stop_token_ids", None) or ())
-        known = {name: values.pop(name) for name in _NAMED if name in body}
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return SamplingParams(**known, stop=stops, stop_token_ids=ids, other=values)
+        values, stop = dict(body), body.get("stop") or ()
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        values["stop_token_ids"] = tuple(body.get("stop_token_ids") or ())
+        named = {entry.name for entry in fields(SamplingParams)} - {"other"}
+        known = {name: values.pop(name) for name in named & values.keys()}
+        return SamplingParams(**known, other=values)
 
     def body(self, budget: int) -> dict[str, Any]:
         """Convert to SGLang's dictionary, for at most `budget` more tokens."""
-        return {
-            "max_new_tokens": budget,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": list(self.stop) or None,
-            "stop_token_ids": list(self.stop_token_ids) or None,
-            "skip_special_tokens": self.skip_special_tokens,
-            "no_stop_trim": self.no_stop_trim,
-            "spaces_between_special_tokens": self.spaces_between_special_tokens,
-            **self.other,
-        }
+        named = {name: value for name, value in vars(self).items() if name != "other"}
+        stops = {"stop": list(self.stop) or None, "stop_token_ids": list(self.stop_token_ids) or None}
+        return {**named, **stops, "max_new_tokens": budget, **self.other}
 
 
 @dataclass(slots=True)

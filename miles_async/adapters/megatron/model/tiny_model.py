@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from miles_async.atomic_files import atomic_folder
 from miles_async.config.schema import TinyModel
@@ -62,8 +63,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
     Decoding an encoded text gives the same text.
     """
-    characters = _byte_characters()
-    vocabulary = {character: byte for byte, character in characters.items()}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,10 +74,3 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     if (fast.eos_token_id, fast.pad_token_id) != (EOS_ID, PAD_ID):
         raise AssertionError("the special tokens do not follow the bytes in the vocabulary")
     return fast
-
-
-def _byte_characters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte itself if printable, else the next character from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -53,9 +53,7 @@ class BroadcastTransport(Transport):
     def open(self, source: SourceOptions) -> None:
         import torch
 
-        self._bucket = source.bucket
-        self._source = source.rank
-        self._timeout = source.timeout
+        super().open(source)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._backend = "nccl" if self._device == "cuda" else "gloo"
         self._groups: dict[str, EngineGroup] = {}
@@ -69,8 +67,9 @@ class BroadcastTransport(Transport):
         from miles_async.adapters.weights.engine import call_engine
 
         size, host = 1 + engine.info.tp, local_address(engine.info.host)
-        name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self._source}-{next(_group_numbers)}")
-        timeout = timedelta(seconds=self._timeout)
+        name = GroupName(f"weights-{engine.name}-{engine.info.pid}-{self.source.rank}-{next(_group_numbers)}")
+        seconds = self.source.timeout
+        timeout = timedelta(seconds=seconds)
         with confined_listeners(host):
             store = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
         request = {
@@ -82,7 +81,9 @@ class BroadcastTransport(Transport):
             "backend": self._backend,
         }
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(call_engine, engine.info, "/init_weights_update_group", request, timeout=self._timeout)
+            joined = pool.submit(
+                call_engine, engine.info, "/init_weights_update_group", request, timeout=self.source.timeout
+            )
             try:
                 # torch has no public function for a group outside the default group; SGLang calls the same helper.
                 group, _ = _new_process_group_helper(
@@ -99,7 +100,7 @@ class BroadcastTransport(Transport):
     def send(self, staging: Staging, engine: EngineMemory) -> int:
         """Broadcast every bucket. The engine answers when all its ranks have received and loaded the bucket."""
         size = 0
-        for bucket in staging.buckets(self._bucket):
+        for bucket in staging.buckets(self.source.bucket):
             # One collective per bucket instead of one per tensor.
             flat = staging.flat(bucket).to(self._device)
             try:
@@ -131,11 +132,11 @@ class BroadcastTransport(Transport):
         }
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=self._timeout)
+        options.timeout = timedelta(seconds=self.source.timeout)
         # The engine joins the collective while it handles the request, so the request must not be awaited first.
         with ThreadPoolExecutor(1) as pool:
             loaded = pool.submit(
-                call_engine, engine, "/update_weights_from_distributed", request, timeout=self._timeout
+                call_engine, engine, "/update_weights_from_distributed", request, timeout=self.source.timeout
             )
             group.group.broadcast([flat], options).wait()
             loaded.result()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from miles_async.atomic_files import atomic_folder
 from miles_async.errors import FatalError
-from miles_async.transports import SourceOptions, Transport
+from miles_async.transports import Transport
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,6 @@ class DiskTransport(Transport):
     name = "disk"
     fallback: ClassVar[int | None] = 3
 
-    def open(self, source: SourceOptions) -> None:
-        self._folder = source.folder
-        self._bucket = source.bucket
-        self._timeout = source.timeout
-
     def prepare(self, staging: Staging) -> None:
         """Write the staged version to disk and remove older versions."""
         self._save(staging, "whole", self._files(staging))
@@ -44,14 +39,14 @@ class DiskTransport(Transport):
         return self._load(engine, self._path(staging, "whole"), "safetensors")
 
     def close(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.source.folder, ignore_errors=True)
 
     def _path(self, staging: Staging, form: str) -> Path:
-        return self._folder / f"{staging.fill_count}_version_{staging.version}_{form}"
+        return self.source.folder / f"{staging.fill_count}_version_{staging.version}_{form}"
 
     def _files(self, staging: Staging) -> Iterator[File]:
         """Yield one file per bucket: tensors that are staged in column blocks are copied, one bucket at a time."""
-        for number, bucket in enumerate(staging.buckets(self._bucket)):
+        for number, bucket in enumerate(staging.buckets(self.source.bucket)):
             tensors = {plan.name: staging.tensor(plan.name) for plan in bucket}
             yield f"model-{number:05}.safetensors", tensors, {"format": "pt"}
 
@@ -63,11 +58,11 @@ class DiskTransport(Transport):
             with atomic_folder(self._path(staging, form), durable=False) as draft:
                 for file, tensors, metadata in files:
                     save_file(tensors, draft / file, metadata=metadata)
-            for leftover in self._folder.glob("*_version_*"):
+            for leftover in self.source.folder.glob("*_version_*"):
                 if not leftover.name.startswith(f"{staging.fill_count}_"):
                     shutil.rmtree(leftover)
         except OSError as error:
-            raise FatalError(f"the weights could not be written to {self._folder}: {error}") from error
+            raise FatalError(f"the weights could not be written to {self.source.folder}: {error}") from error
 
     def _load(self, engine: EngineMemory, path: Path, load_format: str) -> int:
         from miles_async.adapters.weights.engine import call_engine
@@ -79,5 +74,5 @@ class DiskTransport(Transport):
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        call_engine(engine.info, "/update_weights_from_disk", request, timeout=self._timeout)
+        call_engine(engine.info, "/update_weights_from_disk", request, timeout=self.source.timeout)
         return sum(file.stat().st_size for file in path.iterdir())

@@ -34,6 +34,7 @@ class P2PTransport(Transport):
 
     def open(self, source: SourceOptions) -> None:
         """Raises EngineLostError if Mooncake cannot be loaded."""
+        super().open(source)
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         os.environ["MC_TRANSFER_TIMEOUT"] = str(max(1, round(source.timeout)))
         try:
@@ -42,8 +43,6 @@ class P2PTransport(Transport):
             raise EngineLostError(mooncake_advice(failure)) from failure
         self._engine = TransferEngine()
         self._initialized = False
-        self._bucket = source.bucket
-        self._timeout = source.timeout
         self._sessions: dict[str, list[str]] = {}
         """By engine: Mooncake's session of each of its ranks."""
         self._registered: tuple[int, int] | None = None
@@ -57,7 +56,7 @@ class P2PTransport(Transport):
             # The first engine decides which of this machine's networks the transfers use.
             self._initialize(local_address(engine.info.host))
         answers = [
-            call_engine(engine.info, f"/remote_instance_transfer_engine_info?rank={rank}", timeout=self._timeout)
+            call_engine(engine.info, f"/remote_instance_transfer_engine_info?rank={rank}", timeout=self.source.timeout)
             for rank in range(engine.info.tp)
         ]
         self._sessions[engine.name] = [answer["remote_instance_transfer_engine_info"][0] for answer in answers]
@@ -80,7 +79,7 @@ class P2PTransport(Transport):
         size = 0
         for rank, session in enumerate(self._sessions[engine.name]):
             regions = engine.ranks[rank].regions
-            for bucket in staging.buckets(self._bucket):
+            for bucket in staging.buckets(self.source.bucket):
                 writes = list(staging.segments(bucket, rank))
                 status = self._engine.batch_transfer_sync_write(
                     session,
