@@ -134,8 +134,7 @@ class EventSubscribers:
             self._terminal.observe(event)
         self._progress_bar.observe(event)
         self._run_log.observe(event)
-        self._collapse.observe(event)
-        if collapse := self._collapse.take_change():
+        if collapse := self._collapse.observe(event):
             self._dispatch(collapse)
         if isinstance(event, RunEnded):
             self._write_summary()

@@ -96,7 +96,7 @@ class PerfettoTrace:
                 self._began = event.time
                 for process, name in _NAMES.items():
                     self._name("process_name", process, 0, name)
-                    self._write(
+                    self._file.write(
                         {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
                     )
             case GroupMoved():
@@ -106,7 +106,7 @@ class PerfettoTrace:
             case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
                 self._counted_at = event.time
                 figures = {"queued": event.depth, "held back by the window": event.blocked}
-                self._write(
+                self._file.write(
                     {
                         "ph": "C",
                         "name": "groups",
@@ -153,14 +153,12 @@ class PerfettoTrace:
         groups = self._view.groups
         if event.after not in ENDED:
             if event.sequence not in self._row_of:
-                self._take_row(event.sequence)
+                row, is_new = self._rows.take()
+                self._row_of[event.sequence] = row
+                if is_new:
+                    self._name("thread_name", GROUPS, row, f"slot {row}")
         elif groups.ended is not None:
             self._write_group(groups.ended, event.time, event.reason or event.after)
-
-    def _take_row(self, sequence: int) -> None:
-        self._row_of[sequence], new = row, _ = self._rows.take()
-        if new:
-            self._name("thread_name", GROUPS, row, f"slot {row}")
 
     def _write_group(self, group: Group, end: float, outcome: str) -> None:
         row = self._row_of.pop(group.sequence, None)
@@ -228,13 +226,10 @@ class PerfettoTrace:
         # the slice that encloses it.
         length = max(0, self._microseconds(end) - begin)
         entry = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": begin, "dur": length}
-        self._write({**entry, "args": facts} if facts else entry, detail=detail)
+        self._file.write({**entry, "args": facts} if facts else entry, detail=detail)
 
     def _name(self, kind: str, process: int, row: int, name: str) -> None:
-        self._write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}})
+        self._file.write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}})
 
     def _microseconds(self, time: float) -> int:
         return round(1e6 * (time - (self._began or time)))
-
-    def _write(self, entry: dict[str, Any], *, detail: bool = False) -> None:
-        self._file.write(entry, detail=detail)

@@ -45,7 +45,7 @@ class TraceFile:
         self._broken = False
         self.dropped = 0
 
-    def write(self, entry: dict[str, Any], *, detail: bool) -> None:
+    def write(self, entry: dict[str, Any], *, detail: bool = False) -> None:
         line = msgspec.json.encode(entry)
         size = self._size + len(line) + 2
         if size > self._max_bytes * (DETAIL_FRACTION if detail else 1.0):

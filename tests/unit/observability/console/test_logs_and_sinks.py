@@ -28,7 +28,7 @@ from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.metrics import trackers
-from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
+from miles_async.observability.metrics.trackers import BackgroundTracker, Point, Trackers
 from miles_async.observability.output import VisibleOutput, controls_of, protected
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.view import RunView
@@ -136,7 +136,8 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:
     view = RunView()
-    curves = PointBuilder(view, 2, always_train_step=always_train_step)
+    config = run_config(num_steps_per_rollout=2, wandb_always_use_train_step=always_train_step)
+    curves = Trackers(view, config, RunFolder(Path()))
     found: list[Point] = []
     for event in events:
         view.apply(event)
@@ -176,7 +177,7 @@ def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
     monkeypatch.setattr(trackers, "TensorBoardTracker", lambda folder: kept)
     config = run_config(use_tensorboard=True, wandb_always_use_train_step=True, run_dir=str(tmp_path))
     view = RunView()
-    run_trackers = trackers.Trackers(view, config, RunFolder.create(config))
+    run_trackers = Trackers(view, config, RunFolder.create(config))
     for event in (*STEP, EVALUATED):
         view.apply(event)
         run_trackers.observe(event)
