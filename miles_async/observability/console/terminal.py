@@ -1,6 +1,6 @@
 """What people see of a run on stderr: a header, the start-up, one short line per batch, and a progress bar.
 
-The figures that are left out here are in the event log and in `logs/driver.jsonl`.
+The metrics that are left out here are in the event log and in `logs/driver.jsonl`.
 """
 
 from __future__ import annotations
