@@ -35,6 +35,9 @@ from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
 from miles_async.observability.view import RunView
 
+FILE_SECONDS = 1.0
+"""Time between two writes of buffered files, and between two looks at the log files of other processes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -76,6 +79,8 @@ class EventSubscribers:
         self._run_log = RunLog(view, config, folder)
         self._config = config
         self._folder = folder
+        self._used_files_at = 0.0
+        """When files were written and read last, in seconds of the monotonic clock."""
 
     def __enter__(self) -> Self:
         return self
@@ -207,7 +212,9 @@ class EventSubscribers:
         self._metrics.tick(wall)
         if self._terminal is not None:
             self._terminal.tick(wall, finding)
-        self._event_log.tick(now)
-        self._log_tail.poll(now)
-        if self._perfetto is not None:
-            self._perfetto.tick(now)
+        if now - self._used_files_at >= FILE_SECONDS:
+            self._used_files_at = now
+            self._event_log.flush()
+            self._log_tail.poll()
+            if self._perfetto is not None:
+                self._perfetto.flush()

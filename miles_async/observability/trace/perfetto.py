@@ -71,7 +71,7 @@ class _Rows:
 class PerfettoTrace:
     """Writes the trace of a run.
 
-    Pass every event that the view has applied to `observe` and the time to `tick`, and call `close` at the end.
+    Pass every event that the view has applied to `observe`, and call `close` at the end.
     """
 
     def __init__(self, view: RunView, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
@@ -139,8 +139,8 @@ class PerfettoTrace:
             case _:
                 pass
 
-    def tick(self, now: float) -> None:
-        self._file.tick(now)
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         """Write all open slices as ending at the last event, and close the file."""
