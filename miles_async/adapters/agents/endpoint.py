@@ -309,7 +309,7 @@ class AgentEndpoint:
         refusal = _refusal(task)
         if stream is None or (refusal is not None and not stream.prepared):
             return _json(200, wire.answer(task.result(), request)) if refusal is None else _error(*refusal)
-        events = wire.stream(task.result(), request) if refusal is None else [event(_error_body(*refusal), "error")]
+        events = wire.stream(task.result(), request) if refusal is None else [event(_error_body(*refusal))]
         await _send(stream, http, events)
         return stream
 
