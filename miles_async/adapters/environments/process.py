@@ -24,7 +24,7 @@ from miles_async.atomic_files import atomic_file
 from miles_async.config.schema import Data, RunConfig
 from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
-from miles_async.observability.redacted_log import child_stderr, redacted_stderr
+from miles_async.observability.redacted_log import child_stderr
 
 STOP_SECONDS = 10.0
 """Time that an environment has to release what it holds after the end of its input."""
@@ -59,19 +59,15 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
     request = json.dumps({"id": 1, "method": "tasks", "limit": data.environment_size})
-    output = redacted_stderr()
-    try:
+    # What the environment printed comes before the error that this function raises.
+    with child_stderr(finish_within=STOP_SECONDS) as output:
         finished = subprocess.run(
             environment_command(data),
             input=environment_start(data) + f"{request}\n".encode(),
             stdout=PIPE,
-            stderr=output.descriptor,
+            stderr=output,
             check=False,
         )
-    finally:
-        output.close_writer()
-        # What the environment printed comes before the error that this function raises.
-        output.finish(within=STOP_SECONDS)
     answers = {answer["id"]: answer for answer in map(json.loads, finished.stdout.splitlines())}
     for answer in answers.values():
         if "error" in answer:
