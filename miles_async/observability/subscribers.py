@@ -108,7 +108,6 @@ class EventSubscribers:
         return self._server.page_url
 
     def emit(self, *events: Event) -> None:
-        """Pass events to all subscribers, in order."""
         for event in events:
             self._dispatch(event)
 

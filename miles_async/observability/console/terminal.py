@@ -177,7 +177,6 @@ class StatusLine:
         self._line: Bar | None = None
 
     def show(self, text: str) -> None:
-        """Show another text."""
         self._text = text
         self._draw()
 
@@ -187,7 +186,6 @@ class StatusLine:
         self._draw()
 
     def close(self) -> None:
-        """Remove the line."""
         self.enabled = False
         if self._line is not None:
             self._line.close()

@@ -95,28 +95,17 @@ class PerfettoTrace:
             case RunStarted() if not self._began:
                 self._began = event.time
                 for process, name in _NAMES.items():
-                    self._name("process_name", process, 0, name)
-                    self._file.write(
-                        {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-                    )
+                    self._describe("process_name", process, name=name)
+                    self._describe("process_sort_index", process, sort_index=process)
             case GroupMoved():
                 self._moved(event)
             case RequestEnded():
                 self._request(event)
             case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
                 self._counted_at = event.time
-                figures = {"queued": event.depth, "held back by the window": event.blocked}
-                self._file.write(
-                    {
-                        "ph": "C",
-                        "name": "groups",
-                        "pid": QUEUE,
-                        "tid": 0,
-                        "ts": self._microseconds(event.time),
-                        "args": figures,
-                    },
-                    detail=True,
-                )
+                counts = {"queued": event.depth, "held back by the window": event.blocked}
+                entry = {"ph": "C", "name": "groups", "pid": QUEUE, "tid": 0, "ts": self._microseconds(event.time)}
+                self._file.write({**entry, "args": counts}, detail=True)
             case TrainerPhaseChanged():
                 self._finish_phase(event.time)
                 self._phase = event
@@ -156,7 +145,7 @@ class PerfettoTrace:
                 row, is_new = self._rows.take()
                 self._row_of[event.sequence] = row
                 if is_new:
-                    self._name("thread_name", GROUPS, row, f"slot {row}")
+                    self._describe("thread_name", GROUPS, row, name=f"slot {row}")
         elif groups.ended is not None:
             self._write_group(groups.ended, event.time, event.reason or event.after)
 
@@ -185,7 +174,7 @@ class PerfettoTrace:
         row = next(free, len(self._request_ends))
         if row == len(self._request_ends):
             self._request_ends.append(0.0)
-            self._name("thread_name", REQUESTS, row, f"request {row + 1}")
+            self._describe("thread_name", REQUESTS, row, name=f"request {row + 1}")
         self._request_ends[row] = event.time
         name = f"group {event.sequence}" if event.sequence is not None else "evaluation or chat turn"
         facts = {"samples": event.samples, "response_tokens": event.response_tokens}
@@ -228,8 +217,9 @@ class PerfettoTrace:
         entry = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": begin, "dur": length}
         self._file.write({**entry, "args": facts} if facts else entry, detail=detail)
 
-    def _name(self, kind: str, process: int, row: int, name: str) -> None:
-        self._file.write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}})
+    def _describe(self, kind: str, process: int, row: int = 0, **facts: Any) -> None:
+        """Write metadata of a process or of one of its rows."""
+        self._file.write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": facts})
 
     def _microseconds(self, time: float) -> int:
         return round(1e6 * (time - (self._began or time)))
