@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.builders import dashboard as grafana
@@ -23,6 +23,7 @@ HEIGHT = 8
 SOURCE = DataSourceRef(type_val="prometheus", uid="$source")
 
 Kind = Literal["lines", "stack", "name", "heatmap"]
+P = TypeVar("P", timeseries.Panel, stat.Panel, heatmap.Panel)
 
 
 @dataclass(frozen=True)
@@ -105,23 +106,29 @@ def _queries(panel: Panel) -> list[prometheus.Dataquery]:
     ]
 
 
-def _line_panel(panel: Panel) -> timeseries.Panel:
+def _filled(built: P, panel: Panel, queries: Iterable[prometheus.Dataquery]) -> P:
+    """Return the panel for Grafana with everything that all kinds of panels have."""
     built = (
-        timeseries.Panel()
-        .title(panel.title)
+        built.title(panel.title)
         .description(panel.description)
         .datasource(SOURCE)
         .unit(panel.unit)
         .span(panel.width)
         .height(HEIGHT)
+    )
+    for query in queries:
+        built = built.with_target(query)
+    return built
+
+
+def _line_panel(panel: Panel) -> timeseries.Panel:
+    return (
+        _filled(timeseries.Panel(), panel, _queries(panel))
         .min(0)
         .fill_opacity(10)
         .legend(common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM))
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
     )
-    for query in _queries(panel):
-        built = built.with_target(query)
-    return built
 
 
 def _stacked_panel(panel: Panel) -> timeseries.Panel:
@@ -130,34 +137,13 @@ def _stacked_panel(panel: Panel) -> timeseries.Panel:
 
 def _name_panel(panel: Panel) -> stat.Panel:
     """Show the legends of the existing series in large letters, instead of their values."""
-    built = (
-        stat.Panel()
-        .title(panel.title)
-        .description(panel.description)
-        .datasource(SOURCE)
-        .unit(panel.unit)
-        .span(panel.width)
-        .height(HEIGHT)
-        .text_mode(BigValueTextMode.NAME)
-    )
-    for query in _queries(panel):
-        built = built.with_target(query.instant())
-    return built
+    queries = (query.instant() for query in _queries(panel))
+    return _filled(stat.Panel(), panel, queries).text_mode(BigValueTextMode.NAME)
 
 
 def _heatmap_panel(panel: Panel) -> heatmap.Panel:
-    built = (
-        heatmap.Panel()
-        .title(panel.title)
-        .description(panel.description)
-        .datasource(SOURCE)
-        .unit(panel.unit)
-        .span(panel.width)
-        .height(HEIGHT)
-    )
-    for query in _queries(panel):
-        built = built.with_target(query.format(PromQueryFormat.HEATMAP))
-    return built
+    queries = (query.format(PromQueryFormat.HEATMAP) for query in _queries(panel))
+    return _filled(heatmap.Panel(), panel, queries)
 
 
 _BUILDERS = {"lines": _line_panel, "stack": _stacked_panel, "name": _name_panel, "heatmap": _heatmap_panel}

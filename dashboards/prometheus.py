@@ -81,7 +81,6 @@ class Prometheus:
         return result
 
     def firing(self) -> set[str]:
-        """Return the names of the alerts that are firing."""
         return {alert["labels"]["alertname"] for alert in self._call("alerts")["alerts"] if alert["state"] == "firing"}
 
     def up(self) -> dict[str, bool]:
@@ -89,7 +88,6 @@ class Prometheus:
         return {series["metric"]["process"]: series["value"][1] == "1" for series in self.query("up")}
 
     def wait(self) -> None:
-        """Wait until the server ends."""
         self._process.wait()
 
     def _call(self, endpoint: str, **parameters: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
-from miles_async.adapters.environments.tasks import with_environment_tasks
+from miles_async.adapters.environments.process import with_environment_tasks
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems

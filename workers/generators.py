@@ -51,7 +51,7 @@ class Generators:
         stored: StoredRun | None,
         live_version: Callable[[], int],
         limits: SampleLimits,
-        parser: AnswerParser,
+        parser: AnswerParser | None,
         agent_key_file: Path,
     ) -> None:
         """`parser` finds tool calls and reasoning in answers to agents. `stored` is the state of the run that a lost

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
+from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
@@ -257,7 +257,7 @@ class RolloutWorker:
     ) -> Generators:
         config = self._config
         tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
-        parser: AnswerParser = PlainTextParser()
+        parser: AnswerParser | None = None
         if serves_agents(config):
             # Otherwise the first request of an agent would stop the event loop while transformers is imported.
             await asyncio.to_thread(getattr, tokenizer, "transformers")

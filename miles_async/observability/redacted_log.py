@@ -50,16 +50,16 @@ class RedactedLog:
                     file.write(visible_text(redact_text(text, self._secrets)).encode())
 
 
-def redacted_stderr(secrets: Collection[str] = ()) -> RedactedLog:
-    """Return a log that goes to standard error of this process: a terminal, or the log file of a worker."""
-    return RedactedLog(FileIO(os.dup(2), "wb"), secrets)
-
-
 @contextmanager
-def child_stderr(secrets: Collection[str] = ()) -> Iterator[int]:
-    """Inside the block, yield a descriptor for the standard error of a child process that is started there."""
-    log = redacted_stderr(secrets)
+def child_stderr(secrets: Collection[str] = (), *, finish_within: float = 0.0) -> Iterator[int]:
+    """Inside the block, yield a descriptor for the standard error of a child process that is started there.
+
+    The output goes to standard error of this process: a terminal, or the log file of a worker. At the end of the block,
+    this function waits at most `finish_within` seconds until all output has been written there.
+    """
+    log = RedactedLog(FileIO(os.dup(2), "wb"), secrets)
     try:
         yield log.descriptor
     finally:
         log.close_writer()
+        log.finish(finish_within)

@@ -114,7 +114,7 @@ class RunFolder:
 
     @property
     def driver_log(self) -> Path:
-        """The log of the driver, with every figure of every step."""
+        """The log of the driver, with every metric of every step."""
         return self.logs / DRIVER_LOG
 
 

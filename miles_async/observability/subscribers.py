@@ -35,6 +35,9 @@ from miles_async.observability.trace.event_log import EventLogWriter
 from miles_async.observability.trace.perfetto import PerfettoTrace
 from miles_async.observability.view import RunView
 
+FILE_SECONDS = 1.0
+"""Time between two writes of buffered files, and between two looks at the log files of other processes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -76,6 +79,8 @@ class EventSubscribers:
         self._run_log = RunLog(view, config, folder)
         self._config = config
         self._folder = folder
+        self._used_files_at = 0.0
+        """When files were written and read last, in seconds of the monotonic clock."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +108,6 @@ class EventSubscribers:
         return self._server.page_url
 
     def emit(self, *events: Event) -> None:
-        """Pass events to all subscribers, in order."""
         for event in events:
             self._dispatch(event)
 
@@ -134,8 +138,7 @@ class EventSubscribers:
             self._terminal.observe(event)
         self._progress_bar.observe(event)
         self._run_log.observe(event)
-        self._collapse.observe(event)
-        if collapse := self._collapse.take_change():
+        if collapse := self._collapse.observe(event):
             self._dispatch(collapse)
         if isinstance(event, RunEnded):
             self._write_summary()
@@ -208,7 +211,9 @@ class EventSubscribers:
         self._metrics.tick(wall)
         if self._terminal is not None:
             self._terminal.tick(wall, finding)
-        self._event_log.tick(now)
-        self._log_tail.poll(now)
-        if self._perfetto is not None:
-            self._perfetto.tick(now)
+        if now - self._used_files_at >= FILE_SECONDS:
+            self._used_files_at = now
+            self._event_log.flush()
+            self._log_tail.poll()
+            if self._perfetto is not None:
+                self._perfetto.flush()

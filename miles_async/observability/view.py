@@ -264,7 +264,6 @@ class RunView:
 
     @property
     def finding(self) -> Finding:
-        """The current verdict."""
         synchronous = self.run is not None and self.run.entry == "train.py"
         return find(self.learner, self.tokens, self.silent, synchronous=synchronous)
 

@@ -74,8 +74,8 @@ class FunctionGenerator:
         limits: SampleLimits = NO_LIMITS,
         on_discarded: OnDiscarded | None = None,
     ) -> None:
-        """`timeout_seconds` is the time that a sample has for all of its attempts, of which there are `max_attempts`.
-        The time in which it waits in line, for a place at the engines or at a reward, does not count.
+        """`timeout_seconds` is the time that a sample has for all of its `max_attempts` attempts. The time in which it
+        waits in line, for a place at the engines or at a reward, does not count.
 
         `engines_abort` means that engines abort all requests when weights are published. A function that sends its own
         requests may then return ABORTED because of an engine. `on_discarded` is called for each response that is
@@ -249,7 +249,7 @@ class FunctionGenerator:
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if any(segment.status is SampleStatus.ABORTED for segment in segments):
             if not aborted:
-                # Without an error the prompt would be fed again for ever, because an abort by the run costs no attempt.
+                # Without an error the prompt would be requeued for ever, because an abort by the run costs no attempt.
                 raise TrajectoryError(
                     f"sample {sample.index}: the generate function returned status ABORTED, but the run did not abort "
                     "it; set status FAILED or raise an error"

@@ -29,10 +29,6 @@ def _warn(text: str) -> None:
     structlog.get_logger("miles_async.skip").warning(text)
 
 
-async def _in_thread(work: Callable[[], Any]) -> Any:
-    return await asyncio.to_thread(work)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordingContext:
     """What all recordings of one run share."""
@@ -42,7 +38,7 @@ class RecordingContext:
     limits: SampleLimits = NO_LIMITS
     """The limits that recorded samples must keep."""
     warn: Callable[[str], None] = _warn
-    offload: Callable[[Callable[[], Any]], Awaitable[Any]] = _in_thread
+    offload: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread
     """Runs blocking work outside the event loop."""
 
 

@@ -7,7 +7,7 @@ versions, and requests need permits, as in the pipeline itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -74,16 +74,17 @@ class SampleService:
         can be reached.
         """
         generator = self._evaluator if evaluation else self._generator
-        await self._in_pipeline(self._generate(generator, group, SamplingParams.of(sampling_params)))
+        work = _when_reachable(generator, group, SamplingParams.of(sampling_params))
+        await self._in_pipeline(_marking_failures(group, work))
 
     async def score(self, group: Group) -> None:
         """Set the rewards of all samples of the group. If that fails, the samples have status FAILED, as above."""
-        await self._in_pipeline(self._score(group))
+        await self._in_pipeline(_marking_failures(group, self._score(group)))
 
     async def rewards_of(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of the samples, which stay as they are. Raises TrajectoryError if the reward fails."""
         copies = Group(replace(sample, reward=None, trajectory=None) for sample in samples)
-        await self._in_pipeline(self._score_again(copies))
+        await self._in_pipeline(self._score(copies))
         return [sample.reward for sample in copies]
 
     async def abort(self) -> None:
@@ -96,23 +97,7 @@ class SampleService:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _generate(self, generator: SampleGenerator, group: Group, sampling: SamplingParams) -> None:
-        try:
-            await _when_reachable(generator, group, sampling)
-        except InfrastructureError as error:
-            _mark_failed(error.samples, error)
-        except (TrajectoryError, EngineLostError) as error:
-            _mark_failed(group, error)
-
     async def _score(self, group: Group) -> None:
-        try:
-            await self._score_again(group)
-        except InfrastructureError as error:
-            _mark_failed(error.samples, error)
-        except TrajectoryError as error:
-            _mark_failed(group, error)
-
-    async def _score_again(self, group: Group) -> None:
         """Raises InfrastructureError for the samples that still have no reward after the last attempt."""
         error = await score(group, self._rewarder, sleep=asyncio.sleep, max_attempts=self._max_attempts)
         if error is not None:
@@ -127,7 +112,12 @@ async def _when_reachable(generator: SampleGenerator, group: Group, sampling: Sa
             await asyncio.sleep(ROUTER_LOST_PAUSE_SECONDS)
 
 
-def _mark_failed(samples: Sequence[Sample], error: Exception) -> None:
-    for sample in samples:
-        if sample.reward is None:
-            sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(error)
+async def _marking_failures(group: Group, work: Awaitable[None]) -> None:
+    """Await work on a group. If it fails, samples without a reward get the status FAILED."""
+    try:
+        await work
+    except (TrajectoryError, EngineLostError) as error:
+        failed = error.samples if isinstance(error, InfrastructureError) else group
+        for sample in failed:
+            if sample.reward is None:
+                sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(error)

@@ -14,33 +14,18 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
+from miles_async.adapters.sglang.multi_turn import TurnTokenizer
 from miles_async.errors import UserError
 from miles_async.modes.shipped import Supervised
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
-from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
-class SftTokenizer(Protocol):
-    """The methods of the checkpoint's tokenizer that examples need."""
-
+class SftTokenizer(TurnTokenizer, Protocol):
     @property
     def end(self) -> str:
         """The token that ends a turn or a text."""
-        ...
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, as in generation."""
-        ...
-
-    def encode_text(self, text: str, *, after: str = "") -> list[int]:
-        """Token ids of `text`, which continues the text `after`, without added special tokens."""
-        ...
-
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
-    ) -> str:
-        """The chat as text; `answer_next` appends the beginning of the assistant's next turn."""
         ...
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.factory import open_data
-from miles_async.adapters.environments.process import EnvironmentProcess
-from miles_async.adapters.environments.tasks import with_environment_tasks
+from miles_async.adapters.environments.process import EnvironmentProcess, with_environment_tasks
 from miles_async.config.schema import RunConfig
 from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError

@@ -65,7 +65,7 @@ SINKS = {
 from miles_async.observability.console.log_tail import LogTail
 (FOLDER / "rollout.log").write_bytes(f"ERROR {HOSTILE[:250]}".encode() + b"\\x9b31m\\n")
 (FOLDER / "engine.jsonl").write_text(json.dumps({"level": "error", "event": HOSTILE, HOSTILE[:40]: HOSTILE}) + "\\n")
-LogTail(FOLDER).poll(10.0)
+LogTail(FOLDER).poll()
 """,
     "a warning of the run": """
 from miles_async.events import WarningRaised
@@ -234,12 +234,10 @@ def test_dead_letters_and_events_have_escapes_which_readers_resolve(tmp_path: Pa
 def test_a_child_process_writes_visible_text_to_standard_error(tmp_path: Path) -> None:
     program = """
 import subprocess
-from miles_async.observability.redacted_log import redacted_stderr
-log = redacted_stderr(["a-secret-key"])
+from miles_async.observability.redacted_log import child_stderr
 child = [sys.executable, "-c", f"import os; os.write(2, {HOSTILE!a}.encode() + b'\\\\x9b31m a-secret-key')"]
-subprocess.run(child, stderr=log.descriptor)
-log.close_writer()
-log.finish(60.0)
+with child_stderr(["a-secret-key"], finish_within=60.0) as output:
+    subprocess.run(child, stderr=output)
 """
     shown = on_a_terminal(PREAMBLE + program, tmp_path)
     assert KEPT in shown

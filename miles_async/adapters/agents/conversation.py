@@ -24,7 +24,6 @@ from miles_async.adapters.agents.continuation import tokens_after
 from miles_async.adapters.agents.messages import (
     AnswerParser,
     Message,
-    PlainTextParser,
     for_template,
     plain,
     read_answer,
@@ -144,7 +143,7 @@ class Conversation:
         """The error that ended the conversation; `AgentEndpoint.session` raises it."""
         self._sampler = sampler
         self._params = sampling_params
-        self._parser = parser or PlainTextParser()
+        self._parser = parser
         self._open: list[_Segment] = []
         # Digits, because tokens rarely span a digit and the text after it.
         self._marker = str(uuid.uuid4().int)

@@ -32,7 +32,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from miles_async.adapters.agents.connections import Connections
 from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
 from miles_async.adapters.agents.formats.format import MODEL, event
-from miles_async.adapters.agents.messages import AnswerParser, PlainTextParser
+from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredError, TrajectoryBuffer
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
@@ -90,7 +90,7 @@ class AgentEndpoint:
         self.key = new_key()
         """API key that every request has to carry."""
         self._trajectories = trajectories
-        self._parser = parser or PlainTextParser()
+        self._parser = parser
         self._session_seconds = session_seconds
         self._on_expired = on_expired
         self._external: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
@@ -309,7 +309,7 @@ class AgentEndpoint:
         refusal = _refusal(task)
         if stream is None or (refusal is not None and not stream.prepared):
             return _json(200, wire.answer(task.result(), request)) if refusal is None else _error(*refusal)
-        events = wire.stream(task.result(), request) if refusal is None else [event(_error_body(*refusal), "error")]
+        events = wire.stream(task.result(), request) if refusal is None else [event(_error_body(*refusal))]
         await _send(stream, http, events)
         return stream
 

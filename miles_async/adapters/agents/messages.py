@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
+from miles_async.adapters.sglang.multi_turn import TurnTokenizer
 from miles_async.sample_schema import decode_json
 
 Message = dict[str, Any]
@@ -51,12 +52,6 @@ class SentMessage(Struct):
     tool_calls: list[SentCall] | None = None
 
 
-class Decoder(Protocol):
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def text_of(self, ids: list[int]) -> str: ...
-
-
 class AnswerParser(Protocol):
     """Finds reasoning and tool calls in the text of an answer."""
 
@@ -70,15 +65,6 @@ class AnswerParser(Protocol):
         messages before the answer.
         """
         ...
-
-
-class PlainTextParser:
-    """Finds nothing: every answer is text."""
-
-    async def parse(
-        self, text: str, *, end: str, context: str, tools: Sequence[Mapping[str, Any]] | None, calls_before: int
-    ) -> Message | None:
-        return None
 
 
 def plain(message: Mapping[str, Any]) -> Message:
@@ -164,8 +150,8 @@ def same_message(held: Message, sent: Message) -> bool:
 
 async def read_answer(
     tokens: Sequence[int],
-    decoder: Decoder,
-    parser: AnswerParser,
+    tokenizer: TurnTokenizer,
+    parser: AnswerParser | None,
     *,
     context: Sequence[int],
     ended: bool,
@@ -175,21 +161,24 @@ async def read_answer(
 ) -> tuple[Message, str | None]:
     """Convert sampled tokens to a message. Also return the stop string that ended them, which the message lacks.
 
-    `context` is the end of the tokens before the answer. `ended` means that the model ended its turn or a stop string
-    matched.
+    Without a parser, every answer is text. `context` is the end of the tokens before the answer. `ended` means that the
+    model ended its turn or a stop string matched.
     """
-    text, matched = _cut(decoder.decode([*tokens]), stop) if ended else (decoder.decode([*tokens]), None)
+    text, matched = _cut(tokenizer.decode([*tokens]), stop if ended else ())
+    answer = {"role": "assistant", "content": text}
+    if parser is None:
+        return answer, matched
     # Parsers need the special tokens.
-    end = [*tokens[-1:]] if ended and not decoder.decode([*tokens[-1:]]) else []
-    marked, _ = _cut(decoder.text_of([*tokens[: len(tokens) - len(end)]]), [matched] if matched else [])
+    end = [*tokens[-1:]] if ended and not tokenizer.decode([*tokens[-1:]]) else []
+    marked, _ = _cut(tokenizer.text_of([*tokens[: len(tokens) - len(end)]]), [matched] if matched else [])
     message = await parser.parse(
         marked,
-        end=decoder.text_of(end),
-        context=decoder.text_of([*context]),
+        end=tokenizer.text_of(end),
+        context=tokenizer.text_of([*context]),
         tools=tools,
         calls_before=calls_before,
     )
-    return message or {"role": "assistant", "content": text}, matched
+    return message or answer, matched
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

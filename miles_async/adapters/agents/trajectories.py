@@ -44,9 +44,7 @@ class PostedGroupLog(Protocol):
         """Record the `number`-th group with its idempotency key."""
         ...
 
-    def forget_key(self, key: str) -> None:
-        """Remove an idempotency key."""
-        ...
+    def forget_key(self, key: str) -> None: ...
 
     async def flush(self) -> bool:
         """Store everything that was recorded. Returns whether it is stored."""

@@ -1,4 +1,4 @@
-"""Starts the process of an environment (`server.py`), and sends it requests.
+"""Starts the process of an environment (`server.py`), sends it requests, and writes its tasks as a data file.
 
 The libraries of environments need versions of packages that this project does not have, so each has a separate Python
 environment. If the process ends, its tasks fail, and the next task starts another process.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
@@ -18,10 +19,12 @@ from typing import Any
 import structlog
 
 from miles_async.adapters.environments.server import MAX_LINE_BYTES
-from miles_async.config.schema import Data
+from miles_async.adapters.storage.checksum import checksum
+from miles_async.atomic_files import atomic_file
+from miles_async.config.schema import Data, RunConfig
 from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
-from miles_async.observability.redacted_log import child_stderr, redacted_stderr
+from miles_async.observability.redacted_log import child_stderr
 
 STOP_SECONDS = 10.0
 """Time that an environment has to release what it holds after the end of its input."""
@@ -56,19 +59,15 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
     request = json.dumps({"id": 1, "method": "tasks", "limit": data.environment_size})
-    output = redacted_stderr()
-    try:
+    # What the environment printed comes before the error that this function raises.
+    with child_stderr(finish_within=STOP_SECONDS) as output:
         finished = subprocess.run(
             environment_command(data),
             input=environment_start(data) + f"{request}\n".encode(),
             stdout=PIPE,
-            stderr=output.descriptor,
+            stderr=output,
             check=False,
         )
-    finally:
-        output.close_writer()
-        # What the environment printed comes before the error that this function raises.
-        output.finish(within=STOP_SECONDS)
     answers = {answer["id"]: answer for answer in map(json.loads, finished.stdout.splitlines())}
     for answer in answers.values():
         if "error" in answer:
@@ -83,6 +82,31 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
             f"environment {data.environment} has no tasks: set environment_settings to those of a data set with tasks"
         )
     return tasks
+
+
+def with_environment_tasks(config: RunConfig) -> RunConfig:
+    """Return the configuration with the tasks of `environment` as `prompt_data`, which are written to `cache_dir`.
+
+    So shuffling, held-out problems, the warm start and resuming work as for every other file. The configuration is
+    returned unchanged if the run has no environment, or if `prompt_data` is set.
+
+    Raises UserError if the environment cannot be loaded or has no tasks.
+    """
+    data = config.data
+    if data.environment is None or data.prompt_data is not None:
+        return config
+    log.info(f"reading the tasks of environment {data.environment}")
+    rows = [
+        json.dumps({"prompt": task["prompt"], "label": task["label"], "metadata": {"task": task["task"]}}).encode()
+        for task in environment_tasks(data)
+    ]
+    name = re.sub(r"\W+", "-", Path(data.environment.partition(":")[2]).stem)
+    file = Path(config.warm_start.cache_dir).expanduser() / "environments" / f"{name}-{checksum(rows)[:12]}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file) as temporary:
+        temporary.write_bytes(b"".join(row + b"\n" for row in rows))
+    keys = {"input_key": "prompt", "label_key": "label", "metadata_key": "metadata"}
+    return config.model_copy(update={"data": data.model_copy(update={"prompt_data": str(file), **keys})})
 
 
 class EnvironmentProcess:

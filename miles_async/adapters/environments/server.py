@@ -199,7 +199,7 @@ class OpenEnv:
 
     SETTINGS: Mapping[str, Any] = {"split": "train", "max_turns": 16, "action_field": None, "observation_field": None}
     """`split` of the environment's tasks, the most steps per task, the field of an action that receives the answer of
-    the model, and the field of an observation that becomes the message. Without `action_field`, an answer that is no
+    the model, and the field of an observation that becomes the message. Without `action_field`, an answer that is not a
     JSON object goes to the only required field of the action; without `observation_field`, the message is the
     observation as JSON."""
 

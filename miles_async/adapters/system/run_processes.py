@@ -42,10 +42,7 @@ def of_part(part: RunProcess, processes: Iterable[psutil.Process]) -> list[psuti
 
 def is_stopped(process: psutil.Process) -> bool:
     """Return whether a process is stopped (SIGSTOP)."""
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
+    return bool(_status(process) == psutil.STATUS_STOPPED)
 
 
 def kill_if_stopped(process: psutil.Process) -> None:
@@ -75,7 +72,11 @@ def raylets_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 def has_ended(process: psutil.Process) -> bool:
     """Return whether a process has ended; a zombie has."""
+    return _status(process) in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+
+
+def _status(process: psutil.Process) -> str:
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return str(process.status())
     except psutil.NoSuchProcess:
-        return True
+        return str(psutil.STATUS_DEAD)

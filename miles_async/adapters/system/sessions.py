@@ -1,4 +1,4 @@
-"""Kills whole sessions of processes, also after the process that started them was killed itself.
+"""Kills whole sessions of processes, even after the process that started them was killed.
 
 A session (see setsid(2)) holds a process and its descendants, except those that start a session themselves. Unlike the
 tree of processes, a session keeps its members if a process in the middle of the tree ends.

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from miles_async.events import BatchDrained, RunStarted, StepEnded, StepStarted
 from miles_async.observability.console.quantities import DURATION_WIDTH, RATE_WIDTH, duration, rate
 from miles_async.observability.view import RunView
 
 ROWS_PER_HEADING = 20
 """Rows between two repetitions of the column names."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    name: str
-    width: int
-    """Most characters of a usual cell. A longer cell makes its row longer, and is not cut."""
-
-    def align(self, cell: str) -> str:
-        return f"{cell:>{max(self.width, len(self.name))}}"
 
 
 class BatchTable:
@@ -29,16 +17,17 @@ class BatchTable:
         self._view = view
         self._batches = run.rollouts
         has_small_ages = run.staleness_limit is not None and run.staleness_limit < 10
-        self._columns = [
-            _Column("batch", 2 * len(str(run.rollouts)) + 1),
-            _Column("reward", 7),
-            _Column("staleness", 9 if has_small_ages else 11),
-            _Column("queue", len(str(run.queue_capacity))),
-            _Column("groups/s", RATE_WIDTH),
-            _Column("step", DURATION_WIDTH),
-            _Column("wait", DURATION_WIDTH),
-            _Column("tokens/s", RATE_WIDTH),
-        ]
+        self._columns = {
+            "batch": 2 * len(str(run.rollouts)) + 1,
+            "reward": 7,
+            "staleness": 9 if has_small_ages else 11,
+            "queue": len(str(run.queue_capacity)),
+            "groups/s": RATE_WIDTH,
+            "step": DURATION_WIDTH,
+            "wait": DURATION_WIDTH,
+            "tokens/s": RATE_WIDTH,
+        }
+        """Names, and the most characters of a usual cell. A longer cell makes its row longer, and is not cut."""
         self._rows = 0
         self._previous_end: float | None = None
 
@@ -64,10 +53,11 @@ class BatchTable:
         row = self._line(cells) + ("" if event.finite else "  skipped: not finite")
         heading_is_due = self._rows % ROWS_PER_HEADING == 0
         self._rows += 1
-        return f"\n{self._line([column.name for column in self._columns])}\n{row}" if heading_is_due else row
+        return f"\n{self._line([*self._columns])}\n{row}" if heading_is_due else row
 
     def _line(self, cells: list[str]) -> str:
-        return "  ".join(column.align(cell) for column, cell in zip(self._columns, cells, strict=True))
+        widths = [max(width, len(name)) for name, width in self._columns.items()]
+        return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def _staleness(ages: list[int]) -> str:

@@ -19,7 +19,7 @@ def write_line(text: str, stream: TextIO) -> None:
 
 
 class Bar(tqdm):  # type: ignore[misc]  # tqdm has no annotations
-    """A progress bar that shows names and figures as visible text in one line. It is drawn on stderr by default."""
+    """A progress bar that shows names and numbers as visible text in one line. It is drawn on stderr by default."""
 
     def __init__(self, *arguments: Any, file: TextIO | None = None, **settings: Any) -> None:
         super().__init__(*arguments, file=controls_of(sys.stderr if file is None else file), **settings)

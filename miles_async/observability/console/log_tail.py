@@ -22,7 +22,6 @@ import structlog
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import DRIVER_LOG
 
-POLL_SECONDS = 1.0
 ERRORS_SHOWN = 5
 """Most error lines repeated per file, so that a server that fails at every request does not flood the terminal."""
 MAX_LINE_CHARACTERS = 300
@@ -47,17 +46,13 @@ class _File:
 
 
 class LogTail:
-    """Reads new lines of all log files; `poll` may be called at any rate and reads at most once a second."""
+    """Reads the new lines of all log files at each `poll`."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._files: dict[str, _File] = {}
-        self._polled = 0.0
 
-    def poll(self, now: float) -> None:
-        if now - self._polled < POLL_SECONDS:
-            return
-        self._polled = now
+    def poll(self) -> None:
         for path in sorted(self._logs.glob("*.log")) + sorted(self._logs.glob("*.jsonl")):
             if path.name == DRIVER_LOG:
                 continue

@@ -81,15 +81,15 @@ def fit_to_terminal(text: str, stream: TextIO, *, indent: int) -> str:
 
 
 def details_logger(name: str) -> Any:
-    """Return a logger for lines that people do not need to see, such as the line with every figure of a step.
+    """Return a logger for lines that people do not need to see, such as the line with every metric of a step.
 
     `name` is the name of the module. The lines are shown with the format `json` and written to log files.
     """
     return structlog.get_logger(name + DETAILS)
 
 
-def configure_logging(log_format: Literal["console", "json"], *, level: int = logging.INFO) -> None:
-    """Log to stderr: our own lines from `level` up, those of other libraries from WARNING up.
+def configure_logging(log_format: Literal["console", "json"]) -> None:
+    """Log to stderr: our own lines from INFO up, those of other libraries from WARNING up.
 
     With the format `console`, lines without a use for people are left out (see `_is_for_people`). Log lines go to
     stderr because users grep stdout for the three lines of `PlainLines`.
@@ -97,7 +97,7 @@ def configure_logging(log_format: Literal["console", "json"], *, level: int = lo
     handler = _LineHandler()
     if log_format == "console":
         handler.addFilter(_is_for_people)
-    _configure(handler, log_format, level)
+    _configure(handler, log_format)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def log_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def configure_worker_logging(logs: Path, process: str, run: str, *, level: int = logging.INFO) -> None:
+def configure_worker_logging(logs: Path, process: str, run: str) -> None:
     """Configure logging for a process without a terminal.
 
     Our own lines go to `<logs>/<process>.jsonl` as JSON, each with the keys `run` and `process`. All other output,
@@ -134,19 +134,15 @@ def configure_worker_logging(logs: Path, process: str, run: str, *, level: int =
         os.dup2(output.fileno(), 2)
     # A user's function may print what a model wrote, and must not fail because its output cannot be written.
     protect_output(report_lost_output)
+
     # These keys are not context variables, because a context variable set here is only visible to the current task.
-    binding = _bind(run=run, process=process)
-    _configure(_DroppingFileHandler(logs / f"{process}.jsonl"), "json", level, binding)
+    def bind(logger: Any, name: str, event: EventDict) -> EventDict:
+        return {"run": run, "process": process, **event}
+
+    _configure(_DroppingFileHandler(logs / f"{process}.jsonl"), "json", bind)
 
 
-def _bind(**values: str) -> Processor:
-    def add(logger: Any, name: str, event: EventDict) -> EventDict:
-        return {**values, **event}
-
-    return add
-
-
-def _configure(handler: logging.Handler, log_format: Literal["console", "json"], level: int, *first: Processor) -> None:
+def _configure(handler: logging.Handler, log_format: Literal["console", "json"], *first: Processor) -> None:
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -162,7 +158,7 @@ def _configure(handler: logging.Handler, log_format: Literal["console", "json"],
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     for name in OWN:
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _common(*first: Processor) -> list[Processor]:

@@ -18,7 +18,7 @@ from miles_async.observability.console.lines import write_line
 class PlainLines:
     """Prints the lines that users of Miles and slime grep for, and warnings, in the same form for every log format.
 
-    `only_warnings` leaves out samples, the queue line and the staleness line, for a terminal that shows the figures
+    `only_warnings` leaves out samples, the queue line and the staleness line, for a terminal that shows the same
     otherwise.
 
     - `First rollout sample` shows the first sample that was displayed since the previous batch, and `Finish rollout`

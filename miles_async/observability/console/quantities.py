@@ -1,4 +1,4 @@
-"""Short figures for people: three significant digits and a unit, in a bounded number of characters."""
+"""Short numbers for people: three significant digits and a unit, in a bounded number of characters."""
 
 from __future__ import annotations
 

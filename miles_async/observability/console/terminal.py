@@ -1,6 +1,6 @@
 """What people see of a run on stderr: a header, the start-up, one short line per batch, and a progress bar.
 
-The figures that are left out here are in the event log and in `logs/driver.jsonl`.
+The metrics that are left out here are in the event log and in `logs/driver.jsonl`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,6 @@ class StatusLine:
         self._line: Bar | None = None
 
     def show(self, text: str) -> None:
-        """Show another text."""
         self._text = text
         self._draw()
 
@@ -187,7 +186,6 @@ class StatusLine:
         self._draw()
 
     def close(self) -> None:
-        """Remove the line."""
         self.enabled = False
         if self._line is not None:
             self._line.close()

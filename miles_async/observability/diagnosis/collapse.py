@@ -2,7 +2,7 @@
 
 In asynchronous training, a collapse of the effective sample size (ESS) of the importance weights and spikes of the
 gradient norm precede the collapse of the policy: the staler the tokens, the more unequal their weights, until a few
-tokens determine the whole update (VCPO, arXiv 2602.17616). The learner reports both figures for every batch, with
+tokens determine the whole update (VCPO, arXiv 2602.17616). The learner reports both metrics for every batch, with
 every loss and correction: ESS is computed from the ratios before a correction bounds them.
 
 The risk of a collapse is high in either of two cases:
@@ -46,7 +46,7 @@ KNOB = (
 
 
 class CollapseDetector:
-    """Pass every event to `observe`. `take_change` returns each change of the risk once.
+    """Pass every event to `observe`, which returns each change of the risk.
 
     The detector remembers only the last batches. A resumed run starts with a new detector.
     """
@@ -56,22 +56,17 @@ class CollapseDetector:
         self._norms: deque[float] = deque(maxlen=REMEMBERED_NORMS)
         self._usual_ess = 0.0
         self._high = False
-        self._change: CollapseRiskChanged | None = None
 
-    def observe(self, event: Event) -> None:
-        # Batches without these figures, such as those that train only a critic, do not show the state of the policy.
+    def observe(self, event: Event) -> CollapseRiskChanged | None:
+        # Batches without these metrics, such as those that train only a critic, do not show the state of the policy.
         if isinstance(event, StepEnded) and "ess" in event.metrics and "grad_norm" in event.metrics:
             self._ess.append(event.metrics["ess"])
             self._norms.append(event.metrics["grad_norm"])
             if len(self._ess) >= FIRST_JUDGED:
-                self._judge(event)
+                return self._judge(event)
+        return None
 
-    def take_change(self) -> CollapseRiskChanged | None:
-        """Return the change that the last events made, and None if they made none."""
-        change, self._change = self._change, None
-        return change
-
-    def _judge(self, event: StepEnded) -> None:
+    def _judge(self, event: StepEnded) -> CollapseRiskChanged | None:
         ess = median(self._ess)
         self._usual_ess = max(self._usual_ess, ess)
         relative_ess = ess / self._usual_ess if self._usual_ess > 0 else 1.0
@@ -82,11 +77,10 @@ class CollapseDetector:
         else:
             high = relative_ess < LOW_ESS or (relative_ess < REDUCED_ESS and spike > SPIKE)
         if high == self._high:
-            return
+            return None
         self._high = high
         why = f"the effective sample size is {ess:.2f} (usual {self._usual_ess:.2f})"
         if high and spike > SPIKE:
             why += f", and the gradient norm rose to {spike:.1f} times its median"
-        self._change = CollapseRiskChanged(
-            time=event.time, rollout=event.rollout, high=high, why=why, knob=KNOB if high else ""
-        )
+        knob = KNOB if high else ""
+        return CollapseRiskChanged(time=event.time, rollout=event.rollout, high=high, why=why, knob=knob)

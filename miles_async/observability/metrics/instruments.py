@@ -26,7 +26,7 @@ M = TypeVar("M", Counter, Gauge, Histogram)
 
 
 class BoundedLabels(Generic[M]):
-    """A metric with one label, of which the first `MAX_LABEL_VALUES` values get their own series.
+    """A metric with one label. The first `MAX_LABEL_VALUES` values of the label get their own series.
 
     All further values share the series `other`.
     """

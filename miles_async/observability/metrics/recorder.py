@@ -61,8 +61,6 @@ class MetricsRecorder:
         self._bind_gauges()
         self._counted: dict[Counter, float] = {}
         """The value of each counter that `_increase_to` sets."""
-        self._progress: dict[str, float] = {}
-        """When a kind of progress was last made."""
         self._lost: set[str] = set()
         """Engines that were lost."""
 
@@ -179,9 +177,7 @@ class MetricsRecorder:
         self._increase_to(self._metrics.admission_blocked_seconds.labels(cause), total)
 
     def _record_progress(self, what: str, now: float) -> None:
-        if what not in self._progress:
-            self._metrics.last_progress_timestamp.labels(what).set_function(lambda: self._progress[what])
-        self._progress[what] = now
+        self._metrics.last_progress_timestamp.labels(what).set(now)
 
     def _run_started(self, event: RunStarted) -> None:
         self._metrics.run.info({"run": event.run, "entry": event.entry})

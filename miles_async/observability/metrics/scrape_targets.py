@@ -34,7 +34,9 @@ class ScrapeTargets:
             return
         self._addresses = dict(addresses)
         entries = [self._entry("miles_async", "driver", self._driver, DRIVER_SCRAPE)]
-        entries += [self._entry(_job(process), process, address, {}) for process, address in sorted(addresses.items())]
+        for process, address in sorted(addresses.items()):
+            job = "sglang_router" if process == "router" else "sglang"
+            entries.append(self._entry(job, process, address, {}))
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         write_atomically(self.path, (json.dumps(entries, indent=2) + "\n").encode())
 
@@ -44,7 +46,3 @@ class ScrapeTargets:
 
     def _entry(self, job: str, process: str, address: str, labels: Mapping[str, str]) -> dict[str, Any]:
         return {"targets": [address], "labels": {"job": job, "run": self._run, "process": process, **labels}}
-
-
-def _job(process: str) -> str:
-    return "sglang_router" if process == "router" else "sglang"

@@ -51,75 +51,6 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class PointBuilder:
-    """Converts events to points."""
-
-    def __init__(self, view: RunView, steps_per_rollout: int, *, always_train_step: bool) -> None:
-        self._view = view
-        self._steps_per_rollout = steps_per_rollout
-        self._always_train_step = always_train_step
-
-    def points(self, event: Event) -> Iterator[Point]:
-        match event:
-            case StepEnded():
-                yield Point("train/step", (event.rollout + 1) * self._steps_per_rollout, self._train(event))
-                yield self._over_rollouts(self._batch(event))
-            case PublishEnded() if event.live:
-                yield self._over_rollouts(
-                    {
-                        "rollout/publish_staged_seconds": event.staged_seconds,
-                        "rollout/publish_paused_seconds": event.paused_seconds,
-                        "rollout/weight_version": event.version,
-                    }
-                )
-            case Evaluated():
-                oldest, newest = event.versions
-                yield self._over_rollouts(
-                    {
-                        f"eval/{event.name}": event.reward,
-                        f"eval/{event.name}-accuracy": event.accuracy,
-                        f"eval/{event.name}-truncated_ratio": event.truncated,
-                        f"eval/{event.name}-missing_samples": event.missing,
-                        f"eval/{event.name}-oldest_weight_version": oldest,
-                        f"eval/{event.name}-newest_weight_version": newest,
-                    },
-                    # Training may be some rollouts ahead when an evaluation ends.
-                    rollout=event.rollout + 1,
-                )
-            case _:
-                pass
-
-    def _over_rollouts(self, values: Mapping[str, float], rollout: int | None = None) -> Point:
-        """The values after `rollout` rollouts, by default after those trained so far."""
-        if rollout is None:
-            last = self._view.last(StepEnded)
-            rollout = last.rollout + 1 if last is not None else 0
-        if self._always_train_step:
-            return Point("train/step", rollout * self._steps_per_rollout, values)
-        return Point("rollout/step", rollout, values)
-
-    def _train(self, event: StepEnded) -> dict[str, float]:
-        seconds = event.seconds
-        return {
-            **{f"train/{name}": value for name, value in event.metrics.items()},
-            "train/seconds": seconds,
-            "train/tokens": event.tokens,
-        }
-
-    def _batch(self, event: StepEnded) -> dict[str, float]:
-        values = {"rollout/reward": event.reward, "rollout/response_length": event.response_length}
-        if (started := self._view.last(StepStarted)) is not None:
-            values["rollout/staleness_mean"] = sum(started.staleness) / len(started.staleness)
-            values["rollout/staleness_max"] = max(started.staleness)
-        if (drained := self._view.last(BatchDrained)) is not None:
-            values |= {
-                "rollout/queue_size": drained.depth,
-                "rollout/recycled": drained.recycled,
-                "rollout/drain_wait_seconds": drained.waited,
-            }
-        return values
-
-
 class TensorBoardTracker:
     def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter
@@ -211,9 +142,9 @@ class Trackers:
 
     def __init__(self, view: RunView, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
-        self._points = PointBuilder(
-            view, steps_per_rollout(config), always_train_step=settings.wandb_always_use_train_step
-        )
+        self._view = view
+        self._steps_per_rollout = steps_per_rollout(config)
+        self._always_train_step = settings.wandb_always_use_train_step
         self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:
             self._trackers.append(
@@ -224,10 +155,65 @@ class Trackers:
 
     def observe(self, event: Event) -> None:
         if self._trackers:
-            for point in self._points.points(event):
+            for point in self.points(event):
                 for tracker in self._trackers:
                     tracker.write(point)
 
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+    def points(self, event: Event) -> Iterator[Point]:
+        """Convert an event that the view has applied to points."""
+        match event:
+            case StepEnded():
+                train = {f"train/{name}": value for name, value in event.metrics.items()}
+                train |= {"train/seconds": event.seconds, "train/tokens": event.tokens}
+                yield Point("train/step", (event.rollout + 1) * self._steps_per_rollout, train)
+                yield self._over_rollouts(self._batch(event))
+            case PublishEnded() if event.live:
+                yield self._over_rollouts(
+                    {
+                        "rollout/publish_staged_seconds": event.staged_seconds,
+                        "rollout/publish_paused_seconds": event.paused_seconds,
+                        "rollout/weight_version": event.version,
+                    }
+                )
+            case Evaluated():
+                oldest, newest = event.versions
+                yield self._over_rollouts(
+                    {
+                        f"eval/{event.name}": event.reward,
+                        f"eval/{event.name}-accuracy": event.accuracy,
+                        f"eval/{event.name}-truncated_ratio": event.truncated,
+                        f"eval/{event.name}-missing_samples": event.missing,
+                        f"eval/{event.name}-oldest_weight_version": oldest,
+                        f"eval/{event.name}-newest_weight_version": newest,
+                    },
+                    # Training may be some rollouts ahead when an evaluation ends.
+                    rollout=event.rollout + 1,
+                )
+            case _:
+                pass
+
+    def _over_rollouts(self, values: Mapping[str, float], rollout: int | None = None) -> Point:
+        """The values after `rollout` rollouts, by default after those trained so far."""
+        if rollout is None:
+            last = self._view.last(StepEnded)
+            rollout = last.rollout + 1 if last is not None else 0
+        if self._always_train_step:
+            return Point("train/step", rollout * self._steps_per_rollout, values)
+        return Point("rollout/step", rollout, values)
+
+    def _batch(self, event: StepEnded) -> dict[str, float]:
+        values = {"rollout/reward": event.reward, "rollout/response_length": event.response_length}
+        if (started := self._view.last(StepStarted)) is not None:
+            values["rollout/staleness_mean"] = sum(started.staleness) / len(started.staleness)
+            values["rollout/staleness_max"] = max(started.staleness)
+        if (drained := self._view.last(BatchDrained)) is not None:
+            values |= {
+                "rollout/queue_size": drained.depth,
+                "rollout/recycled": drained.recycled,
+                "rollout/drain_wait_seconds": drained.waited,
+            }
+        return values

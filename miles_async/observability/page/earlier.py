@@ -24,7 +24,7 @@ MAX_RUNS = 20
 MAX_FOLDERS = 500
 """Most folders that are read, the last ones by name. Names of run folders begin with the time."""
 MAX_SUMMARY_BYTES = 1 << 20
-"""Larger files are no summaries. A summary has a few kilobytes."""
+"""Larger files are not summaries. A summary has a few kilobytes."""
 
 _IRRELEVANT = {"data": ("rollout_seed",), "learner": ("seed", "save", "save_hf")}
 """Settings that two runs of the same configuration may differ in, besides the section `observability`."""
@@ -85,7 +85,7 @@ def earlier_runs(run: RunStarted, folder: Path) -> list[EarlierRun]:
 def comparison(runs: Sequence[EarlierRun]) -> dict[str, Any] | None:
     """Return what page and report show of earlier runs, as plain values for JSON; None without an earlier run.
 
-    `runs` are the runs without their rewards. `spread` has [lowest, median, highest] of each figure that is known for
+    `runs` are the runs without their rewards. `spread` has [lowest, median, highest] of each value that is known for
     at least one run. `figures` is the band of the rewards over batches, in the form of `Timeline.figures`.
     """
     if not runs:

@@ -8,7 +8,6 @@ family, such as `trainer:step`, `verdict:rollout-bound`, `eval:held_out` or `ste
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from miles_async.events import (
@@ -46,12 +45,6 @@ MAX_NAMES = 24
 """Most series per family whose members are named by users or libraries (learner metrics and evaluated data sets)."""
 
 
-@dataclass(slots=True)
-class _Phase:
-    name: str
-    start: float
-
-
 class Charts:
     """Pass every event to `observe`; `figures` returns the series up to a given time."""
 
@@ -66,8 +59,9 @@ class Charts:
         self._busy: EngineBusy | None = None
         self._batch = 0
         """Number of groups in the training step that runs now."""
-        self._phases: dict[str, _Phase] = {}
-        """The current phase of each family: what the learner does, and the verdict."""
+        self._phases: dict[str, tuple[str, float]] = {}
+        """The current phase of each family (what the learner does, and the verdict), and since when its time is not
+        counted yet."""
         self._batches = Timeline(0.0, width=1.0, max_buckets=MAX_BATCHES)
         """The reward of each batch. Times are rollout ids."""
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -140,18 +134,18 @@ class Charts:
 
     def _advance(self, now: float) -> None:
         # A phase is credited with its time when it ends and, up to `now`, whenever the series are read.
-        for family, phase in self._phases.items():
-            self._add_interval(f"{family}:{phase.name}", phase.start, now)
-            phase.start = max(phase.start, now)
+        for family, (name, since) in self._phases.items():
+            self._add_interval(f"{family}:{name}", since, now)
+            self._phases[family] = name, max(since, now)
         self._set_counts(now)
         for timeline in self._timelines.values():
             timeline.advance(now)
 
     def _enter_phase(self, family: str, name: str, time: float) -> None:
-        before = self._phases.get(family)
-        if before is not None:
-            self._add_interval(f"{family}:{before.name}", before.start, time)
-        self._phases[family] = _Phase(name, time)
+        if family in self._phases:
+            before, since = self._phases[family]
+            self._add_interval(f"{family}:{before}", since, time)
+        self._phases[family] = name, time
 
     def _moved(self, event: GroupMoved) -> None:
         if abs(event.time - self._counted_at) >= COUNT_SECONDS:

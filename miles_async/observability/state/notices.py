@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 from miles_async.events import CollapseRiskChanged, Event, EventsMissing, Stalled, WarningRaised, WriteFailed
 
 MAX_NOTICES = 8
 
 
-class Notice(NamedTuple):
-    time: float
-    text: str
-
-
 class Notices:
-    """Pass every event to `observe`; `newest` holds the last `MAX_NOTICES` problems, oldest first."""
+    """Pass every event to `observe`; `newest` holds time and text of the last problems, oldest first."""
 
     def __init__(self) -> None:
-        self.newest: deque[Notice] = deque(maxlen=MAX_NOTICES)
+        self.newest: deque[tuple[float, str]] = deque(maxlen=MAX_NOTICES)
 
     def observe(self, event: Event) -> None:
         match event:
@@ -36,4 +30,4 @@ class Notices:
                 text = "events are missing from here on: parts of the event log were deleted (--event-log-max-bytes)"
             case _:
                 return
-        self.newest.append(Notice(event.time, text))
+        self.newest.append((event.time, text))

@@ -33,7 +33,6 @@ _LAST_BYTES = 64 << 10
 """The last event of a run is much shorter."""
 _LINE_BYTES = 64 << 20
 """Limit for a line that is read. A damaged or hostile compressed part can hold a line that no memory can hold."""
-FLUSH_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 """How long to wait for the compression of the last part. A part that is not compressed in time is kept uncompressed."""
 
@@ -43,9 +42,8 @@ log = structlog.get_logger(__name__)
 class EventLogWriter:
     """Appends events to a log.
 
-    Lines are buffered. `tick` flushes them if the last flush was `FLUSH_SECONDS` ago or earlier, and `close` flushes
-    the rest. If the log cannot be written, `on_error` is called once with the file and the error, and all later events
-    are dropped.
+    Lines are buffered until `flush` or `close`. If the log cannot be written, `on_error` is called once with the file
+    and the error, and all later events are dropped.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class EventLogWriter:
         self._archiver: Thread | None = None
         self._deleted = False
         """Whether a part was deleted."""
-        self._flushed = 0.0
 
     def observe(self, event: Event) -> None:
         if self._file.closed:
@@ -84,11 +81,6 @@ class EventLogWriter:
             self._size += len(line)
         except OSError as error:
             self._fail(error)
-
-    def tick(self, now: float) -> None:
-        if now - self._flushed >= FLUSH_SECONDS:
-            self._flushed = now
-            self.flush()
 
     def flush(self) -> None:
         """Write all events to the file, so that they survive this process."""

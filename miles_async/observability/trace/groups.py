@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, GroupGenerated, GroupMoved, StepStarted
 from miles_async.observability.output import protect_output
 from miles_async.observability.trace.event_log import read_events
-from miles_async.scheduling.ledger import LIVE
+from miles_async.observability.view import RunView
+from miles_async.scheduling.ledger import LIVE, GroupState
 
 SHOWN = 8
 """Groups that are named per state, oldest first."""
@@ -47,29 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def by_state(events: Iterable[Event]) -> Iterator[str]:
     """One line per state with the number of groups in it, the first of them, and how the other groups ended."""
-    live: dict[int, GroupMoved] = {}
-    ended: Counter[str] = Counter()
-    complete = True
+    view = RunView(recent=False)
     for event in events:
-        match event:
-            case GroupMoved(after=state, sequence=sequence) if state in LIVE:
-                live[sequence] = event
-            case GroupMoved(after=state, sequence=sequence, reason=reason):
-                live.pop(sequence, None)
-                ended[f"{state}: {reason}" if reason else state] += 1
-            case EventsMissing():
-                complete = False
-            case _:
-                pass
-    if not complete:
+        view.apply(event)
+    if view.last(EventsMissing) is not None:
         yield "Parts of the event log were deleted, so ended groups are not all counted."
     prompts: defaultdict[str, list[str]] = defaultdict(list)
-    for move in live.values():
-        prompts[move.after].append(move.feed_index)
+    for group in view.groups.live.values():
+        prompts[group.state].append(group.feed_index)
     for state in LIVE:
         names = prompts[state]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         yield f"{state:<11}{len(names):>7}  {' '.join(names[:SHOWN])}{more}".rstrip()
+    ended = {f"dropped: {reason}": count for reason, count in view.groups.dropped.items()}
+    if published := view.groups.outcomes[GroupState.PUBLISHED]:
+        ended[GroupState.PUBLISHED] = published
     for outcome, count in sorted(ended.items()):
         yield f"{outcome}  {count}"
 

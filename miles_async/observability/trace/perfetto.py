@@ -71,7 +71,7 @@ class _Rows:
 class PerfettoTrace:
     """Writes the trace of a run.
 
-    Pass every event that the view has applied to `observe` and the time to `tick`, and call `close` at the end.
+    Pass every event that the view has applied to `observe`, and call `close` at the end.
     """
 
     def __init__(self, view: RunView, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
@@ -95,28 +95,17 @@ class PerfettoTrace:
             case RunStarted() if not self._began:
                 self._began = event.time
                 for process, name in _NAMES.items():
-                    self._name("process_name", process, 0, name)
-                    self._write(
-                        {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-                    )
+                    self._describe("process_name", process, name=name)
+                    self._describe("process_sort_index", process, sort_index=process)
             case GroupMoved():
                 self._moved(event)
             case RequestEnded():
                 self._request(event)
             case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
                 self._counted_at = event.time
-                figures = {"queued": event.depth, "held back by the window": event.blocked}
-                self._write(
-                    {
-                        "ph": "C",
-                        "name": "groups",
-                        "pid": QUEUE,
-                        "tid": 0,
-                        "ts": self._microseconds(event.time),
-                        "args": figures,
-                    },
-                    detail=True,
-                )
+                counts = {"queued": event.depth, "held back by the window": event.blocked}
+                entry = {"ph": "C", "name": "groups", "pid": QUEUE, "tid": 0, "ts": self._microseconds(event.time)}
+                self._file.write({**entry, "args": counts}, detail=True)
             case TrainerPhaseChanged():
                 self._finish_phase(event.time)
                 self._phase = event
@@ -139,8 +128,8 @@ class PerfettoTrace:
             case _:
                 pass
 
-    def tick(self, now: float) -> None:
-        self._file.tick(now)
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         """Write all open slices as ending at the last event, and close the file."""
@@ -153,14 +142,12 @@ class PerfettoTrace:
         groups = self._view.groups
         if event.after not in ENDED:
             if event.sequence not in self._row_of:
-                self._take_row(event.sequence)
+                row, is_new = self._rows.take()
+                self._row_of[event.sequence] = row
+                if is_new:
+                    self._describe("thread_name", GROUPS, row, name=f"slot {row}")
         elif groups.ended is not None:
             self._write_group(groups.ended, event.time, event.reason or event.after)
-
-    def _take_row(self, sequence: int) -> None:
-        self._row_of[sequence], new = row, _ = self._rows.take()
-        if new:
-            self._name("thread_name", GROUPS, row, f"slot {row}")
 
     def _write_group(self, group: Group, end: float, outcome: str) -> None:
         row = self._row_of.pop(group.sequence, None)
@@ -187,7 +174,7 @@ class PerfettoTrace:
         row = next(free, len(self._request_ends))
         if row == len(self._request_ends):
             self._request_ends.append(0.0)
-            self._name("thread_name", REQUESTS, row, f"request {row + 1}")
+            self._describe("thread_name", REQUESTS, row, name=f"request {row + 1}")
         self._request_ends[row] = event.time
         name = f"group {event.sequence}" if event.sequence is not None else "evaluation or chat turn"
         facts = {"samples": event.samples, "response_tokens": event.response_tokens}
@@ -228,13 +215,11 @@ class PerfettoTrace:
         # the slice that encloses it.
         length = max(0, self._microseconds(end) - begin)
         entry = {"ph": "X", "name": name, "pid": process, "tid": row, "ts": begin, "dur": length}
-        self._write({**entry, "args": facts} if facts else entry, detail=detail)
+        self._file.write({**entry, "args": facts} if facts else entry, detail=detail)
 
-    def _name(self, kind: str, process: int, row: int, name: str) -> None:
-        self._write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}})
+    def _describe(self, kind: str, process: int, row: int = 0, **facts: Any) -> None:
+        """Write metadata of a process or of one of its rows."""
+        self._file.write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": facts})
 
     def _microseconds(self, time: float) -> int:
         return round(1e6 * (time - (self._began or time)))
-
-    def _write(self, entry: dict[str, Any], *, detail: bool = False) -> None:
-        self._file.write(entry, detail=detail)

@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 _HEAD, _TAIL = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b"\n]}\n"
-FLUSH_SECONDS = 1.0
 DETAIL_FRACTION = 0.75
 """Details may fill this fraction of the file. The rest is reserved for the few entries of the whole run."""
 
@@ -21,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 class TraceFile:
-    """Buffers Chrome trace events and appends them about once a second.
+    """Buffers Chrome trace events and appends them at each `flush`.
 
     Each append is a single write that replaces the closing bracket and ends with a new one. The file is therefore valid
     JSON at any time, even if the run is killed. Entries marked as details are dropped once they have filled
@@ -38,14 +37,13 @@ class TraceFile:
         self._end = len(_HEAD)
         """Offset of the closing bracket."""
         self._max_bytes = max_bytes - len(_TAIL)
-        self._flushed = 0.0
         self._buffer: list[bytes] = []
         self._size = len(_HEAD)
         """Size in bytes, including the buffered entries."""
         self._broken = False
         self.dropped = 0
 
-    def write(self, entry: dict[str, Any], *, detail: bool) -> None:
+    def write(self, entry: dict[str, Any], *, detail: bool = False) -> None:
         line = msgspec.json.encode(entry)
         size = self._size + len(line) + 2
         if size > self._max_bytes * (DETAIL_FRACTION if detail else 1.0):
@@ -56,17 +54,12 @@ class TraceFile:
         self._size = size
         self._buffer.append(line)
 
-    def tick(self, now: float) -> None:
-        if now - self._flushed >= FLUSH_SECONDS:
-            self._flushed = now
-            self._flush()
-
     def close(self) -> None:
-        self._flush()
+        self.flush()
         with suppress(OSError):
             os.close(self._file)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if not self._buffer or self._broken:
             return
         lines = (b",\n" if self._end > len(_HEAD) else b"") + b",\n".join(self._buffer)

@@ -32,7 +32,7 @@ class SearchIndex:
 
     @staticmethod
     def from_file(path: str) -> SearchIndex:
-        """Index a JSONL file of objects with a `text`. Raises UserError that names a line that is no such object."""
+        """Index a JSONL file of objects with a `text`. Raises UserError that names the first other line."""
         documents = []
         try:
             with Path(path).expanduser().open("rb") as file:

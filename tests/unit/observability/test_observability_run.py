@@ -466,6 +466,17 @@ def test_subscribers_survive_a_jump_of_the_wall_clock(
     assert json.loads(folder.summary.read_text())["reason"] == "done"
 
 
+def test_events_reach_the_disk_once_a_second(tmp_path: Path) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    with EventSubscribers(config_in(tmp_path), folder) as subscribers:
+        subscribers.tick(100.0)
+        subscribers.emit(RUN)
+        subscribers.tick(100.5)
+        assert list(read_events(folder.events)) == []
+        subscribers.tick(101.0)
+        assert list(read_events(folder.events)) == [RUN]
+
+
 def test_metrics_are_served_at_the_configured_port(tmp_path: Path) -> None:
     port = free_port()
     with EventSubscribers(config_in(tmp_path, metrics_port=port), RunFolder.create(config_in(tmp_path))) as subscribers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from miles_async.errors import UserError
 from miles_async.rollout.sft_rollout import fill_example
 from miles_async.types import Prompt, Sample, VersionSpan
+from tests.unit.byte_tokenizer import Bytes
 
 CHAT = [
     {"role": "user", "content": "1+1?"},
@@ -18,12 +20,12 @@ CHAT = [
 ]
 
 
-class Template:
+class Template(Bytes):
     """One token per byte; prompts begin with `^`, turns end with `$` and a line break, `>` announces an answer."""
 
     end = "$"
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         assert isinstance(prompt, str)
         return self.encode_text("^" + prompt)
 
@@ -31,7 +33,12 @@ class Template:
         return list(text.encode())
 
     def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *, answer_next: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        answer_next: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         turns = "".join(f"{'>' if m['role'] == 'assistant' else '<'}{m['content']}$\n" for m in messages)
         return turns + (">" if answer_next else "")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.agents.messages import PlainTextParser
 from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
@@ -58,7 +57,7 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
             stored=None,
             live_version=lambda: 0,
             limits=NO_LIMITS,
-            parser=PlainTextParser(),
+            parser=None,
             agent_key_file=Path(folder) / "agent_key",
         )
         try:

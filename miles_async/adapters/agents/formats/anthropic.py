@@ -74,7 +74,7 @@ class Messages(WireFormat):
     """Anthropic messages (`/v1/messages`)."""
 
     name = "messages"
-    ping = event({"type": "ping"}, "ping")
+    ping = event({"type": "ping"})
 
     def read(self, request: Mapping[str, Any]) -> dict[str, Any]:
         refuse(request, {"mcp_servers": "the endpoint runs no tools", "container": "the endpoint runs no tools"})
@@ -119,16 +119,15 @@ class Messages(WireFormat):
         ending = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         begun = {**message, "content": [], "stop_reason": None, "stop_sequence": None}
         begun["usage"] = {**message["usage"], "output_tokens": 0}
-        yield event({"type": "message_start", "message": begun}, "message_start")
+        yield event({"type": "message_start", "message": begun})
         for index, block in enumerate(message["content"]):
             empty, deltas = _deltas(block)
-            start = {"type": "content_block_start", "index": index, "content_block": empty}
-            yield event(start, "content_block_start")
+            yield event({"type": "content_block_start", "index": index, "content_block": empty})
             for delta in deltas:
-                yield event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
-            yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
-        yield event({"type": "message_delta", "delta": ending, "usage": message["usage"]}, "message_delta")
-        yield event({"type": "message_stop"}, "message_stop")
+                yield event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield event({"type": "content_block_stop", "index": index})
+        yield event({"type": "message_delta", "delta": ending, "usage": message["usage"]})
+        yield event({"type": "message_stop"})
 
 
 def _messages(message: _Message) -> Iterator[Message]:

@@ -33,10 +33,10 @@ class Request(Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """Encode one server-sent event."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+def event(data: Mapping[str, Any]) -> bytes:
+    """Encode one server-sent event, which is named after the `type` of its data if they have one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return name.encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def checked(value: Any, schema: type[T], name: str = "the request") -> T:

@@ -112,7 +112,7 @@ class Responses(WireFormat):
             events += _item_events(index, item)
         events.append({"type": f"response.{ended['status']}", "response": ended})
         for number, described in enumerate(events):
-            yield event({**described, "sequence_number": number}, described["type"])
+            yield event({**described, "sequence_number": number})
 
 
 def _append(messages: list[Message], sent: Mapping[str, Any], name: str) -> None:

@@ -28,7 +28,7 @@ from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.metrics import trackers
-from miles_async.observability.metrics.trackers import BackgroundTracker, Point, PointBuilder
+from miles_async.observability.metrics.trackers import BackgroundTracker, Point, Trackers
 from miles_async.observability.output import VisibleOutput, controls_of, protected
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.view import RunView
@@ -111,7 +111,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 
     (tmp_path / "learner-0.jsonl").write_text(says("info", "taught"))
     (tmp_path / "learner-1.jsonl").write_text(says("info", "taught") + says("warning", "slow"))
-    LogTail(tmp_path).poll(100.0)
+    LogTail(tmp_path).poll()
     assert [(line["process"], line["event"], line["step"]) for line in logged()] == [
         ("learner-0", "taught", 3),
         ("learner-1", "slow", 3),
@@ -122,12 +122,11 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
     engine = tmp_path / "engine-0.log"
     engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
     log_tail = LogTail(tmp_path)
-    log_tail.poll(100.0)
+    log_tail.poll()
     assert [line["line"] for line in logged()] == ["[2026] ERROR out of memory"]
-    log_tail.poll(100.5)
     with engine.open("a") as file:
         file.write("tten\n" + "ERROR again\n" * 50)
-    log_tail.poll(102.0)
+    log_tail.poll()
     lines = logged()
     assert lines[0]["line"] == "ERROR not yet written"
     assert len(lines) == ERRORS_SHOWN  # the four that were left, and the notice that the rest is in the file
@@ -136,7 +135,8 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:
     view = RunView()
-    curves = PointBuilder(view, 2, always_train_step=always_train_step)
+    config = run_config(num_steps_per_rollout=2, wandb_always_use_train_step=always_train_step)
+    curves = Trackers(view, config, RunFolder(Path()))
     found: list[Point] = []
     for event in events:
         view.apply(event)
@@ -176,7 +176,7 @@ def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(
     monkeypatch.setattr(trackers, "TensorBoardTracker", lambda folder: kept)
     config = run_config(use_tensorboard=True, wandb_always_use_train_step=True, run_dir=str(tmp_path))
     view = RunView()
-    run_trackers = trackers.Trackers(view, config, RunFolder.create(config))
+    run_trackers = Trackers(view, config, RunFolder.create(config))
     for event in (*STEP, EVALUATED):
         view.apply(event)
         run_trackers.observe(event)

@@ -54,8 +54,7 @@ def changes(steps: Iterable[Step]) -> list[CollapseRiskChanged]:
     """Every change of the risk during a run."""
     detector, found = CollapseDetector(), []
     for rollout, step in enumerate(steps):
-        detector.observe(step_ended(rollout, ess=step.ess, grad_norm=step.grad_norm))
-        if (change := detector.take_change()) is not None:
+        if change := detector.observe(step_ended(rollout, ess=step.ess, grad_norm=step.grad_norm)):
             found.append(change)
     return found
 
@@ -171,9 +170,8 @@ def test_gradients_of_zero_announce_nothing() -> None:
 def test_steps_without_the_figures_are_ignored() -> None:
     detector = CollapseDetector()
     for rollout in range(50):
-        detector.observe(step_ended(rollout, value_loss=1.0))
-        detector.observe(TrainerPhaseChanged(time=100.0 + rollout, to="batch"))
-    assert detector.take_change() is None
+        assert detector.observe(step_ended(rollout, value_loss=1.0)) is None
+        assert detector.observe(TrainerPhaseChanged(time=100.0 + rollout, to="batch")) is None
 
 
 def test_an_announcement_is_logged_and_is_in_metrics_page_summary_and_report(tmp_path: Path) -> None:

@@ -73,16 +73,6 @@ def test_a_log_can_be_read_after_it_was_written(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_events_are_flushed_after_the_interval(tmp_path: Path) -> None:
-    with written(tmp_path) as writer:
-        writer.tick(100.0)
-        writer.observe(RUN)
-        writer.tick(100.5)
-        assert list(read_events(tmp_path / "events.jsonl")) == []
-        writer.tick(101.0)
-        assert list(read_events(tmp_path / "events.jsonl")) == [RUN]
-
-
 def test_a_truncated_last_line_is_ignored_and_a_broken_line_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, [RUN])
     with path.open("a") as file:
@@ -115,12 +105,12 @@ def test_a_log_that_is_rotated_while_it_is_read_is_read_without_gaps(tmp_path: P
     with written(tmp_path, rotate_bytes=200 * LINE_BYTES) as writer:
         for event in EVENTS[:1000]:
             writer.observe(event)
-        writer.tick(1000.0)
+        writer.flush()
         reader = read_events(tmp_path / "events.jsonl")
         first = [next(reader) for _ in range(10)]
         for event in EVENTS[1000:]:
             writer.observe(event)
-        writer.tick(2000.0)
+        writer.flush()
         assert [*first, *reader] == EVENTS
 
 

@@ -40,11 +40,11 @@ def test_an_event_log_that_cannot_be_written_ends_with_one_report(
         path, rotate_bytes=1 << 20, max_bytes=1 << 30, on_error=lambda file, error: errors.append((file, error.errno))
     )
     writer.observe(RUN)
-    writer.tick(100.0)
+    writer.flush()
     monkeypatch.setattr(writer, "_file", FailingFile(writer._file, number))
-    for second in range(3):
+    for _ in range(3):
         writer.observe(RUN)
-        writer.tick(101.0 + second)
+        writer.flush()
     writer.close()
     assert errors == [(path, number)]
     assert list(read_events(path)) == [RUN]

@@ -179,7 +179,7 @@ def test_the_file_is_valid_json_whenever_the_run_is_killed(tmp_path: Path) -> No
         for event in life(second, 101.0 + second):
             view.apply(event)
             trace.observe(event)
-        trace.tick(200.0 + second)
+        trace.flush()
         assert len([e for e in read(tmp_path) if e["name"].startswith("group ")]) == second + 1
 
 
@@ -204,7 +204,7 @@ def test_a_disk_that_fails_ends_the_trace_and_is_reported_once(
     errors: list[tuple[Path, int | None]] = []
     file = TraceFile(tmp_path / "trace.json", 1 << 20, on_error=lambda path, error: errors.append((path, error.errno)))
     file.write({"name": "kept"}, detail=False)
-    file.tick(1.0)
+    file.flush()
     write = os.pwrite
 
     def failing(descriptor: int, content: bytes, offset: int) -> int:
@@ -213,9 +213,9 @@ def test_a_disk_that_fails_ends_the_trace_and_is_reported_once(
         return write(descriptor, content, offset)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    for second in range(2, 5):
+    for _ in range(3):
         file.write({"name": "lost"}, detail=False)
-        file.tick(float(second))
+        file.flush()
     file.close()
     assert errors == [(tmp_path / "trace.json", number)]
     if repairable:
