@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from miles_async.config.derived import demand_of
+from miles_async.config.device_plan import demand_of
 from miles_async.config.schema import RunConfig
 from miles_async.doctor.derived import (
     GIB,
@@ -30,7 +30,7 @@ FILES_OF_A_PROCESS = 512
 """Open files of a process besides its requests. In `make run` the server of the engine has most, 269 (measured)."""
 FILES_PER_ENGINE = 2 * (DEFAULTS.engine.sglang_server_concurrency + DEFAULTS.engine.sglang_server_concurrency // 4)
 """The router has two sockets per request. An engine runs up to `sglang_server_concurrency` requests, and a quarter as
-many of an evaluation (`config.derived.evaluation_concurrency`)."""
+many of an evaluation (`RunConfig.evaluation_concurrency`)."""
 PROCESSES, PROCESSES_PER_CORE = 1024, 64
 """Processes and threads. `make run` has 409 on two cores (measured); torch and Ray start more per core."""
 OBJECT_STORE_SHARE = 0.3

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import structlog
 
-from miles_async.config.derived import steps_per_rollout
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
@@ -212,7 +211,7 @@ class Trackers:
     def __init__(self, view: RunView, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
         self._points = PointBuilder(
-            view, steps_per_rollout(config), always_train_step=settings.wandb_always_use_train_step
+            view, config.steps_per_rollout, always_train_step=settings.wandb_always_use_train_step
         )
         self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:

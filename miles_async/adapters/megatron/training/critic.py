@@ -27,7 +27,7 @@ from miles_async.adapters.megatron.training.optimizer import (
     reduce_gradients,
 )
 from miles_async.batching.batch import TrainStep
-from miles_async.config.derived import critic_learning_rate
+from miles_async.config.learning_rate import critic_learning_rate
 from miles_async.config.schema import RunConfig
 from miles_async.losses.critic import (
     CRITIC_SUMS,

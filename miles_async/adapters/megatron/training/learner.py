@@ -54,12 +54,7 @@ from miles_async.adapters.megatron.training.optimizer import (
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.config.derived import (
-    keeps_reference,
-    learning_rate,
-    reference_batching,
-    shares_prefixes,
-)
+from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions
@@ -79,6 +74,7 @@ from miles_async.losses.samples import SampleLayout
 from miles_async.losses.supervised import sft_loss, supervised_loss
 from miles_async.losses.tokens import TokenColumns
 from miles_async.models.plugin import plugin_errors
+from miles_async.plugins import errors_of
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
 
@@ -131,7 +127,7 @@ class MegatronLearner:
         if estimator_of(config.algorithm).trains_critic:
             self._critic = Critic(config, hf_checkpoint, self._device)
         self._reference = None
-        if keeps_reference(config):
+        if config.keeps_reference:
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
             with environment(config.learner.ref_env_vars):
                 self._reference = build_reference(config.learner, str(reference))
@@ -148,12 +144,12 @@ class MegatronLearner:
     @property
     def shares_prefixes(self) -> bool:
         """Whether this learner computes a common prefix of samples once."""
-        return self._model.by_position and shares_prefixes(self._settings)
+        return self._model.by_position and self._settings.shares_prefixes
 
     def _log_unshared_prefixes(self) -> None:
         if self._settings.share_prefixes is False:
             cause = "share_prefixes is off"
-        elif not shares_prefixes(self._settings):
+        elif not self._settings.shares_prefixes:
             cause = "context parallelism and dynamic batching need whole samples"
         elif self._settings.share_prefixes is None and not on_cpu():
             cause = "set share_prefixes to share them on GPUs, where this has not been run yet"
@@ -239,7 +235,8 @@ class MegatronLearner:
             rows.append((logprobs, columns.old_logprobs, columns.rollout_log_probs, advantages))
         names = ("logprobs", "old_logprobs", "rollout_log_probs", "advantages")
         gathered = (gather_over_data_parallel(torch.cat(column)) for column in zip(*rows, strict=True))
-        return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
+        with errors_of(objective, "prepare a step"):
+            return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
     def _snapshot(self) -> Callable[[], None]:
         """Copy models, optimizers and step counts to host memory; returns the function that restores them."""
@@ -374,7 +371,7 @@ class MegatronLearner:
     def _reference_logprobs(self, step: TrainStep) -> list[Tensor] | None:
         if self._reference is None:
             return None
-        settings = reference_batching(self._settings)
+        settings = self._settings.reference_batching
         with environment(self._settings.ref_env_vars):
             return inference.frozen_logprobs(
                 self._reference, step.micro_batches, settings, self._device, temperature=self._temperature
