@@ -12,15 +12,20 @@ imports `miles_async.config` only inside its methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from miles_async.plugins import Kind, Plugin
+from miles_async.plugins import Kind, Plugin, errors_of
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
     from miles_async.config.translation import Translation
     from miles_async.rollout.recordings import RecordingContext
+    from miles_async.types import Group
+
+
+T = TypeVar("T")
 
 
 class Guest(Plugin):
@@ -63,6 +68,13 @@ class Guest(Plugin):
         A second call in the same process does nothing.
         """
 
+    def load_batch(self, path: Path) -> tuple[int, list[Group]] | None:
+        """Return the number of the rollout and the groups of a batch that the project saved; None for other files.
+
+        Raises UserError if the file is one of the project, but cannot be read.
+        """
+        return None
+
     def check(self, config: RunConfig) -> None:
         """Raise UserError if the run cannot begin with this configuration. Called after users' modules are imported."""
 
@@ -73,4 +85,19 @@ class Guest(Plugin):
         """Called in the rollout worker before the batch `rollout_id` is collected."""
 
 
-GUESTS = Kind("guest", Guest, "miles_async.compat", by_path=False)
+class Guests(Kind[Guest]):
+    """The guests. All of them are asked, because any of them may know a file, a flag or a key."""
+
+    def ask(self, action: str, call: Callable[[Guest], T]) -> Mapping[str, T]:
+        """Return the result of `call` for each guest, by name.
+
+        Raises UserError if a guest of a user raises any error; `action` says what the guest failed to do.
+        """
+        results: dict[str, T] = {}
+        for name, guest in self.usable().items():
+            with errors_of(guest, action):
+                results[name] = call(guest)
+        return results
+
+
+GUESTS = Guests("guest", Guest, "miles_async.compat", by_path=False)

@@ -31,6 +31,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from time import process_time
@@ -58,6 +59,9 @@ class Plugin:
     """The name by which a setting selects the plug-in. An entry point gives its own name to the plug-in."""
     Settings: ClassVar[type[Section] | None] = None
     """The plug-in's own settings; None if it has none."""
+    origin: str | None = None
+    """Where a plug-in of users comes from: its entry point and distribution, or its path. None for those of this
+    project."""
 
     @classmethod
     def help(cls) -> str:
@@ -75,6 +79,22 @@ class Plugin:
 def name_of(plugin: Plugin) -> str:
     """The name of a plug-in in error messages, as its entry point spells it: `module:Class`."""
     return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+
+
+@contextmanager
+def errors_of(plugin: Plugin, action: str) -> Iterator[None]:
+    """Turn an error of a user's plug-in into a UserError: "ORIGIN failed to ACTION: ...". `action` is a verb.
+
+    The errors of plug-ins of this project are not changed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except USER_CODE_ERRORS as error:
+        if plugin.origin is None:
+            raise
+        raise UserError(f"{plugin.origin} failed to {action}: {shown_error(error)}; correct the plug-in") from error
 
 
 P = TypeVar("P", bound=Plugin)
@@ -226,6 +246,7 @@ class Kind(Generic[P]):
                 derive = f"{self.base.__module__}.{self.base.__qualname__}"
                 return _Found(None, f"{_origin(entry)} is not a {self.title}: derive its class from {derive}")
             plugin = declared()
+            plugin.origin = _origin(entry) if entries else f"the class {name}"
         except USER_CODE_ERRORS as error:
             # Importing a plug-in runs user code, which can raise any exception.
             return _Found(None, f"{_origin(entry)} cannot be imported: {shown_error(error)}")

@@ -36,7 +36,7 @@ from miles_async.events import Event
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.view import RunView
-from miles_async.rewards.graders import GraderError, GraderPool
+from miles_async.rewards.grader_pool import GraderError, GraderPool
 from miles_async.types import Sample
 from miles_async.wire_formats import FORMATS
 from tests.processes.parse_dialects import DIALECTS, TOOLS

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
-from miles_async.config.derived import min_samples_per_group, rollout_file
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
@@ -35,7 +34,7 @@ class BatchPreparation:
         self._args = args
         self._events = events
         self._reward_key = config.rollout.reward_key
-        self._template = rollout_file(config)
+        self._template = config.debug.rollout_file
         self._save_has_failed = False
         self._filter_path = config.rollout.rollout_sample_filter_path
         self._filter: Callable[..., Any] | None = None
@@ -128,7 +127,7 @@ def saved_batch(config: RunConfig, rollout_id: int, limits: SampleLimits) -> lis
             _check_log_probs(group)
     except TrajectoryError as error:
         raise UserError(f"rollout data {path} cannot be trained: {error}") from error
-    return as_groups(groups, rollout.n_samples_per_prompt, min_samples_per_group(config))
+    return as_groups(groups, rollout.n_samples_per_prompt, config.rollout.smallest_group)
 
 
 def _check_log_probs(group: Group) -> None:

@@ -41,8 +41,7 @@ from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.system.run_processes import has_ended, is_stopped, kill_remaining, of_part, raylets_of
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
-from miles_async.config import derived
-from miles_async.config.device_plan import Bundle, by_node
+from miles_async.config.device_plan import Bundle, by_node, demand_of
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
@@ -211,7 +210,7 @@ class Cluster:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
         sft_examples = checked.sft_examples
         debug, idle = self._config.debug, not generates(self._config)
-        placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
+        placement = await asyncio.to_thread(reserve, demand_of(self._config))
         self._placements.append(placement)
         # If the checkpoint exists already, engines and learner start at the same time; each of them spends about ten
         # seconds on imports. Otherwise the first learner rank runs the warm start first.
@@ -221,7 +220,7 @@ class Cluster:
 
         def create_rank(rank: int, name: str) -> ActorHandle[Any]:
             options = _learner_options(placement, rank)
-            world_size = derived.learner_ranks(self._config)
+            world_size = self._config.learner.ranks
             actor = self._actor(LearnerRank, name, self._config, rank, world_size, self._folder.path, **options)
             # Ray executes the calls to an actor in order: no need to wait.
             actor.log_to.remote(self.logs, name)
@@ -272,7 +271,7 @@ class Cluster:
 
     async def _replace_learner(self) -> None:
         """Start another learner from the last checkpoint. Raises FatalError if the run writes no checkpoints."""
-        if not derived.restarts_learner(self._config):
+        if not self._config.restarts_learner:
             raise FatalError(
                 f"{await self.learner.death()}. The run cannot continue without its learner. With --save and "
                 "--save-interval, a run that is not colocated continues from its last checkpoint"
@@ -384,7 +383,7 @@ class Cluster:
 
     async def _reserve_engine(self) -> EngineDevices:
         """Reserve the devices of another engine. Raises UserError if the Ray cluster has none that are free."""
-        one_engine = replace(derived.demand_of(self._config), learner=0, engines=1, colocated=False)
+        one_engine = replace(demand_of(self._config), learner=0, engines=1, colocated=False)
         placement = await asyncio.to_thread(reserve, one_engine)
         if not self._placements[0].local:
             # The learner on another node must reach the engine, so the engine must not listen on loopback.
@@ -394,7 +393,7 @@ class Cluster:
 
     def _return_devices(self, devices: EngineDevices) -> None:
         """Give the devices of a removed engine back to Ray. Devices that the learner shares are kept."""
-        if derived.demand_of(self._config).colocated and devices.placement is self._placements[0]:
+        if demand_of(self._config).colocated and devices.placement is self._placements[0]:
             self._free_devices.append(devices)
         else:
             devices.placement.release_engine(devices.bundles)

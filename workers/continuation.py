@@ -21,7 +21,6 @@ import structlog
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.atomic_files import write_atomically
-from miles_async.config.derived import save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
@@ -57,7 +56,7 @@ def unfinished_run(config: RunConfig) -> Continuation | None:
     folder = _newest_run(config)
     if folder is None or _has_ended(folder):
         return None
-    run, save = folder.path.name, save_folder(config)
+    run, save = folder.path.name, config.learner.save_folder
     assert save is not None, "resume needs save"
     newest = CheckpointFolder(save, checksums=config.learner.checkpoint_checksums).newest_of(run)
     for damage in newest.damage if newest is not None else ():
@@ -110,7 +109,7 @@ def _read_beginning(folder: RunFolder) -> LoadedCheckpoint | None:
 
 def _newest_run(config: RunConfig) -> RunFolder | None:
     """The newest run that saves to the same folder."""
-    root, save = Path(config.observability.run_dir).expanduser().absolute(), save_folder(config)
+    root, save = Path(config.observability.run_dir).expanduser().absolute(), config.learner.save_folder
     folders = [path for path in root.glob("*/") if not path.is_symlink()]
     for path in sorted(folders, key=lambda path: path.name, reverse=True):
         try:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from miles_async.adapters.datasets.factory import save_tokenizer
 from miles_async.adapters.null import NullEngines, NullLearner
+from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.run_ports import Ports
@@ -34,7 +35,7 @@ def without_staleness_limit(config: RunConfig) -> RunConfig:
     """Remove the staleness limit if the run trains saved batches, because stale groups could not be regenerated."""
     if not trains_only(config):
         return config
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_weight_staleness": None})})
+    return with_settings(config, max_weight_staleness=None)
 
 
 async def dump_tokenizer(config: RunConfig, checkpoint: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from miles_async.adapters.system.machine import read_machine
 from miles_async.config.schema import RunConfig
-from miles_async.doctor.diagnosis import diagnose
+from miles_async.doctor.findings import diagnose
 from miles_async.doctor.text import INDENT, render
 from miles_async.observability.console.logging import fit_to_terminal
 from miles_async.observability.output import protect_output

@@ -23,11 +23,11 @@ from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
 from miles_async.config.checks.untested import untested_arguments
-from miles_async.config.derived import engines, model_name, table
 from miles_async.config.generation import bounds_of, schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging, details_logger, log_file, report_lost_output
@@ -72,7 +72,7 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
     protect_output(report_lost_output)
     configure_logging(config.observability.log_format)
     try:
-        model = model_name(config.model)
+        model = config.model.title
         converted = with_converted_checkpoint(with_downloads(with_environment_tasks(config)))
         # Before its download or its conversion the shape of the model was unknown.
         if converted != config and (found := problems(converted, entry)):
@@ -241,7 +241,7 @@ class _Resizer:
 
     async def _resize(self) -> None:
         try:
-            await self._cluster.resize(engines(self._reload()))
+            await self._cluster.resize(self._reload().engine.count)
         except MilesError as error:
             log.warning(f"the number of engines is unchanged: {error}")
 

@@ -17,7 +17,6 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.config.derived import evaluation_concurrency, trains_on_sampling_masks
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -99,11 +98,11 @@ class Generators:
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
             longest_sample=limits.longest,
-            sampling_masks=trains_on_sampling_masks(config),
+            sampling_masks=config.trains_on_sampling_masks,
         )
         """Samples from the engines with the settings of training."""
         beside_training: dict[str, Any] = {}
-        if extra_requests := evaluation_concurrency(config):
+        if extra_requests := config.evaluation_concurrency:
             # Evaluations then run while training generates, so they get their own requests at a lower priority.
             limit = partial(self._max_requests, extra_requests)
             beside_training = {"limit": limit, "priority": EVALUATION_PRIORITY}

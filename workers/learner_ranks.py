@@ -18,7 +18,6 @@ from ray.exceptions import RayActorError
 
 from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
-from miles_async.config.derived import learner_ranks, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.monitor import MIN_WORK_SECONDS, WORK_POLL_SECONDS
 
@@ -47,7 +46,7 @@ class LearnerRanks:
         """Create the actors of all ranks, or of the first `ranks`."""
         self._starts += 1
         suffix = "" if self._starts == 1 else f"-{self._starts}"
-        count = learner_ranks(self._config) if ranks is None else ranks
+        count = self._config.learner.ranks if ranks is None else ranks
         self.actors = [self._create(rank, f"learner-{rank}{suffix}") for rank in range(count)]
 
     async def start(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
@@ -125,7 +124,7 @@ class LearnerRanks:
         self._read_bytes += size
 
     def _newest_checkpoint(self) -> LoadedCheckpoint | None:
-        folder = save_folder(self._config)
+        folder = self._config.learner.save_folder
         checksums = self._config.learner.checkpoint_checksums
         if folder is None:
             return None

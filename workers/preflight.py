@@ -26,7 +26,6 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
-from miles_async.config.derived import save_folder, trains_on_sampling_masks
 from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
@@ -35,6 +34,7 @@ from miles_async.errors import TemplateError, TrajectoryError, UserError, collec
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
+from miles_async.plugins import errors_of
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.recordings import check_recordings
@@ -114,7 +114,7 @@ def preflight(config: RunConfig) -> PreflightResult:
         with collected(problems):
             check_recordings(config)
         for guest in GUESTS.usable().values():
-            with collected(problems):
+            with collected(problems), errors_of(guest, "check the run"):
                 guest.check(config)
     sft_examples = SftExamples(problems=[], check=[])
     if data is not None and not functions:
@@ -143,7 +143,7 @@ def _independent_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
     yield partial(check_port, "agent_port", config.rollout.agent_port)
     yield partial(check_port, "metrics_port", config.observability.metrics_port)
     if trains_only(config):
-        limits = SampleLimits(longest=longest_sequence(config.learner), sampling_masks=trains_on_sampling_masks(config))
+        limits = SampleLimits(longest=longest_sequence(config.learner), sampling_masks=config.trains_on_sampling_masks)
         yield partial(saved_batch, config, 0, limits)
 
 
@@ -337,7 +337,7 @@ def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
     Entering it raises UserError if another run writes to the folder. Raises UserError if the folder is not writable. A
     run without a learner writes no checkpoints.
     """
-    folder = save_folder(config)
+    folder = config.learner.save_folder
     if folder is None or config.debug.debug_rollout_only:
         return nullcontext()
     check_writable("save", folder)

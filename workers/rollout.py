@@ -29,7 +29,6 @@ from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.weights.channel import Channel
-from miles_async.config.derived import restarts_learner, save_folder
 from miles_async.config.fields import values_of
 from miles_async.config.generation import (
     bounds_of,
@@ -134,8 +133,7 @@ class Outbox:
 
 def begin_rollout(rollout_id: int) -> None:
     """Tell the guests which batch is collected next."""
-    for guest in GUESTS.usable().values():
-        guest.begin_rollout(rollout_id)
+    GUESTS.ask("begin a rollout", lambda guest: guest.begin_rollout(rollout_id))
 
 
 class RolloutWorker:
@@ -239,7 +237,7 @@ class RolloutWorker:
             faults.port("outbox", self._outbox),
             faults.clock,
             number=max(received, 0 if stored is None else stored.number),
-            retains_trained=restarts_learner(self._config),
+            retains_trained=self._config.restarts_learner,
         )
         # Whatever fails later is explained by events.
         cleanup.push_async_callback(self._journal.flush)
@@ -347,7 +345,7 @@ class RolloutWorker:
 
     def _newest_checkpoint(self, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> Path | None:
         """The checkpoint that the next one follows: the newest of this run, or the one that the learner has loaded."""
-        folder, saved = save_folder(self._config), None if stored is None else stored.progress["saved"]
+        folder, saved = self._config.learner.save_folder, None if stored is None else stored.progress["saved"]
         if folder is not None and saved is not None and (loaded is None or loaded.rollout <= saved):
             return folder / checkpoint_name(saved)
         return None if loaded is None else loaded.folder
@@ -481,8 +479,7 @@ class RolloutWorker:
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
         context = RecordingContext(identity=identity, limits=limits, warn=self._warn)
-        for guest in GUESTS.usable().values():
-            guest.begin_run(config, context)
+        GUESTS.ask("begin a run", lambda guest: guest.begin_run(config, context))
         if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
             return None
         return RecordingGenerator(

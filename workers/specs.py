@@ -18,14 +18,6 @@ from miles_async.adapters.sglang.launch import EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.batching.layout import longest_sequence
-from miles_async.config.derived import (
-    evaluation_concurrency,
-    keeps_reference,
-    reference_batching,
-    router_arguments,
-    sampling_top_k,
-    trains_on_sampling_masks,
-)
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.errors import UserError
@@ -50,12 +42,12 @@ def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
     """Return the limits that the model in `checkpoint` and the learner's batches set to samples."""
     shape = shape_of(config.model.model_copy(update={"hf_checkpoint": checkpoint}))
     longest = longest_sequence(config.learner)
-    if keeps_reference(config):
-        longest = min(longest, longest_sequence(reference_batching(config.learner)))
+    if config.keeps_reference:
+        longest = min(longest, longest_sequence(config.learner.reference_batching))
     return SampleLimits(
         vocabulary=(shape.vocabulary or None) if shape is not None else None,
         longest=None if config.debug.debug_rollout_only else longest,
-        sampling_masks=trains_on_sampling_masks(config),
+        sampling_masks=config.trains_on_sampling_masks,
     )
 
 
@@ -123,7 +115,7 @@ def engine_spec(
         tp=engine.rollout_num_gpus_per_engine,
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
-        evaluation_concurrency=evaluation_concurrency(config),
+        evaluation_concurrency=config.evaluation_concurrency,
         seed=config.data.rollout_seed,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         dtype="bfloat16" if config.learner.precision == "bf16" else "auto",
@@ -168,7 +160,7 @@ def router_spec(config: RunConfig, logs: Path, key: str | None = None) -> Router
         key=key or new_key(),
         log_path=logs / "router.log",
         policy=config.engine.sglang_router_policy,
-        further=router_arguments(config),
+        further=config.engine.sglang_router_args,
         # The router answers a request that it gives up as if the engine had failed, so the client must give up first.
         request_timeout=config.engine.sglang_router_request_timeout_secs + ROUTER_GRACE_SECONDS,
     )
@@ -181,7 +173,7 @@ def sampling_of(config: RunConfig) -> SamplingParams:
         max_new_tokens=rollout.rollout_max_response_len,
         temperature=rollout.rollout_temperature,
         top_p=rollout.rollout_top_p,
-        top_k=sampling_top_k(config),
+        top_k=config.sampling_top_k,
         stop=tuple(rollout.rollout_stop),
         stop_token_ids=tuple(rollout.rollout_stop_token_ids),
         skip_special_tokens=rollout.rollout_skip_special_tokens,

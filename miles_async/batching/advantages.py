@@ -14,7 +14,7 @@ from miles_async.config.schema import Algorithm
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.losses.advantages.estimator import AdvantageEstimator
 from miles_async.losses.advantages.statistics import whiten
-from miles_async.plugins import name_of
+from miles_async.plugins import errors_of, name_of
 from miles_async.types import Group, Sample
 
 
@@ -71,11 +71,12 @@ def _advantages(
     estimator: AdvantageEstimator, rewards: Sequence[float], weights: Sequence[float], algorithm: Algorithm
 ) -> Sequence[float]:
     """The advantages of a group's samples."""
-    advantages = estimator.advantages(rewards, weights, algorithm)
-    if len(advantages) != len(rewards):
+    with errors_of(estimator, "compute advantages"):
+        advantages = estimator.advantages(rewards, weights, algorithm)
+        given = len(advantages)
+    if given != len(rewards):
         raise UserError(
-            f"{name_of(estimator)} returned {len(advantages)} advantages for {len(rewards)} samples: return one per "
-            "sample"
+            f"{name_of(estimator)} returned {given} advantages for {len(rewards)} samples: return one per sample"
         )
     return advantages
 

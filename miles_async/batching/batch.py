@@ -19,14 +19,7 @@ from miles_async.batching.flops import attention_crossover
 from miles_async.batching.layout import Layout, Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
 from miles_async.batching.shared_prefixes import Unit, common_prefixes, prefix_units
-from miles_async.config.derived import (
-    data_parallel_rank,
-    data_parallel_ranks,
-    micro_batch_tokens,
-    shares_prefixes,
-    skips_zero_advantages,
-    steps_per_rollout,
-)
+from miles_async.config.losses import skips_zero_advantages
 from miles_async.config.model_shape import balances_experts_by_bias, shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import TrajectoryError, UserError
@@ -112,11 +105,11 @@ def rank_batches(
     """
     learner = config.learner
     try:
-        ranks = data_parallel_ranks(learner, world_size)
+        ranks = learner.data_parallel_ranks(world_size)
         replica_batches = policy_steps(groups, config, ranks=ranks, share_prefixes=share_prefixes)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return [replica_batches[data_parallel_rank(learner, rank, world_size)] for rank in range(world_size)]
+    return [replica_batches[learner.data_parallel_rank(rank, world_size)] for rank in range(world_size)]
 
 
 def policy_steps(
@@ -138,7 +131,7 @@ def policy_steps(
     one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or there are fewer
     trajectories than steps.
     """
-    steps = steps_per_rollout(config)
+    steps = config.steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
     _check_masks(scored)
@@ -152,7 +145,7 @@ def policy_steps(
     bounds = [len(trajectories) * step // steps for step in range(steps + 1)]
     crossover = _crossover(config.model) if ranks > 1 else float("inf")
     skips = not computes_all and skips_zero_advantages(config) and not balances_experts_by_bias(config.model)
-    shares = share_prefixes and shares_prefixes(config.learner)
+    shares = share_prefixes and config.learner.shares_prefixes
     packed_steps = []
     for start, end in pairwise(bounds):
         # The weights depend on the trajectories and tokens of the whole step, so they come before the split.
@@ -195,7 +188,7 @@ def _pack_step(
         # Samples with a common prefix are packed as one unit, so that they reach the same micro-batch.
         at_most = max(1, len(scored) // (UNITS_PER_RANK * ranks)) if ranks > 1 else len(scored)
         samples, groups = [one.sample for one in scored], [one.group for one in scored]
-        units = prefix_units(samples, groups, cap=micro_batch_tokens(learner), at_most=at_most)
+        units = prefix_units(samples, groups, cap=learner.micro_batch_tokens, at_most=at_most)
     else:
         units = [Unit([i], tokens := len(one.sample.tokens), tokens**2) for i, one in enumerate(scored)]
     sizes, squares = [unit.tokens for unit in units], [unit.square for unit in units]

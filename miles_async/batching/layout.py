@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from miles_async.batching.dynamic_batching import dynamic_batches
 from miles_async.batching.packing import Bin, PackingReport, pack, pack_fixed_size, packing_report
-from miles_async.config.derived import micro_batch_tokens, pack_unit, sequence_unit
 from miles_async.config.schema import Learner
 
 
@@ -76,16 +75,16 @@ def longest_sequence(learner: Learner) -> int:
     return min(
         _longest_row(learner, learner.max_tokens_per_microbatch_in_train, learner.sequence_length_round_in_train)
         if learner.use_dynamic_batching_in_train
-        else micro_batch_tokens(learner),
+        else learner.micro_batch_tokens,
         _longest_row(learner, learner.max_tokens_per_microbatch_in_infer, learner.sequence_length_round_in_infer)
         if learner.use_dynamic_batching_in_infer
-        else micro_batch_tokens(learner),
+        else learner.micro_batch_tokens,
     )
 
 
 def _longest_row(learner: Learner, limit: int | None, round_to: int) -> int:
-    limit = limit or micro_batch_tokens(learner)
-    return limit - limit % math.lcm(round_to, sequence_unit(learner))
+    limit = limit or learner.micro_batch_tokens
+    return limit - limit % math.lcm(round_to, learner.sequence_unit)
 
 
 def _packed_layout(
@@ -97,7 +96,7 @@ def _packed_layout(
     fixed_size: bool,
     squares: Sequence[int] | None = None,
 ) -> Layout:
-    padding, cap = Padding(unit=sequence_unit(learner)), micro_batch_tokens(learner)
+    padding, cap = Padding(unit=learner.sequence_unit), learner.micro_batch_tokens
     # Megatron's interleaved schedule takes micro-batches in groups of as many as the pipeline has ranks.
     virtual_stages = learner.virtual_pipeline_model_parallel_size is not None
     multiple = learner.pipeline_model_parallel_size if virtual_stages else 1
@@ -108,7 +107,7 @@ def _packed_layout(
         balance = learner.balance_data
         bins = pack(padded, cap, ranks, multiple=multiple, crossover=crossover, squares=squares, balance=balance)
     # Sequence parallelism needs a multiple of `pack_unit` tokens per micro-batch, which adds a little more padding.
-    unit = pack_unit(learner)
+    unit = learner.pack_unit
     computed = 0
     for bin_ in (bin_ for rank_bins in bins for bin_ in rank_bins if bin_):
         tokens = sum(padding.padded_length(lengths[i]) for i in bin_)
@@ -122,9 +121,9 @@ def _packed_layout(
 def _row_layout(
     lengths: Sequence[int], learner: Learner, ranks: int, limit: int | None, round_to: int, crossover: float
 ) -> Layout:
-    limit = limit or micro_batch_tokens(learner)
+    limit = limit or learner.micro_batch_tokens
     # A row must satisfy both the setting and the divisibility that context parallelism asks for.
-    round_to = math.lcm(round_to, sequence_unit(learner))
+    round_to = math.lcm(round_to, learner.sequence_unit)
     stages = learner.pipeline_model_parallel_size
     plan = dynamic_batches(lengths, ranks, max_tokens=limit, round_to=round_to, multiple=stages)
     computed = sum(len(bin_) * width for bins in plan.bins for bin_, width in zip(bins, plan.padded, strict=True))

@@ -15,11 +15,11 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from miles_async.config.checks import notes
-from miles_async.config.derived import table
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import checked_config, translation_table
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
 from miles_async.config.user_functions import check_functions
 from miles_async.errors import collected
 from miles_async.observability.output import protect_output

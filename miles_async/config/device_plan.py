@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from miles_async.config.generation import generates
+from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 
 
@@ -46,6 +48,16 @@ class Demand:
         """Number of devices to reserve."""
         rollout = self.engines * self.per_engine
         return max(self.learner, rollout) if self.colocated else self.learner + rollout
+
+
+def demand_of(config: RunConfig) -> Demand:
+    """Devices that learner and engines need; none for a learner or engines that the run does not start."""
+    return Demand(
+        learner=0 if config.debug.debug_rollout_only else config.learner.ranks,
+        engines=config.engine.count if generates(config) else 0,
+        per_engine=config.engine.rollout_num_gpus_per_engine,
+        colocated=config.cluster.colocate and not config.debug.debug_rollout_only,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ class Setting:
         """The path in YAML and in overrides, such as `rollout.rollout_batch_size`."""
         return ".".join(self.path)
 
+    def value(self, config: RunConfig) -> Any:
+        """The value in a configuration."""
+        return reduce(getattr, self.path, config)
+
     @property
     def flag(self) -> str:
         """The flag on the command line, such as `--rollout-batch-size`."""
@@ -115,7 +119,21 @@ BY_PATH: Mapping[tuple[str, ...], Setting] = {setting.path: setting for setting 
 
 def values_of(config: RunConfig, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
     """The values of settings by name; of all settings if `names` is left out."""
-    return {name: reduce(getattr, SETTINGS[name].path, config) for name in names}
+    return {name: SETTINGS[name].value(config) for name in names}
+
+
+def with_settings(config: RunConfig, **values: Any) -> RunConfig:
+    """A copy of the configuration with other values, by the names of the settings. The values are not validated.
+
+    Settings of nested sections, such as the tiny model, cannot be changed.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, field = SETTINGS[name].path
+        changes.setdefault(section, {})[field] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    )
 
 
 SECTIONS: Mapping[str, str] = dict(_sections(RunConfig, ()))

@@ -22,9 +22,10 @@ from itertools import takewhile
 from typing import Any
 
 from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
+from miles_async.config.translation import translate
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError, raise_collected
-from miles_async.guests import GUESTS, Guest
+from miles_async.guests import GUESTS
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
@@ -62,8 +63,9 @@ def parse_flags(argv: Sequence[str]) -> Flags:
     flags, overrides, words = Flags(), [], list(argv)
     while words:
         word = words.pop(0)
-        values = list(takewhile(_is_value, words))
+        values: list[str] = []
         try:
+            values = list(takewhile(_is_value, words))
             if word in ("-h", "--help"):
                 flags.help = True
             elif word == "--check-config":
@@ -119,12 +121,13 @@ def _is_value(word: str) -> bool:
     section = key.partition(".")[0]
     if not _OVERRIDE.match(word):
         return True
-    return not any(section == setting.path[0] for setting in SETTINGS.values()) and _guest_with(key) is None
+    return not any(section == setting.path[0] for setting in SETTINGS.values()) and _project_with(key) is None
 
 
-def _guest_with(key: str) -> Guest | None:
+def _project_with(key: str) -> str | None:
     """The project whose key an override has; None if no project has it."""
-    return next((guest for guest in GUESTS.usable().values() if guest.has_key(key)), None)
+    answers = GUESTS.ask("recognise a key", lambda guest: guest.has_key(key))
+    return next((name for name, has_key in answers.items() if has_key), None)
 
 
 def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
@@ -160,7 +163,8 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
-        if instead := next(filter(None, (guest.advice(name) for guest in GUESTS.usable().values())), None):
+        advice = GUESTS.ask("advise on a flag", lambda guest: guest.advice(name))
+        if instead := next(filter(None, advice.values()), None):
             raise UserError(f"unknown flag {flag}: {instead}")
         known = [setting.flag for setting in SETTINGS.values()]
         similar = nearest(flag, known, cutoff=0.7) or nearest(flag.partition(" ")[0], known, cutoff=0.7)
@@ -182,8 +186,8 @@ def _parse_override(word: str) -> list[Assignment]:
             return [Assignment(path, value, dotted)]
         if dict in setting.kinds and path[: len(setting.path)] == setting.path:
             return [Assignment(path, _yaml(text, dotted), dotted)]
-    if (guest := _guest_with(dotted)) is not None:
-        translation, refused = guest.translate({dotted: _yaml(text, dotted)})
+    if (project := _project_with(dotted)) is not None:
+        translation, refused = translate({dotted: _yaml(text, dotted)}, project)
         raise_collected(refused)
         return [Assignment(tuple(name.split(".")), ours.value, dotted) for name, ours in translation.items()]
     if len(path) == 3 and is_skip_role(path):

@@ -42,8 +42,8 @@ def _of_user(config: RunConfig) -> RolloutMode:
     for mode in MODES.usable().values():
         if mode.function == path:
             return mode
-    install_guests(values_of(config))
     with suppress(UserError):
+        install_guests(values_of(config))
         return mode_of(load_function(path, setting="rollout_function_path"))
     return Undeclared()
 

@@ -8,8 +8,11 @@ the rate is a function of the step number alone, so a resumed run needs nothing 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from miles_async.config.schema import RunConfig
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 AnnealStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -57,3 +60,24 @@ def _remaining(shape: str, progress: float) -> float:
     if shape == "minus_sqrt":
         return 1 - math.sqrt(progress)
     return 1 - progress
+
+
+def learning_rate(config: RunConfig) -> LearningRate:
+    """The policy's learning rate. It decays until the end of the run unless `lr_decay_steps` is set."""
+    learner = config.learner
+    decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * config.steps_per_rollout
+    return LearningRate(
+        peak=learner.lr,
+        floor=learner.min_lr,
+        warmup_steps=learner.lr_warmup_steps,
+        style=learner.lr_decay_style,
+        decay_steps=decay_steps,
+        wsd_decay_steps=learner.lr_wsd_decay_steps or max(1, decay_steps // 10),
+        wsd_decay_style=learner.lr_wsd_decay_style,
+    )
+
+
+def critic_learning_rate(config: RunConfig) -> LearningRate:
+    """The critic's learning rate: the policy's schedule with the critic's peak and warm-up."""
+    peak, warmup = config.algorithm.critic_lr or config.learner.lr, config.algorithm.critic_lr_warmup_steps
+    return replace(learning_rate(config), peak=peak, warmup_steps=warmup)

@@ -15,17 +15,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from miles_async.config.checks import problems
-from miles_async.config.derived import learner_ranks
-from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest
+from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
-from miles_async.errors import UserError, raise_collected
+from miles_async.errors import UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.modes.mode import MODES
 from miles_async.modes.shipped import Windowed
+from miles_async.plugins import errors_of
 from miles_async.rewards.plugin import usable_reward
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
@@ -97,7 +97,8 @@ def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]
     config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
     config = _resolve_reward_key(config)
     for guest in GUESTS.usable().values():
-        config = guest.resolve(config)
+        with collected(found), errors_of(guest, "resolve its settings"):
+            config = RunConfig.model_validate(guest.resolve(config))
     return config, found
 
 
@@ -266,7 +267,7 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
         resolved = f"{_SHIPPED_ROLLOUT_FUNCTIONS}.{path}"
     else:
         return config
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_function_path": resolved})})
+    return with_settings(config, rollout_function_path=resolved)
 
 
 def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
@@ -274,8 +275,7 @@ def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
     (`named`)."""
     if not config.cluster.colocate or named:
         return config
-    engine = config.engine.model_copy(update={"rollout_num_gpus": learner_ranks(config)})
-    return config.model_copy(update={"engine": engine})
+    return with_settings(config, rollout_num_gpus=config.learner.ranks)
 
 
 def _resolve_reward_key(config: RunConfig) -> RunConfig:
@@ -284,7 +284,7 @@ def _resolve_reward_key(config: RunConfig) -> RunConfig:
     reward = usable_reward(rollout.rm_type)
     if rollout.reward_key is not None or reward is None or not reward.keys:
         return config
-    return config.model_copy(update={"rollout": rollout.model_copy(update={"reward_key": reward.keys[0]})})
+    return with_settings(config, reward_key=reward.keys[0])
 
 
 def _module_exists(module: str) -> bool:

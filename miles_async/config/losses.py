@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miles_async.config.schema import Algorithm
+from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.losses.advantages.estimator import ADVANTAGES, AdvantageEstimator
 from miles_async.losses.corrections.correction import CORRECTIONS, Correction
 from miles_async.losses.objectives.objective import OBJECTIVES, LossAggregation, Objective
@@ -67,6 +67,28 @@ def has_loss_functions(algorithm: Algorithm) -> bool:
         algorithm.custom_tis_function_path,
         algorithm.custom_pg_loss_reducer_function_path,
     ))  # fmt: skip
+
+
+def skips_zero_advantages(config: RunConfig) -> bool:
+    """Whether samples whose advantage is zero need no pass through the model.
+
+    This holds if every term of the loss is a multiple of the advantage, and no token affects the terms of other
+    samples, as the objective declares. It does not hold for
+
+    - supervised fine-tuning, which has no advantages;
+    - a critic, from which the advantages come and which trains on all samples;
+    - a loss, advantages or a mean that functions of the user compute;
+    - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
+    """
+    algorithm = config.algorithm
+    return (
+        config.learner.loss_type == "policy_loss"
+        and objective_of(algorithm).scales_with_advantage
+        and not estimator_of(algorithm).trains_critic
+        and not has_loss_functions(algorithm)
+        and not config.keeps_reference
+        and algorithm.entropy_coef == 0
+    )
 
 
 def loss_aggregation(algorithm: Algorithm) -> LossAggregation:

@@ -78,8 +78,8 @@ _QUOTED_FLAG = re.compile(r"\"--([a-z][\w-]*)\"")
 
 def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     """One sentence for each argument that SGLang does not have or that users cannot set."""
-    for name, value in arguments.items():
-        flag, argument = _spelled("sglang", name)
+    for argument, value in arguments.items():
+        flag = _flag("sglang", argument)
         if argument == "config":
             yield f"{flag} would pass arguments that the run does not check: write them into sglang_server_args"
         elif isinstance(value, str) and value.lower() in ("yes", "no"):
@@ -92,21 +92,20 @@ def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     """One sentence for each argument that sglang-router does not have or that users cannot set."""
-    for name in arguments:
-        flag, argument = _spelled("sglang-router", name)
+    for argument in arguments:
         if problem := _set_or_unknown(argument, _ROUTER_SET_BY_THE_RUN, known_router_arguments(), "sglang-router"):
             # Both prefixes work, but --sglang-router-policy is a flag of the run itself.
-            yield f"--router-{argument.replace('_', '-')}{problem}"
+            yield f"{_flag('router', argument)}{problem}"
         elif not argument.startswith(_ROUTER_BALANCING):
             yield (
-                f"{flag} does not fit the router that the run starts: start a router of your own, and set "
-                "sglang_router_ip and sglang_router_port to its address"
+                f"{_flag('sglang-router', argument)} does not fit the router that the run starts: start a router of "
+                "your own, and set sglang_router_ip and sglang_router_port to its address"
             )
 
 
-def _spelled(program: str, name: str) -> tuple[str, str]:
-    """An argument as the flag that passes it to a program, and as the program's own name for it."""
-    return f"--{program}-{name.replace('_', '-')}", name.replace("-", "_")
+def _flag(program: str, argument: str) -> str:
+    """The flag that passes an argument to a program."""
+    return f"--{program}-{argument.replace('_', '-')}"
 
 
 def _set_or_unknown(

@@ -13,6 +13,7 @@ from typing import Any
 
 from miles_async.config.fields import SECTIONS, nearest
 from miles_async.guests import GUESTS
+from miles_async.plugins import errors_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,20 @@ Translation = dict[str, Translated]
 
 
 def project_of(content: Mapping[str, Any]) -> str | None:
-    """The project whose configuration file has this content; None for a file with our own sections."""
-    return next((name for name, guest in GUESTS.usable().items() if guest.recognises(content)), None)
+    """The project whose configuration file has this content; None for a file with our own sections.
+
+    Raises UserError if a user's guest fails, like `translate`.
+    """
+    answers = GUESTS.ask("recognise a configuration file", lambda guest: guest.recognises(content))
+    return next((name for name, recognised in answers.items() if recognised), None)
 
 
 def translate(content: Mapping[str, Any], project: str) -> tuple[Translation, list[str]]:
     """Our settings for the content of a file of `project`, and one sentence per key that is refused."""
-    return GUESTS.find(project).translate(content)
+    guest = GUESTS.find(project)
+    with errors_of(guest, "translate settings"):
+        translation, refused = guest.translate(content)
+        return {name: Translated(entry.value, entry.key) for name, entry in translation.items()}, list(refused)
 
 
 def sets(*settings: str) -> Sets:

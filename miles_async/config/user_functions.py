@@ -60,10 +60,9 @@ _LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples
 def install_guests(settings: Mapping[str, Any]) -> None:
     """Let modules of users import modules of guests. Call it before modules of users are imported.
 
-    `settings` are the values of all settings by name.
+    `settings` are the values of all settings by name. Raises UserError if a user's guest fails.
     """
-    for guest in GUESTS.usable().values():
-        guest.install_modules(settings)
+    GUESTS.ask("install its modules", lambda guest: guest.install_modules(settings))
 
 
 def check_functions(config: RunConfig) -> None:

@@ -1,4 +1,8 @@
-"""What a machine has, as far as it matters to a run. `adapters/system/machine.py` reads it, `findings.py` judges it."""
+"""What a machine has, as far as it matters to a run. `adapters/system/machine.py` reads it, `findings.py` judges it.
+
+`torch.utils.collect_env` and `python -m sglang.check_env` print some of these facts as text for people. Both import
+torch, and neither judges the facts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 T = TypeVar("T")
+GIB = 1 << 30
 
 
 class Unknown(msgspec.Struct, frozen=True):
@@ -139,7 +144,56 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     plugin_problems: tuple[str, ...] = ()
     """One sentence for each plug-in of an installed package that cannot be used, or that is slow to import."""
 
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves. CUDA ignores the first entry that names no GPU, and all after
+        it."""
+        gpus, visible = known(self.cuda.gpus) or (), self.cuda.visible
+        if visible is None:
+            return gpus
+        chosen: list[Gpu] = []
+        for entry in filter(None, (part.strip() for part in visible.split(","))):
+            if entry.isdigit() and int(entry) < len(gpus):
+                chosen.append(gpus[int(entry)])
+            elif named := [gpu for gpu in gpus if gpu.identifier.startswith(entry) and not entry.isdigit()]:
+                chosen.append(named[0])
+            else:
+                break
+        return tuple(chosen)
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether learner and engines compute on GPUs."""
+        return bool(self.gpus) and known(self.cuda.of_torch) is not None
+
+    @property
+    def usable_cores(self) -> float | None:
+        """Cores that affinity and control groups allow; None if they are unknown."""
+        limits = (known(self.processor.usable_cores), known(self.processor.quota))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def usable_memory(self) -> int | None:
+        """Bytes of the machine that control groups allow; None if they are unknown."""
+        limits = (known(self.memory.total), known(self.memory.limit))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def mooncake(self) -> str | None:
+        """The installed build of Mooncake; None without one."""
+        return next((name for name, found in self.packages.items() if name.startswith("mooncake") and found), None)
+
+    @property
+    def has_active_rdma(self) -> bool:
+        ports = known(self.rdma.ports) or ()
+        return any("ACTIVE" in port.state for port in ports) and known(self.rdma.device_files) is not False
+
 
 def known(fact: T | Unknown) -> T | None:
     """The fact, or None if it is unknown."""
     return None if isinstance(fact, Unknown) else fact
+
+
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"

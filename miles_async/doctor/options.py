@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from miles_async.doctor.derived import has_active_rdma, mooncake, uses_cuda, visible_gpus
 from miles_async.doctor.facts import Machine, Unknown, known
 
 
@@ -25,7 +24,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def transports(machine: Machine) -> Iterator[Option]:
-    gpus = visible_gpus(machine) if uses_cuda(machine) else ()
+    gpus = machine.gpus if machine.uses_cuda else ()
     yield _memory_transport(machine, bool(gpus))
     yield _p2p(machine, bool(gpus))
     broadcast = "--weight-transfer broadcast"
@@ -56,7 +55,7 @@ def _memory_transport(machine: Machine, on_gpus: bool) -> Option:
 
 
 def _p2p(machine: Machine, on_gpus: bool) -> Option:
-    build, setting = mooncake(machine), "--weight-transfer p2p (the default)"
+    build, setting = machine.mooncake, "--weight-transfer p2p (the default)"
     if build is None:
         fix = "make setup-gpu" if on_gpus else "make setup"
         return Option(name="p2p", works=False, why="Mooncake is not installed", setting=fix)
@@ -68,7 +67,7 @@ def _p2p(machine: Machine, on_gpus: bool) -> Option:
     if build == "mooncake-transfer-engine-non-cuda":
         why = "this build of Mooncake cannot reach GPU memory"
         return Option(name="p2p", works=False, why=why, setting="make setup-gpu")
-    if has_active_rdma(machine):
+    if machine.has_active_rdma:
         return Option(name="p2p", works=True, why="over RDMA", setting=setting)
     why = "over TCP through main memory, because no InfiniBand or RoCE port is active; broadcast may be faster"
     return Option(name="p2p", works=True, why=why, setting=setting)
@@ -76,7 +75,7 @@ def _p2p(machine: Machine, on_gpus: bool) -> Option:
 
 def attention(machine: Machine) -> Iterator[Option]:
     flag = "--sglang-attention-backend"
-    if not uses_cuda(machine):
+    if not machine.uses_cuda:
         has_amx = "amx_tile" in (known(machine.processor.features) or ())
         yield Option(name="engine: torch_native", works=True, why="set by the run on CPUs")
         why = (
@@ -88,7 +87,7 @@ def attention(machine: Machine) -> Iterator[Option]:
         yield Option(name="learner: torch", works=True, why="scaled_dot_product_attention, with shared prefixes")
         return
     # All GPUs of a run have to do what it is set to.
-    oldest = min(gpu.capability for gpu in visible_gpus(machine))
+    oldest = min(gpu.capability for gpu in machine.gpus)
     level = f"compute capability {oldest[0]}.{oldest[1]}"
     has_flashinfer = machine.packages.get("flashinfer-python") is not None
     default = {9: "fa3", 10: "trtllm_mha"}.get(oldest[0], "flashinfer" if has_flashinfer else "triton")
@@ -120,7 +119,7 @@ def attention(machine: Machine) -> Iterator[Option]:
 
 def precisions(machine: Machine) -> Iterator[Option]:
     bf16, fp32 = "--precision bf16", "--precision fp32"
-    if not uses_cuda(machine):
+    if not machine.uses_cuda:
         features = set(known(machine.processor.features) or ())
         yield Option(name="fp32", works=True, why="the default", setting=fp32)
         if features & {"avx512_bf16", "amx_bf16", "bf16"}:
@@ -129,7 +128,7 @@ def precisions(machine: Machine) -> Iterator[Option]:
             why = "slower than fp32, because the processor does not multiply bfloat16; engines stay in float32"
         yield Option(name="bf16", works=True, why=why, setting=bf16)
     else:
-        oldest = min(gpu.capability for gpu in visible_gpus(machine))
+        oldest = min(gpu.capability for gpu in machine.gpus)
         why = "SGLang serves a float32 checkpoint in float16 unless its dtype is set; nobody has run this on a GPU"
         # Triton multiplies float32 as TF32.
         serve = "--sglang-dtype float32 --sglang-attention-backend torch_native"

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from miles_async.doctor.derived import size
-from miles_async.doctor.diagnosis import Diagnosis
-from miles_async.doctor.facts import Gpu, Limit, Machine, Memory, Processor, RdmaPort, Space, Unknown
+from miles_async.doctor.facts import Gpu, Limit, Machine, Memory, Processor, RdmaPort, Space, Unknown, size
+from miles_async.doctor.findings import Diagnosis
 from miles_async.doctor.options import Option
 
 INDENT = 12

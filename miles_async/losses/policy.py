@@ -17,7 +17,7 @@ from miles_async.losses.functions import FunctionResult, FunctionsOfMicroBatch
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
 from miles_async.losses.sequences import sequence_sum
 from miles_async.losses.tokens import TokenColumns
-from miles_async.plugins import name_of
+from miles_async.plugins import errors_of, name_of
 from miles_async.section import Section
 
 
@@ -175,15 +175,17 @@ def _policy_terms(
     log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
     if functions is not None and functions.functions.tis is not None:
         tokens = _policy_tokens(logprobs, columns, torch.zeros_like(log_ratio).bool(), settings, prepared)
-        objective, clipped = _per_token(settings.objective, settings.objective.compute(tokens, settings.own), log_ratio)
+        objective, clipped = _objective(settings, tokens)
         corrected = functions.correct(objective)
         weight = torch.where(objective == 0, 1.0, corrected.objective / objective).detach()
         bounded = (corrected.kept == 0).to(weight.dtype)
         return _PolicyTerms(corrected.objective, clipped, weight, bounded, corrected.kept, corrected.metrics)
     correction = settings.correction
-    weight, bounded = _per_token(correction, correction.weights(log_ratio, columns.sequences, settings.own), log_ratio)
+    with errors_of(correction, "weight tokens"):
+        weights = correction.weights(log_ratio, columns.sequences, settings.own)
+        weight, bounded = _per_token(correction, weights, log_ratio)
     tokens = _policy_tokens(logprobs, columns, weight == 0, settings, prepared)
-    objective, clipped = _per_token(settings.objective, settings.objective.compute(tokens, settings.own), log_ratio)
+    objective, clipped = _objective(settings, tokens)
     return _PolicyTerms(weight * objective, clipped, weight, bounded)
 
 
@@ -234,6 +236,13 @@ def _policy_tokens(
         clip=(settings.eps_clip, settings.eps_clip_high),
         prepared=prepared,
     )
+
+
+def _objective(settings: PolicyLossSettings, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
+    """[m] the objective of each token, and whether it is clipped."""
+    with errors_of(settings.objective, "compute the loss"):
+        values = settings.objective.compute(tokens, settings.own)
+        return _per_token(settings.objective, values, tokens.logprobs)
 
 
 def _per_token(plugin: Objective | Correction, values: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_async.config.derived import min_samples_per_group
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.attempt import Attempts
 from miles_async.pipeline.checkpoint import Checkpointer
@@ -159,7 +158,7 @@ def _producer(
             ports.rewarder,
             ports.dynamic_filter,
             ports.limits,
-            min_samples=min_samples_per_group(config),
+            min_samples=config.rollout.smallest_group,
             max_attempts=config.rollout.max_attempts,
         ),
         head_policy=head_policy,

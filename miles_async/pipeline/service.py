@@ -40,7 +40,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from miles_async.config.derived import checkpoint_due, evaluation_due, publish_due
 from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.evaluate import DueEvaluations
@@ -230,12 +229,12 @@ class Service:
         """
         before_training = self._first_rollout - 1
         unsaved = rollout_id > before_training and self._checkpointer.last_rollout != rollout_id
-        if unsaved and checkpoint_due(self._config, rollout_id):
+        if unsaved and self._config.checkpoint_due(rollout_id):
             await self._save(rollout_id)
         missed = [
             rollout
             for rollout in range(max(self._evaluated + 1, before_training), rollout_id + 1)
-            if rollout == before_training or evaluation_due(self._config, rollout)
+            if rollout == before_training or self._config.evaluation_due(rollout)
         ]
         if missed:
             await self._evaluate_now(missed[-1])
@@ -275,17 +274,17 @@ class Service:
             if self.stopped:
                 break
             # Without a finite step since the last version, the weights are unchanged and no version is due.
-            if publish_due(self._config, rollout_id) and self._trained:
+            if self._config.publish_due(rollout_id) and self._trained:
                 await self._stage()
                 if schedule is Schedule.FULLY_ASYNC:
                     self._publisher.start()
-            if checkpoint_due(self._config, rollout_id):
+            if self._config.checkpoint_due(rollout_id):
                 await self._save(rollout_id)
             if schedule is Schedule.SYNCHRONOUS:
                 self._enter_phase("publish")
                 await self._devices.to_engines()
                 await self._publisher.publish()
-            if evaluation_due(self._config, rollout_id):
+            if self._config.evaluation_due(rollout_id):
                 await self._evaluate_between_steps(rollout_id)
             if schedule is not Schedule.ONE_STEP_OFF and rollout_id < last:
                 batch = self._start_batch(rollout_id + 1)

@@ -13,8 +13,9 @@ from miles_async.config.generation import generates
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.plugins import errors_of
 from miles_async.rewards.functions.exact import Exact
-from miles_async.rewards.graders import GraderPool
+from miles_async.rewards.grader_pool import GraderPool
 from miles_async.rewards.plugin import BOXED, REWARDS, Reward, RunsIn, complaints, row_reward
 from miles_async.rewards.rewarder import Rewarder, is_async, raise_first
 from miles_async.types import Group, Sample
@@ -131,42 +132,28 @@ class _ByRow:
 
 def _plugin(config: RunConfig, args: Any, reward: Reward, *, name: str, key: str | None) -> Rewarder:
     """Return the rewarder of a plug-in, which runs where the plug-in declares."""
-    boxed, settings = name.startswith(BOXED), values_of(config, reward.settings)
-    match reward.runs_in:
-        case RunsIn.GRADER | RunsIn.CHILD:
-            return Rewarder(
-                _confined(config, reward, settings),
-                args,
-                name=name,
-                timeout_seconds=None,
-                reward_key=key,
-                boxed=boxed,
-                wrong=reward.wrong,
-            )
-        case RunsIn.SERVER:
-            function: Any = reward.open(SimpleNamespace(**settings))
-            # Each request has its own deadline: a deadline here would count the time in the queue and in retries. The
-            # server gets the whole response, also with the prefix, as in slime.
-            return Rewarder(
-                function,
-                args,
-                name=name,
-                timeout_seconds=None,
-                reward_key=key,
-                changes_samples=False,
-                close=function.close,
-            )
-        case RunsIn.THREAD:
-            return Rewarder(
-                reward.open(SimpleNamespace(**settings)),
-                args,
-                name=name,
-                timeout_seconds=config.rollout.reward_timeout_seconds,
-                reward_key=key,
-                boxed=boxed,
-                changes_samples=False,
-                wrong=reward.wrong,
-            )
+    settings = values_of(config, reward.settings)
+    function: Any
+    if reward.runs_in in (RunsIn.GRADER, RunsIn.CHILD):
+        function = _confined(config, reward, settings)
+    else:
+        with errors_of(reward, "open"):
+            function = reward.open(SimpleNamespace(**settings))
+    asks_server = reward.runs_in is RunsIn.SERVER
+    return Rewarder(
+        function,
+        args,
+        name=f"{name} ({reward.origin})" if reward.origin is not None and REWARDS.has(name) else name,
+        # Processes and requests to a server have their own deadlines: a deadline here would count the time in the
+        # queue and in retries.
+        timeout_seconds=config.rollout.reward_timeout_seconds if reward.runs_in is RunsIn.THREAD else None,
+        reward_key=key,
+        # A server gets the whole response in each case, as in slime.
+        boxed=name.startswith(BOXED) and not asks_server,
+        changes_samples=False,
+        wrong=reward.wrong,
+        close=function.close if asks_server else None,
+    )
 
 
 def _confined(config: RunConfig, reward: Reward, settings: dict[str, Any]) -> GraderPool:
@@ -190,7 +177,16 @@ def _custom(config: RunConfig, args: Any, path: str, key: str | None) -> Rewarde
     function: Any = load_function(path, setting="custom_rm_path")
     timeout: float | None = rollout.reward_timeout_seconds
     if rollout.custom_rm_isolated:
-        function, timeout = _isolated(config, path, is_async=is_async(function)), None
+        timeout = None  # the processes have their own deadlines
+        function = GraderPool(
+            path=path,
+            setting="custom_rm_path",
+            args=values_of(config),
+            processes=rollout.reward_processes,
+            timeout_seconds=rollout.reward_timeout_seconds,
+            whole_groups=rollout.group_rm,
+            is_async=is_async(function),
+        )
     return Rewarder(
         function,
         args,
@@ -199,17 +195,4 @@ def _custom(config: RunConfig, args: Any, path: str, key: str | None) -> Rewarde
         reward_key=key,
         whole_groups=rollout.group_rm,
         wrong=0.0 if key is None else {key: 0.0},
-    )
-
-
-def _isolated(config: RunConfig, path: str, *, is_async: bool) -> GraderPool:
-    rollout = config.rollout
-    return GraderPool(
-        path=path,
-        setting="custom_rm_path",
-        args=values_of(config),
-        processes=rollout.reward_processes,
-        timeout_seconds=rollout.reward_timeout_seconds,
-        whole_groups=rollout.group_rm,
-        is_async=is_async,
     )

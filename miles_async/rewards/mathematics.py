@@ -1,7 +1,7 @@
 r"""Rewards for mathematics: math-verify decides whether two answers are the same number, set or expression.
 
 The parsers of math-verify and sympy can run for minutes on some answers, so these rewards run in grader processes with
-a deadline (`rewards/graders.py`). The timeouts of math-verify are off, because they need signals in the main thread.
+a deadline (`rewards/grader_pool.py`). math-verify's own timeouts are off, because they need signals in the main thread.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles_async.errors import UserError
-from miles_async.plugins import Kind, Plugin
+from miles_async.plugins import Kind, Plugin, errors_of
 from miles_async.types import Sample
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ def complaints(name: str | None, config: RunConfig, *, of_row: bool = False) -> 
         yield REWARDS.missing(name)
         return
     try:
-        lacks = REWARDS.find(name).missing(config)
+        reward = REWARDS.find(name)
+        with errors_of(reward, "check the run"):
+            lacks = reward.missing(config)
     except UserError as error:
         yield str(error)
         return

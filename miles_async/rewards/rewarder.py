@@ -23,7 +23,7 @@ from miles_async.json_values import (
     shown_error,
 )
 from miles_async.rewards.answers import last_boxed
-from miles_async.rewards.graders import GraderError, GraderPool, UnavailableError, UnfinishedError
+from miles_async.rewards.grader_pool import GraderError, GraderPool, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -17,7 +18,6 @@ from typing import Any
 
 import structlog
 
-from miles_async.config.derived import min_samples_per_group
 from miles_async.config.fields import values_of
 from miles_async.config.losses import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig
@@ -65,11 +65,10 @@ def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
     Settings of the objective that are unset have the values that training uses.
     """
     settings = values_of(config)
-    for guest in GUESTS.usable().values():
-        settings |= guest.arguments(settings)
+    of_guests = GUESTS.ask("provide arguments", lambda guest: dict(guest.arguments(settings)))
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    return Arguments(settings | objective | runtime)
+    return Arguments({**settings, **ChainMap(*of_guests.values()), **objective, **runtime})
 
 
 MAX_USELESS_CALLS = 3
@@ -102,7 +101,7 @@ class RolloutFunctionAdapter:
         self._function = function
         self._args = args
         self._rollout = config.rollout
-        self._min_samples = min_samples_per_group(config)
+        self._min_samples = config.rollout.smallest_group
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._recording = recording
         self._limits = limits

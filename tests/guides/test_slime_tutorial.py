@@ -23,8 +23,7 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
 from miles_async.config.checks import notes
-from miles_async.config.derived import demand_of
-from miles_async.config.device_plan import Demand
+from miles_async.config.device_plan import Demand, demand_of
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig

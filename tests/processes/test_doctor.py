@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from miles_async.doctor.diagnosis import Diagnosis
 from miles_async.doctor.facts import Machine
+from miles_async.doctor.findings import Diagnosis
 
 ROOT = Path(__file__).parents[2]
 HEAVY = "torch ray transformers sglang sglang_router megatron mooncake aiohttp".split()

@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.config.derived import restarts_learner
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.events import Event, EventSink, RunStarted
@@ -329,7 +328,7 @@ class World:
             outbox,
             clock,
             number=max(outbox.received, 0 if stored is None else stored.number),
-            retains_trained=restarts_learner(self.config),
+            retains_trained=self.config.restarts_learner,
         )
         first_rollout = 0
         if self.resume_from is not None:

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.graders import GraderError, GraderPool
+from miles_async.rewards.grader_pool import GraderError, GraderPool
 from miles_async.types import REWARD_ERROR, Group, Sample
 from tests.configuration import run_config
 from tests.stack import grader_attacks
@@ -141,7 +141,7 @@ async def test_a_grader_ends_with_its_run(evaluates: bool, tmp_path: Path) -> No
     marks = tmp_path / "processes"
     script = f"""
 import asyncio, os
-from miles_async.rewards.graders import GraderPool
+from miles_async.rewards.grader_pool import GraderPool
 from miles_async.types import Sample
 async def main():
     graders = GraderPool("{EVALUATES}", "rm_type", {{}}, 1, 600.0, memory_bytes=4 * 10**9, evaluates={evaluates})

@@ -57,7 +57,6 @@ def test_the_template_takes_the_question_or_the_expression_after_its_last_colon(
         ({"reasoning_gym_settings": {"min_term": 2}}, "do not fit chain_sum.*min_term"),
         ({"reasoning_gym_settings": {"min_terms": 0}}, "do not fit chain_sum.*min_terms must be positive"),
         ({"reasoning_gym_settings": {"seed": 1}}, "has seed: set rollout_seed"),
-        ({"prompt_template": "Q:"}, "has neither"),
         (
             {"reasoning_gym_settings": {"max_terms": 2, "max_digits": 1}},
             "too few different questions to hold out 64: set eval_size to at most",

@@ -15,7 +15,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards import mathematics
 from miles_async.rewards.factory import RunRewards
-from miles_async.rewards.graders import GraderPool, UnavailableError, UnfinishedError
+from miles_async.rewards.grader_pool import GraderPool, UnavailableError, UnfinishedError
 from miles_async.rewards.instructions import follows
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -102,7 +102,7 @@ async def test_an_isolated_async_reward_scores_a_group_at_once_and_asks_again_fo
 async def test_an_isolated_async_reward_that_is_late_is_infrastructure_and_one_that_blocks_costs_its_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("miles_async.rewards.graders.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("miles_async.rewards.grader_pool.GRACE_SECONDS", 0.5)
     async with graders("waits_or_blocks", timeout_seconds=1.0, is_async=True) as pool:
         results = await pool.grade([Sample(response=text) for text in ("fine", "wait", "block")])
     assert [type(result) for result in results] == [float, UnavailableError, UnfinishedError]

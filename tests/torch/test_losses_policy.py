@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from miles_async.config.schema import Algorithm
+from miles_async.errors import UserError
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.critic import value_loss
 from miles_async.losses.logprobs import KeptTokens, kept_token_logprobs, token_logprobs
@@ -33,6 +35,7 @@ from miles_async.losses.policy import (
 )
 from miles_async.losses.sequences import sequence_mean
 from miles_async.losses.tokens import TokenColumns
+from tests.plugin_packages import install_plugin
 from tests.torch.recorded_losses import recorded
 
 
@@ -518,3 +521,23 @@ def test_keeping_the_whole_vocabulary_changes_nothing_and_gradients_are_those_of
     assert torch.autograd.gradcheck(
         lambda x: kept_token_logprobs(x, targets, some, temperature=0.5), logits, eps=1e-2, atol=1e-3, rtol=1e-2
     )
+
+
+@pytest.mark.parametrize(
+    "kind, method, failure",
+    [
+        (OBJECTIVES, "def compute(self, tokens, settings): return tokens.rewards", "compute the loss: AttributeError"),
+        (OBJECTIVES, "def compute(self, tokens, settings): return 0.0, 0.0", "compute the loss: AttributeError"),
+        (CORRECTIONS, "def weights(self, ratio, sequences, settings): return ratio.x", "weight tokens: AttributeError"),
+    ],
+)
+def test_a_loss_of_a_package_that_raises_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, method: str, failure: str
+) -> None:
+    base = kind.base.__name__
+    source = f"from {kind.base.__module__} import {base}\nclass Corridor({base}):\n    {method}\n"
+    install_plugin(tmp_path, monkeypatch, kind, "corridor", "raising_loss:Corridor", source)
+    how = settings("corridor") if kind is OBJECTIVES else settings(method="corridor")
+    named = "the entry point corridor = raising_loss:Corridor of the distribution users failed to "
+    with pytest.raises(UserError, match=f"^{named}{failure}.*; correct the plug-in$"):
+        loss_of(inputs(), 40, how)

@@ -21,7 +21,7 @@ from miles_async.json_values import UnrepresentableError, finite_number, json_va
 from miles_async.pipeline.checkpoint import progress_of
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import metadata_means
-from miles_async.rewards import graders
+from miles_async.rewards import grader_pool
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import PostedSample, accept_values, decode_json, parse
@@ -277,7 +277,7 @@ def test_half_a_surrogate_pair_in_place_of_a_number_or_as_a_key_is_an_error_of_t
 def test_a_sample_with_an_object_that_cannot_be_pickled_reaches_a_grader_as_text() -> None:
     lock = threading.Lock()
     samples = [Sample(metadata={"moves": (1, 2)}), Sample(metadata={"lock": lock})]
-    kept, sent = pickle.loads(graders._request_of(samples))
+    kept, sent = pickle.loads(grader_pool._request_of(samples))
     assert (kept.metadata["moves"], sent.metadata["lock"]) == ([1, 2], str(lock))
-    [alone] = pickle.loads(graders._request_of(samples[:1]))
+    [alone] = pickle.loads(grader_pool._request_of(samples[:1]))
     assert alone.metadata == {"moves": (1, 2)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_async.config.cli import parse_or_exit
 from miles_async.config.load import load_config
 from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import UserError
@@ -70,3 +71,35 @@ def test_a_package_adds_advice_attributes_of_args_and_modules(tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "names_of_workshop", sys.modules["names_of_workshop"])
     assert load_function("names_of_workshop.reward", setting="custom_rm_path")(None, None) == 1.0
     monkeypatch.delitem(sys.modules, "names_of_workshop")
+
+
+@pytest.mark.parametrize(
+    "method, failure",
+    [
+        ("def recognises(self, content): return content['steps']", "recognise a configuration file: KeyError: 'steps'"),
+        ("def has_key(self, key): raise SystemExit(0)", "recognise a key: SystemExit: 0"),
+        ("def recognises(self, content): return True\n    translate = None", "translate settings: TypeError: "),
+        (
+            "def recognises(self, content): return True\n    def translate(self, content): return {'lr': 1}, []",
+            "translate settings: AttributeError: 'int' object has no attribute 'value'",
+        ),
+        ("def advice(self, flag): return flag.steps", "advise on a flag: AttributeError: "),
+        ("def resolve(self, config): pass", "resolve its settings: ValidationError: "),
+        ("def install_modules(self, settings): import a_trainer_of_nobody", "install its modules: ModuleNotFoundError"),
+    ],
+)
+def test_a_guest_that_raises_is_named_with_its_distribution_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str, failure: str
+) -> None:
+    source = f"from miles_async.guests import Guest\nclass Trainer(Guest):\n    {method}\n"
+    install_plugin(tmp_path, monkeypatch, GUESTS, "trainer", "raising_trainer:Trainer", source)
+    file = tmp_path / "run.yaml"
+    file.write_text("rollout: {num_rollout: 7}\n")
+    typed = ["--check-config", "--config", str(file), "trainer.steps=1", "--trainer-steps", "1"]
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(typed, "train.py")
+    assert exited.value.code == 2
+    [sentence] = [line for line in capsys.readouterr().err.splitlines() if "raising_trainer" in line]
+    named = "train.py: the entry point trainer = raising_trainer:Trainer of the distribution users failed to "
+    assert sentence.startswith(named + failure)
+    assert sentence.endswith("; correct the plug-in")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.rewards.graders import GraderPool, UnavailableError
+from miles_async.rewards.grader_pool import GraderPool, UnavailableError
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.time_limit import TimeLimit, permit, waiting_in_line
 from miles_async.types import Group, Sample, SampleStatus

@@ -15,6 +15,7 @@ from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
+from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
@@ -23,12 +24,8 @@ from miles_async.rewards.plugin import complaints, row_reward, usable_reward
 from miles_async.types import Group, Prompt, as_messages
 
 
-def _ignore(reason: str, sentence: str) -> None:
-    """Discard reports: before the run starts, there are no events to report to."""
-
-
-def _discard(text: str) -> None:
-    """Discard a warning, as `_ignore` discards reports."""
+def _ignore(*said: str) -> None:
+    """Discard reports and warnings: before the run starts, there are no events to report to."""
 
 
 def open_data(
@@ -76,7 +73,7 @@ def eval_groups(
     dataset: EvalDataset,
     *,
     tokenizer: CheckpointTokenizer | None = None,
-    warn: Callable[[str], None] = _discard,
+    warn: Callable[[str], None] = _ignore,
 ) -> list[Group]:
     """Return the first `size` valid rows of a data set, in file order, with `n_samples` samples each.
 
@@ -85,21 +82,20 @@ def eval_groups(
     """
     # The beginning of the file may be read twice, so each row is counted by its sentence.
     invalid: dict[str, None] = {}
-    data = config.data.model_copy(
-        update={
-            "prompt_data": dataset.path,
-            "input_key": dataset.input_key,
-            "label_key": dataset.label_key,
-            "reasoning_gym_task": None,
-            "rollout_shuffle": False,
-            "eval_size": 0,
-        }
+    config = with_settings(
+        config,
+        prompt_data=dataset.path,
+        input_key=dataset.input_key,
+        label_key=dataset.label_key,
+        reasoning_gym_task=None,
+        rollout_shuffle=False,
+        eval_size=0,
+        n_samples_per_prompt=dataset.n_samples,
     )
-    updates: dict[str, Any] = {"n_samples_per_prompt": dataset.n_samples}
     if dataset.rm_type is not None or dataset.custom_rm_path is not None:
-        updates |= {"rm_type": dataset.rm_type, "custom_rm_path": dataset.custom_rm_path}
+        config = with_settings(config, rm_type=dataset.rm_type, custom_rm_path=dataset.custom_rm_path)
     source = open_data(
-        config.model_copy(update={"data": data, "rollout": config.rollout.model_copy(update=updates)}),
+        config,
         tokenizer=tokenizer,
         report=lambda reason, sentence: invalid.setdefault(sentence),
         rows_choose_reward=dataset.rm_type is None,

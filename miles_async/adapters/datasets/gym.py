@@ -9,7 +9,7 @@ questions, and 200 of them make up half of the questions it draws.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 from miles_async.adapters.datasets.problems import Problem
@@ -22,16 +22,8 @@ _MAX_DRAWS_PER_HELD_OUT = 200
 """How many problems are drawn at most for each problem that is held out."""
 
 
-class GymDataset(Protocol):
-    """The part of the interface of a reasoning-gym data set that is used here."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
-
-
-def create_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, size: int) -> GymDataset:
-    """Create a data set. Raises UserError if the task is unknown or does not accept the settings."""
+def _dataset(task: str, settings: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """A data set of reasoning-gym."""
     # Importing reasoning_gym takes seconds, so only runs that use it import it.
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -45,13 +37,12 @@ def create_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, siz
             "set rollout_seed, reasoning_gym_size and eval_size instead"
         )
     try:
-        dataset: GymDataset = reasoning_gym.create_dataset(task, **settings, seed=seed, size=size)
+        return reasoning_gym.create_dataset(task, **settings, seed=seed, size=size)
     except (TypeError, ValueError, AssertionError) as error:
         # reasoning-gym checks its settings with assertions.
         raise UserError(
             f"reasoning_gym_settings {dict(settings)} do not fit {task} ({error}): change or remove them"
         ) from error
-    return dataset
 
 
 class GymProblems:
@@ -62,11 +53,8 @@ class GymProblems:
     """
 
     def __init__(self, task: str, settings: Mapping[str, Any], template: str, *, seed: int, size: int) -> None:
-        if "{question}" not in template and "{expression}" not in template:
-            raise UserError(
-                f"prompt_template {template!r} has neither {{question}} nor {{expression}}: add one of them"
-            )
-        self._dataset = create_gym_dataset(task, settings, seed=seed, size=size)
+        """Raises UserError if the task is unknown or does not accept the settings."""
+        self._dataset = _dataset(task, settings, seed=seed, size=size)
         self._task = task
         self._template = template
         self._size = size

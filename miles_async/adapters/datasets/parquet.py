@@ -8,10 +8,10 @@ derived from the path, the size and the modification time of the Parquet file.
 from __future__ import annotations
 
 import shutil
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from miles_async.adapters.storage.checksum import checksum
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import DataRowError, UserError
 
@@ -28,7 +28,7 @@ class ParquetRows:
 
         self._path = path
         stat = path.stat()
-        name = blake2b(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=16).hexdigest()
+        name = checksum([f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()])
         copy = cache / "data" / f"{name}.arrow"
         if not copy.exists():
             _convert_to_arrow(path, copy)

@@ -3,6 +3,9 @@
 A balanced Feistel network permutes the numbers below the next power of four. A result outside `range(size)` is permuted
 again until it is inside (cycle walking), so the restriction to `range(size)` is a permutation as well (Black and
 Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+NumPy's `Generator.permutation` needs 8 bytes per row and may give another order in another version of NumPy (NEP 19). A
+resumed run would then continue at other rows.
 """
 
 from __future__ import annotations

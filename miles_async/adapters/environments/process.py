@@ -21,6 +21,7 @@ import structlog
 from miles_async.adapters.environments.server import MAX_LINE_BYTES
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.atomic_files import atomic_file
+from miles_async.config.fields import with_settings
 from miles_async.config.schema import Data, RunConfig
 from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
@@ -105,8 +106,7 @@ def with_environment_tasks(config: RunConfig) -> RunConfig:
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         temporary.write_bytes(b"".join(row + b"\n" for row in rows))
-    keys = {"input_key": "prompt", "label_key": "label", "metadata_key": "metadata"}
-    return config.model_copy(update={"data": data.model_copy(update={"prompt_data": str(file), **keys})})
+    return with_settings(config, prompt_data=str(file), input_key="prompt", label_key="label", metadata_key="metadata")
 
 
 class EnvironmentProcess:

@@ -15,7 +15,6 @@ from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.batching.batch import TrainStep, rank_batches
-from miles_async.config.derived import hf_export, save_folder
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.types import Group, LearnerProgress, StepReport
@@ -64,7 +63,7 @@ class RayLearner:
         self._config = config
         self._run = run
         self._ranks = ranks
-        save = save_folder(config)
+        save = config.learner.save_folder
         checksums = config.learner.checkpoint_checksums
         self._checkpoints = None if save is None else CheckpointFolder(save, resumed_from, checksums=checksums)
         self._draft: Path | None = None
@@ -117,12 +116,11 @@ class RayLearner:
         return results[0]  # type: ignore[no-any-return]
 
     async def copy_state(self, rollout_id: int) -> None:
-        settings = self._config.learner
         if self._checkpoints is not None:
             self._draft = await self._writing(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))
         folder = None if self._draft is None else str(self._draft)
-        export = None if settings.save_hf is None else str(hf_export(settings.save_hf, rollout_id))
-        await self._ranks.on_all("copy_state", folder, export)
+        export = self._config.learner.export_folder(rollout_id)
+        await self._ranks.on_all("copy_state", folder, None if export is None else str(export))
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         try:

@@ -1,4 +1,9 @@
-"""One checksum for everything that this project verifies: recordings, rollout files and the identity of checkpoints."""
+"""One checksum for all files that this project verifies: checkpoints, recordings, rollout files and the run store.
+
+BLAKE2b is in the standard library and reads about 1 GB/s per core, as fast as the disks of most machines. Faster
+functions, such as XXH3, would be another dependency. `hashlib.file_digest` accepts no function to call for each chunk,
+by which a long comparison shows that it makes progress.
+"""
 
 from __future__ import annotations
 

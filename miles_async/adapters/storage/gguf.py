@@ -22,8 +22,9 @@ import structlog
 
 from miles_async import cpu_compat
 from miles_async.atomic_files import atomic_folder
-from miles_async.config.derived import GGUF_PACKAGE_PREFIX, is_gguf
+from miles_async.config.fields import with_settings
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.model import GGUF_PACKAGE_PREFIX, is_gguf
 from miles_async.errors import UserError
 
 _RECIPE = 1
@@ -45,7 +46,7 @@ def with_converted_checkpoint(config: RunConfig) -> RunConfig:
     if source is None or not is_gguf(source):
         return config
     folder = convert(_locate(source), Path(config.warm_start.cache_dir).expanduser())
-    return config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": str(folder)})})
+    return with_settings(config, hf_checkpoint=str(folder))
 
 
 def convert(file: Path, cache: Path) -> Path:

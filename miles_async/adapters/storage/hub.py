@@ -14,8 +14,9 @@ import structlog
 
 from miles_async.adapters.datasets.rows import split_slice
 from miles_async.atomic_files import atomic_file
-from miles_async.config.derived import hub_name
+from miles_async.config.fields import with_settings
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.model import hub_name
 from miles_async.errors import UserError
 from miles_async.observability.console.lines import Bar
 
@@ -32,27 +33,17 @@ def with_downloads(config: RunConfig) -> RunConfig:
 
     Raises UserError if the Hub has no such checkpoint or data set, or cannot be reached.
     """
-    model, algorithm, data, rollout = config.model, config.algorithm, config.data, config.rollout
-    cache = Path(config.warm_start.cache_dir).expanduser()
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update={"hf_checkpoint": _checkpoint("hf_checkpoint", model.hf_checkpoint)}),
-            "algorithm": algorithm.model_copy(
-                update={
-                    "ref_load": _checkpoint("ref_load", algorithm.ref_load),
-                    "critic_load": _checkpoint("critic_load", algorithm.critic_load),
-                }
-            ),
-            "data": data.model_copy(update={"prompt_data": _data("prompt_data", data.prompt_data, cache)}),
-            "rollout": rollout.model_copy(
-                update={
-                    "eval_datasets": {
-                        name: dataset.model_copy(update={"path": _data(f"eval_datasets.{name}", dataset.path, cache)})
-                        for name, dataset in rollout.eval_datasets.items()
-                    }
-                }
-            ),
-        }
+    algorithm, cache = config.algorithm, Path(config.warm_start.cache_dir).expanduser()
+    return with_settings(
+        config,
+        hf_checkpoint=_checkpoint("hf_checkpoint", config.model.hf_checkpoint),
+        ref_load=_checkpoint("ref_load", algorithm.ref_load),
+        critic_load=_checkpoint("critic_load", algorithm.critic_load),
+        prompt_data=_data("prompt_data", config.data.prompt_data, cache),
+        eval_datasets={
+            name: dataset.model_copy(update={"path": _data(f"eval_datasets.{name}", dataset.path, cache)})
+            for name, dataset in config.rollout.eval_datasets.items()
+        },
     )
 
 

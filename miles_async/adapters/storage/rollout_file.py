@@ -9,18 +9,15 @@
 
 The metadata of the file holds the rollout number and a checksum over all arrays. The file is written atomically.
 
-Files of slime (`--save-debug-rollout-data`, written by `torch.save`) can be read, but not written.
+Files of other projects, such as slime's, can be read if a guest knows them (`Guest.load_batch`), but not written.
 """
 
 from __future__ import annotations
 
-import pickle
-import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 import orjson
@@ -30,7 +27,8 @@ from safetensors.numpy import save_file
 
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.atomic_files import atomic_file
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import UserError
+from miles_async.guests import GUESTS
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample
 
@@ -80,12 +78,13 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
-    """Return the rollout number and the groups of a file that `save_groups` or slime wrote.
+    """Return the rollout number and the groups of a file that `save_groups` or a guest's project wrote.
 
     Raises UserError if the file is missing, damaged or another file.
     """
-    if is_zipfile(path):
-        return _load_slime_groups(path)
+    for batch in GUESTS.ask("load a saved batch", lambda guest: guest.load_batch(path)).values():
+        if batch is not None:
+            return batch
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
@@ -100,47 +99,6 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
         return int(header["rollout_id"]), _groups(columns)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"rollout data {path} has another structure: {error!r}; save the batch again") from error
-
-
-def _load_slime_groups(path: Path) -> tuple[int, list[Group]]:
-    """Load a file that slime wrote: a dictionary with `rollout_id` and `samples`, a flat list of `Sample.to_dict()`.
-
-    Samples belong to one group if they have the same `group_index`; older files have none, and consecutive samples with
-    the same prompt form a group.
-    """
-    import torch  # takes seconds, and only these files need it
-
-    try:
-        with ZipFile(path) as archive:
-            if any(entry.compress_type != ZIP_STORED for entry in archive.infolist()):
-                raise UserError(
-                    f"rollout data {path} is compressed, and could need any amount of memory: name the file that "
-                    "torch.save wrote"
-                )
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, BadZipFile) as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        objects = f"pickled objects ({found[1]})" if found else "contents that torch cannot load"
-        raise UserError(
-            f"rollout data {path} has {objects}; only numbers, texts, lists, dictionaries and tensors are loaded, "
-            "because a pickle can run code: save the samples as such values"
-        ) from error
-    try:
-        rows: list[dict[str, Any]] = content["samples"]
-        grouped = [list(members) for _, members in groupby(rows, key=_group_of_slime)]
-        return int(content["rollout_id"]), [Group.of(map(Sample.from_dict, members)) for members in grouped]
-    except TrajectoryError as error:
-        raise UserError(f"rollout data {path} cannot be trained: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a file that slime's save_debug_rollout_data wrote ({error!r}): name such a file, or a "
-            "safetensors file that save_debug_rollout_data wrote"
-        ) from error
-
-
-def _group_of_slime(sample: Mapping[str, Any]) -> Any:
-    index = sample.get("group_index")
-    return sample["prompt"] if index is None else index
 
 
 def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:

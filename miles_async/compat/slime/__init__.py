@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from miles_async.guests import Guest
 from miles_async.section import Section
+from miles_async.types import Group
 
 _ADVICE = {
     "lora_": "LoRA is not supported, remove it",
@@ -30,6 +32,11 @@ class Slime(Guest):
 
     def advice(self, flag: str) -> str | None:
         return next((text for start, text in _ADVICE.items() if flag.startswith(start)), None)
+
+    def load_batch(self, path: Path) -> tuple[int, list[Group]] | None:
+        from miles_async.compat.slime.saved_batches import load_batch
+
+        return load_batch(path)
 
     def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"rollout_global_dataset": not settings["disable_rollout_global_dataset"]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from miles_async.config.derived import learner_ranks
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.models.plugin import ModelShape
@@ -16,7 +15,7 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
 
     The model's own dimensions are checked only if its `config.json` can be read.
     """
-    learner, ranks = config.learner, learner_ranks(config)
+    learner, ranks = config.learner, config.learner.ranks
     yield from _ranks(learner, ranks)
     if learner.sequence_parallel and learner.tensor_model_parallel_size == 1:
         yield "sequence_parallel needs tensor parallelism: set tensor_model_parallel_size above 1, or unset it"

@@ -6,19 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.config.derived import (
-    hf_export,
-    hub_name,
-    is_gguf,
-    keeps_reference,
-    micro_batch_tokens,
-    reference_batching,
-    restarts_learner,
-)
 from miles_async.config.generation import generates
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
 from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.model import hub_name, is_gguf
 from miles_async.models.plugin import MODELS
 
 
@@ -87,7 +79,7 @@ def _reference(config: RunConfig) -> Iterator[str]:
         return
     if hub_name(algorithm.ref_load) is None and (complaint := _unusable("ref_load", algorithm.ref_load)) is not None:
         yield complaint
-    if not keeps_reference(config):
+    if not config.keeps_reference:
         yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
 
 
@@ -126,7 +118,7 @@ def _resume(config: RunConfig) -> Iterator[str]:
         return
     if config.cluster.colocate:
         yield "resume auto cannot continue a colocated run: unset resume, and set load to the same folder as save"
-    elif not restarts_learner(config):
+    elif not config.restarts_learner:
         yield "resume auto needs checkpoints at intervals: set save and save_interval"
     if learner.load is not None:
         yield "resume auto and load exclude each other: unset load, which begins another run, or unset resume"
@@ -137,14 +129,15 @@ def _exports(config: RunConfig) -> Iterator[str]:
     if learner.save_hf is None:
         return
     for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
-        if path is not None and _may_export_to(Path(path).expanduser().resolve(), learner.save_hf, config):
+        if path is not None and _may_export_to(Path(path).expanduser().resolve(), config):
             yield f"save_hf {learner.save_hf} would overwrite {setting}: set save_hf to a different folder"
 
 
-def _may_export_to(folder: Path, template: str, config: RunConfig) -> bool:
+def _may_export_to(folder: Path, config: RunConfig) -> bool:
     """Whether the export after any rollout is written to `folder`: a run that is stopped may export after each."""
     rollouts = {0, *map(int, re.findall(r"\d+", str(folder)))}
-    return any(hf_export(template, n).resolve() == folder for n in rollouts if n < config.rollout.num_rollout)
+    written = (config.learner.export_folder(n) for n in rollouts if n < config.rollout.num_rollout)
+    return any(export is not None and export.resolve() == folder for export in written)
 
 
 def _recomputation(config: RunConfig) -> Iterator[str]:
@@ -166,13 +159,13 @@ def _dynamic_batching(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
     ranks_per_sample = learner.tensor_model_parallel_size * learner.context_parallel_size
-    train = learner.max_tokens_per_microbatch_in_train or micro_batch_tokens(learner)
+    train = learner.max_tokens_per_microbatch_in_train or learner.micro_batch_tokens
     rows = [("", "train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train)]
     learners = {"": learner}
-    if keeps_reference(config) and reference_batching(learner) != learner:
-        learners["ref_"] = reference_batching(learner)
+    if config.keeps_reference and learner.reference_batching != learner:
+        learners["ref_"] = learner.reference_batching
     for prefix, settings in learners.items():
-        limit = settings.max_tokens_per_microbatch_in_infer or micro_batch_tokens(settings)
+        limit = settings.max_tokens_per_microbatch_in_infer or settings.micro_batch_tokens
         round_to = settings.sequence_length_round_in_infer
         rows.append((prefix, "infer", settings.use_dynamic_batching_in_infer, limit, round_to))
     for prefix, phase, used, limit, round_to in rows:

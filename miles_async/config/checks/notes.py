@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_async.config.checks.unused import unused_settings
-from miles_async.config.derived import engines, steps_per_rollout
 from miles_async.config.generation import rollout_mode, schedule_of, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.plugins import plugin_problems
@@ -96,7 +95,7 @@ def _unused_skip(config: RunConfig, entry: str) -> list[str]:
 
 def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
     policy = config.engine.sglang_router_policy
-    if policy in ("consistent_hashing", "prefix_hash") and engines(config) > 1:
+    if policy in ("consistent_hashing", "prefix_hash") and config.engine.count > 1:
         yield (
             f"sglang_router_policy {policy} assigns requests to engines by a hash and ignores the load: one engine may "
             "get most of the requests while others idle; set cache_aware or power_of_two to balance the load"
@@ -108,7 +107,7 @@ def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
     trains = config.learner.loss_type != "sft_loss" and not trains_only(config) and not debug.debug_rollout_only
     if rollout.rollout_temperature == 0 and trains:
         yield "rollout_temperature 0 makes sampling greedy, so the policy does not explore: set it to 1, for example"
-    total = rollout.num_rollout * steps_per_rollout(config)
+    total = rollout.num_rollout * config.steps_per_rollout
     for name, warmup in (
         ("lr_warmup_steps", config.learner.lr_warmup_steps),
         ("critic_lr_warmup_steps", config.algorithm.critic_lr_warmup_steps),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import reduce
-from typing import Any
 
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
@@ -29,7 +27,7 @@ _PLAIN = (
 
 def _paths(config: RunConfig) -> Iterator[str]:
     for name in (*_NUMBERED, *_PLAIN):
-        path: Any = reduce(getattr, SETTINGS[name].path, config)
+        path = SETTINGS[name].value(config)
         known = ("{rollout_id}",) if name in _NUMBERED else ()
         for placeholder in _PLACEHOLDER.findall(path or ""):
             if placeholder not in known:

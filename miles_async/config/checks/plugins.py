@@ -8,6 +8,7 @@ from typing import Any
 
 from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.schema import RunConfig
+from miles_async.plugins import errors_of
 
 
 def _plugins(config: RunConfig) -> Iterator[str]:
@@ -20,7 +21,8 @@ def _problems(setting: Setting, section: Any) -> Iterator[str]:
     assert setting.plugins is not None
     for plugin in setting.plugins.usable().values():
         if plugin.Settings is not None:
-            yield from plugin.problems(section)
+            with errors_of(plugin, "check its settings"):
+                yield from list(plugin.problems(section))
     name = getattr(section, setting.path[-1])
     if name is None:
         return

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.config.derived import (
-    evaluation_concurrency,
-    hub_name,
-    sampling_mask_limit,
-    sampling_top_k,
-    server_arguments,
-    trains_on_sampling_masks,
-)
 from miles_async.config.fields import nearest
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
+from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import known_parsers
 from miles_async.environments import ENVIRONMENTS
 from miles_async.modes.mode import MODES
@@ -127,9 +120,9 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     for name, dataset in config.rollout.eval_datasets.items():
         if dataset.top_k == 0 or dataset.top_k < -1:
             yield f"eval_datasets.{name}.top_k {dataset.top_k} is not a number of tokens: set it to 1 or more, or to -1"
-    arguments = server_arguments(config)
+    arguments = config.engine.sglang_server_args
     policy = arguments.get("schedule_policy", "fcfs")
-    if evaluation_concurrency(config) and policy not in ("fcfs", "lof"):
+    if config.evaluation_concurrency and policy not in ("fcfs", "lof"):
         yield (
             f"eval_interval needs request priorities, which SGLang's schedule_policy {policy} does not support: set "
             "schedule_policy to fcfs, or unset eval_interval"
@@ -174,13 +167,13 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     if top_k == 0 or top_k < -1:
         yield f"rollout_top_k {top_k} is not a number of tokens: set it to 2 or more, or to -1 for no limit"
         return
-    if not trains_on_sampling_masks(config):
+    if not config.trains_on_sampling_masks:
         return
-    asked = server_arguments(config).get("sampling_mask_max_tokens")
+    asked = config.engine.sglang_server_args.get("sampling_mask_max_tokens")
     if asked is not None and not isinstance(asked, int):
         yield f"--sglang-sampling-mask-max-tokens {asked!r:.80} is not a number of tokens: set it to a whole number"
         return
-    limit = sampling_mask_limit(config)
+    limit = config.engine.sampling_mask_limit
     if top_k == 1:
         yield (
             "rollout_top_k 1 leaves one token to sample from, whose log-probability is always 0, so nothing is "
@@ -188,10 +181,10 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
     if top_k > limit or limit < 2:
         yield (
-            f"rollout_top_k {sampling_top_k(config)} is more than the {limit} tokens that an engine can return in a "
+            f"rollout_top_k {config.sampling_top_k} is more than the {limit} tokens that an engine can return in a "
             f"sampling mask: set rollout_top_k to {limit} or less, or raise --sglang-sampling-mask-max-tokens"
         )
-    if "speculative_algorithm" in server_arguments(config):
+    if "speculative_algorithm" in config.engine.sglang_server_args:
         yield (
             "rollout_top_p and rollout_top_k need sampling masks, which SGLang does not return with speculative "
             "decoding: unset --sglang-speculative-algorithm, or unset rollout_top_p and rollout_top_k"

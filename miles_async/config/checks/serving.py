@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 
-from miles_async.config.derived import learner_ranks
 from miles_async.config.schema import RunConfig
 from miles_async.config.server_args import invalid_arguments, invalid_router_arguments
 
@@ -65,7 +64,7 @@ def _cores(config: RunConfig) -> Iterator[str]:
 
 
 def _colocated(config: RunConfig) -> Iterator[str]:
-    devices, ranks = config.engine.rollout_num_gpus, learner_ranks(config)
+    devices, ranks = config.engine.rollout_num_gpus, config.learner.ranks
     if config.cluster.colocate and devices > ranks:
         yield (
             f"colocate runs the engines on the learner's {ranks} devices, but rollout_num_gpus is {devices}; set "

@@ -6,15 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from miles_async.config.derived import (
-    data_parallel_ranks,
-    learner_ranks,
-    least_tokens_per_gpu,
-    micro_batch_tokens,
-    samples_per_rollout,
-    samples_per_step,
-    steps_per_rollout,
-)
+from miles_async.config.fields import with_settings
 from miles_async.config.generation import bounds_of
 from miles_async.config.losses import estimator_of
 from miles_async.config.schema import RunConfig
@@ -23,7 +15,7 @@ from miles_async.scheduling.bounds import Bounds
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
-    samples, steps = samples_per_rollout(config), steps_per_rollout(config)
+    samples, steps = config.samples_per_rollout, config.steps_per_rollout
     product = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
     if learner.global_batch_size is None:
         if samples % steps:
@@ -37,17 +29,17 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
             f"{product} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
             f"{steps} = {learner.global_batch_size * steps}; set {_fitting_sizes(config)}"
         )
-    if samples_per_step(config) < (ranks := _data_parallel(config)):
+    if config.samples_per_step < (ranks := _data_parallel(config)):
         yield (
-            f"an optimizer step of {samples_per_step(config)} samples is too small for {ranks} data-parallel learner "
+            f"an optimizer step of {config.samples_per_step} samples is too small for {ranks} data-parallel learner "
             f"ranks; set global_batch_size to {ranks} or more"
         )
 
 
 def _fitting_sizes(config: RunConfig) -> str:
     """Advice: the smallest changes after which the batch sizes agree."""
-    requested, steps = config.learner.global_batch_size or 1, steps_per_rollout(config)
-    samples, per_prompt = samples_per_rollout(config), config.rollout.n_samples_per_prompt
+    requested, steps = config.learner.global_batch_size or 1, config.steps_per_rollout
+    samples, per_prompt = config.samples_per_rollout, config.rollout.n_samples_per_prompt
     options = []
     if samples % steps == 0:
         options.append(f"global_batch_size to {samples // steps}")
@@ -67,7 +59,7 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _data_parallel(config: RunConfig) -> int:
-    return data_parallel_ranks(config.learner, learner_ranks(config))
+    return config.learner.data_parallel_ranks(config.learner.ranks)
 
 
 def _over_sampling(config: RunConfig) -> Iterator[str]:
@@ -100,13 +92,13 @@ def _smaller_groups(config: RunConfig) -> Iterator[str]:
 def _lengths(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    if longest > (room := micro_batch_tokens(learner)):
+    if longest > (room := learner.micro_batch_tokens):
         ranks = learner.context_parallel_size
         factor = f" * context_parallel_size {ranks}" if ranks > 1 else ""
         yield (
             f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), but a "
             f"micro-batch holds at most {room} (max_tokens_per_gpu {learner.max_tokens_per_gpu}{factor}); set "
-            f"max_tokens_per_gpu to {least_tokens_per_gpu(learner, longest)} or more"
+            f"max_tokens_per_gpu to {learner.least_tokens_per_gpu(longest)} or more"
         )
 
 
@@ -181,8 +173,7 @@ def _largest_generation_batch(config: RunConfig) -> int:
     rollout = config.rollout
 
     def is_too_large(size: int) -> bool:
-        smaller = config.model_copy(update={"rollout": rollout.model_copy(update={"over_sampling_batch_size": size})})
-        return size > bounds_of(smaller, "train_async.py").room
+        return size > bounds_of(with_settings(config, over_sampling_batch_size=size), "train_async.py").room
 
     least = rollout.rollout_batch_size
     sizes = range(least + 1, (rollout.over_sampling_batch_size or 0) + 1)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from miles_async.config.derived import server_arguments
 from miles_async.config.fields import nearest
 from miles_async.config.schema import RunConfig
 
@@ -98,7 +97,7 @@ _OFF = (None, False, 0, 1, "", "{}", "auto", "none", "null", "off", "serial")
 def untested_arguments(config: RunConfig) -> dict[str, list[str]]:
     """The flags of SGLang that this run uses and that were never tried, by their name in `UNTESTED`."""
     found: dict[str, list[str]] = {}
-    for argument, value in server_arguments(config).items():
+    for argument, value in config.engine.sglang_server_args.items():
         if value is not True and value in _OFF:
             continue
         for name, untested in UNTESTED.items():

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
 
-from miles_async.config.derived import keeps_reference
 from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.generation import evaluates, generates_by_user, serves_agents
 from miles_async.config.losses import estimator_of, objective_name, objective_of
@@ -58,7 +56,7 @@ def _selects(setting: Setting, names: Sequence[str], config: RunConfig) -> bool:
     """Whether a setting names one of these plug-ins."""
     if setting.plugins is REWARDS:
         return _may_be(names, config)
-    selected = objective_name(config.algorithm) if setting.plugins is OBJECTIVES else _value(config, setting)
+    selected = objective_name(config.algorithm) if setting.plugins is OBJECTIVES else setting.value(config)
     return selected in names
 
 
@@ -90,7 +88,7 @@ NEEDS = (
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
     # Scripts for slime often set it to 0 and leave the loss off.
     Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
-    Needs("kl_loss_type ref_env_vars", keeps_reference, "use_kl_loss or kl_coef"),
+    Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
         lambda c: c.learner.lr_decay_style != "constant",
@@ -183,8 +181,4 @@ def _listed(names: list[str]) -> str:
 
 def _is_changed(config: RunConfig, name: str) -> bool:
     setting = SETTINGS[name]
-    return bool(_value(config, setting) != setting.default)
-
-
-def _value(config: RunConfig, setting: Setting) -> Any:
-    return reduce(getattr, setting.path, config)
+    return bool(setting.value(config) != setting.default)

@@ -80,3 +80,79 @@ class RunConfig(Section):
     observability: Observability = Observability()
     debug: Debug = Debug()
     faults: Faults = Faults()
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the learner keeps a frozen reference model."""
+        return self.algorithm.use_kl_loss or self.algorithm.kl_coef > 0
+
+    @property
+    def trains_on_sampling_masks(self) -> bool:
+        """Whether top-p or top-k limits the tokens that training samples are drawn from.
+
+        Engines then return the kept tokens, and the learner computes its log-probabilities over them. Greedy decoding
+        ignores top-p and top-k.
+        """
+        rollout = self.rollout
+        is_limited = rollout.rollout_top_p < 1 or rollout.rollout_top_k > 0
+        return is_limited and rollout.rollout_temperature > 0 and self.learner.loss_type != "sft_loss"
+
+    @property
+    def sampling_top_k(self) -> int:
+        """The top-k of training samples: the setting, else the limit that top-p alone implies.
+
+        SGLang returns no sampling mask without top-k. The limit is half of what fits into a mask: SGLang also keeps the
+        tokens that are as likely as the last of the k, and refuses a mask that is too long.
+        """
+        if self.rollout.rollout_top_k > 0 or not self.trains_on_sampling_masks:
+            return self.rollout.rollout_top_k
+        return max(2, self.engine.sampling_mask_limit // 2)
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples per training batch."""
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimizer step: `global_batch_size`, or the training batch divided by its steps."""
+        return self.learner.global_batch_size or self.samples_per_rollout // self.steps_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps per training batch: `num_steps_per_rollout`, or the training batch divided by
+        `global_batch_size`, or 1 if both are unset."""
+        if self.learner.num_steps_per_rollout is not None:
+            return self.learner.num_steps_per_rollout
+        samples = self.samples_per_rollout
+        return max(1, samples // (self.learner.global_batch_size or samples))
+
+    def checkpoint_due(self, rollout_id: int) -> bool:
+        """Whether a checkpoint or an export is written after rollout `rollout_id`."""
+        learner, done = self.learner, rollout_id + 1
+        if learner.save is None and learner.save_hf is None:
+            return False
+        return done == self.rollout.num_rollout or done % (learner.save_interval or done + 1) == 0
+
+    def publish_due(self, rollout_id: int) -> bool:
+        """Whether a new weight version follows rollout `rollout_id`."""
+        done = rollout_id + 1
+        return done % self.weights.update_weights_interval == 0 or done == self.rollout.num_rollout
+
+    def evaluation_due(self, rollout_id: int) -> bool:
+        """Whether an evaluation follows rollout `rollout_id`. The evaluation at the end of the run is not counted."""
+        interval, done = self.rollout.eval_interval, rollout_id + 1
+        return interval is not None and done % interval == 0 and done < self.rollout.num_rollout
+
+    @property
+    def evaluation_concurrency(self) -> int:
+        """Evaluation samples that an engine runs beside training samples; 0 if the run never evaluates during
+        training."""
+        return 0 if self.rollout.eval_interval is None else max(1, self.engine.sglang_server_concurrency // 4)
+
+    @property
+    def restarts_learner(self) -> bool:
+        """Whether a lost learner is replaced. Every batch since the last checkpoint is kept until the next one, so
+        checkpoints must be written at intervals. A colocated run ends, because its engines share the learner's
+        devices."""
+        return self.learner.save is not None and self.learner.save_interval is not None and not self.cluster.colocate

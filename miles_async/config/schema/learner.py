@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from miles_async.config.learning_rate import AnnealStyle, DecayStyle
 from miles_async.section import Section
 
 
@@ -24,7 +27,7 @@ class Learner(Section):
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_style: DecayStyle = "constant"
     """Shape of the learning rate after the warm-up. constant keeps lr; linear and cosine fall to min_lr at
     lr_decay_steps; inverse-square-root falls until the end of the run; WSD (warm-up, stable, decay; MiniCPM, arXiv
     2404.06395) keeps lr and falls over the last lr_wsd_decay_steps."""
@@ -36,7 +39,7 @@ class Learner(Section):
     lr_wsd_decay_steps: int | None = Field(None, ge=1)
     """Optimizer steps over which the learning rate falls with lr_decay_style WSD. If unset, a tenth of
     lr_decay_steps."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    lr_wsd_decay_style: AnnealStyle = "linear"
     """Shape of the decay at the end of lr_decay_style WSD."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay (AdamW)."""
@@ -173,3 +176,78 @@ class Learner(Section):
     seed: int = Field(1234, ge=0, le=2**31 - 1)
     """Seed of the learner: initial weights of the tiny model, examples of the warm start, and PyTorch's random
     numbers."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of learner processes."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
+    def data_parallel_ranks(self, ranks: int) -> int:
+        """Number of model replicas that `ranks` learner ranks hold. Each replica trains a part of every batch."""
+        stages = self.pipeline_model_parallel_size
+        return ranks // (self.tensor_model_parallel_size * self.context_parallel_size * stages)
+
+    def data_parallel_rank(self, rank: int, ranks: int) -> int:
+        """The data-parallel rank of learner rank `rank` out of `ranks`.
+
+        Megatron orders ranks by tensor, context, data and pipeline parallelism, with tensor-parallel ranks adjacent.
+        """
+        ranks_per_stage = self.tensor_model_parallel_size * self.context_parallel_size
+        return rank // ranks_per_stage % self.data_parallel_ranks(ranks)
+
+    @property
+    def sequence_unit(self) -> int:
+        """Sequence lengths are padded to a multiple of this many tokens.
+
+        Under context parallelism each rank takes one chunk from the front and one from the back of a sequence, because
+        causal attention then costs every rank the same. So a sequence has two equal chunks per rank.
+        """
+        return 1 if self.context_parallel_size == 1 else 2 * self.context_parallel_size
+
+    @property
+    def pack_unit(self) -> int:
+        """Packed micro-batches are padded to a multiple of this many tokens, for sequence parallelism to split."""
+        shards = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return math.lcm(self.sequence_unit, self.context_parallel_size * shards)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Maximum number of tokens in a packed micro-batch over all context-parallel ranks, a multiple of
+        `pack_unit`."""
+        tokens = self.max_tokens_per_gpu * self.context_parallel_size
+        return tokens - tokens % self.pack_unit
+
+    def least_tokens_per_gpu(self, longest: int) -> int:
+        """The smallest max_tokens_per_gpu under which a sequence of `longest` tokens fits into a micro-batch."""
+        padded = longest + -longest % self.pack_unit
+        return -(-padded // self.context_parallel_size)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether settings, parallel layout and batching let the learner compute a common prefix of samples once.
+
+        Context parallelism divides every sequence evenly among ranks, and dynamic batching pads rows to equal lengths.
+        """
+        needs_whole_samples = self.context_parallel_size > 1 or self.use_dynamic_batching_in_train
+        return self.share_prefixes is not False and not needs_whole_samples
+
+    @property
+    def reference_batching(self) -> Learner:
+        """These settings with the reference model's overrides for dynamic batching applied."""
+        overrides = {
+            "use_dynamic_batching_in_infer": self.ref_use_dynamic_batching_in_infer,
+            "max_tokens_per_microbatch_in_infer": self.ref_max_tokens_per_microbatch_in_infer,
+            "sequence_length_round_in_infer": self.ref_sequence_length_round_in_infer,
+        }
+        return self.model_copy(update={name: value for name, value in overrides.items() if value is not None})
+
+    @property
+    def save_folder(self) -> Path | None:
+        """Absolute path of the folder `save`; None if it is unset."""
+        return None if self.save is None else Path(self.save).expanduser().absolute()
+
+    def export_folder(self, rollout_id: int) -> Path | None:
+        """Absolute path of the Hugging Face export after rollout `rollout_id`; None if `save_hf` is unset."""
+        if self.save_hf is None:
+            return None
+        return Path(self.save_hf.replace("{rollout_id}", str(rollout_id))).expanduser().absolute()

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from pydantic import Field
 
 from miles_async.section import Section
+
+GGUF_PACKAGE_PREFIX = "package:"
+"""Begins an `hf_checkpoint` that is a file in an installed Python package."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+_DATA_SUFFIXES = (".json", ".jsonl", ".parquet")
+
+
+def is_gguf(checkpoint: str) -> bool:
+    """Whether an `hf_checkpoint` is a GGUF file, which is converted before the run starts."""
+    return checkpoint.startswith(GGUF_PACKAGE_PREFIX) or checkpoint.endswith(".gguf")
+
+
+def hub_name(text: str) -> str | None:
+    """The name of a checkpoint or a data set on the Hugging Face Hub, such as `Qwen/Qwen3-4B`; None for anything else.
+
+    A name of a data set may end with a split: `owner/name:test`. A path that exists is not a name.
+    """
+    named = _HUB_NAME.fullmatch(text) is not None and not text.endswith(_DATA_SUFFIXES) and not is_gguf(text)
+    return text if named and not Path(text).exists() else None
 
 
 class TinyModel(Section):
@@ -36,6 +58,14 @@ class Model(Section):
     package NAME. If unset, a tiny model is created locally."""
     tiny_model: TinyModel = TinyModel()
     """Shape of the tiny model that is created if hf_checkpoint is unset."""
+
+    @property
+    def title(self) -> str:
+        """The name of the model for people: its folder, the name of its GGUF file, or the size of the tiny model."""
+        checkpoint, tiny = self.hf_checkpoint, self.tiny_model
+        if checkpoint is None:
+            return f"tiny Qwen3, {tiny.num_layers} layers of width {tiny.hidden_size}"
+        return Path(checkpoint).name if is_gguf(checkpoint) else checkpoint
 
 
 class WarmStart(Section):

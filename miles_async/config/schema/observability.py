@@ -108,3 +108,10 @@ class Debug(Section):
     dump_details: str | None = None
     """Folder that receives all training batches and the tokenizer, for a later analysis of the run. If unset, nothing
     is written."""
+
+    @property
+    def rollout_file(self) -> str | None:
+        """Path template of saved batches, with the placeholder `{rollout_id}`; None if batches are not saved."""
+        if self.save_debug_rollout_data is None and self.dump_details is not None:
+            return f"{self.dump_details}/rollout_data/{{rollout_id}}.safetensors"
+        return self.save_debug_rollout_data

@@ -200,3 +200,8 @@ class Rollout(Section):
     shuffle_rewards: bool = False
     """Control experiment: randomly permute the rewards among the samples of a batch. A model that still improves
     reveals a fault in the experiment."""
+
+    @property
+    def smallest_group(self) -> int:
+        """Minimum number of surviving samples per group."""
+        return self.min_samples_per_group or self.n_samples_per_prompt

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from miles_async.section import LONGEST_SECONDS, Section
 from miles_async.transports import TRANSPORTS
+
+SAMPLING_MASK_MAX_TOKENS = 4096
+"""SGLang's default of its argument `--sampling-mask-max-tokens`."""
 
 
 class Weights(Section):
@@ -84,6 +87,24 @@ class Engine(Section):
     engine_health_timeout_seconds: float = Field(30.0, ge=2, le=LONGEST_SECONDS)  # SGLang itself checks once a second
     """Seconds after which an engine is considered hung and restarted: without a generated token while it has work,
     without an answer to a health check, or without an answer to the pause or the commit of a publish."""
+
+    @field_validator("sglang_server_args", "sglang_router_args")
+    @classmethod
+    def _names_in_python(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Accept names with hyphens too."""
+        return {name.replace("-", "_"): value for name, value in arguments.items()}
+
+    @property
+    def count(self) -> int:
+        """Number of engines."""
+        return self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def sampling_mask_limit(self) -> int:
+        """The most kept tokens that an engine can return for a token."""
+        limit = self.sglang_server_args.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+        # `config/checks` reports any other value.
+        return limit if isinstance(limit, int) else SAMPLING_MASK_MAX_TOKENS
 
 
 class Cluster(Section):

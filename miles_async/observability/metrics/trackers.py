@@ -19,7 +19,6 @@ from typing import Protocol
 
 import structlog
 
-from miles_async.config.derived import steps_per_rollout
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
@@ -143,7 +142,7 @@ class Trackers:
     def __init__(self, view: RunView, config: RunConfig, folder: RunFolder) -> None:
         settings = config.observability
         self._view = view
-        self._steps_per_rollout = steps_per_rollout(config)
+        self._steps_per_rollout = config.steps_per_rollout
         self._always_train_step = settings.wandb_always_use_train_step
         self._trackers: list[BackgroundTracker] = []
         if settings.use_tensorboard:

@@ -1,10 +1,12 @@
-"""The reward `reasoning_gym`; `rewards/gym.py` computes it."""
+"""The reward `reasoning_gym`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from miles_async.rewards.plugin import Reward, RewardFunction, RunsIn
+from miles_async.types import Sample
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
@@ -18,10 +20,23 @@ class ReasoningGym(Reward):
     reads = ("reasoning_gym_task", "reasoning_gym_settings")
 
     def open(self, settings: Any) -> RewardFunction:
-        """Many tasks evaluate the response as Python code, so the library is imported only in grader processes."""
-        from miles_async.rewards.gym import ReasoningGymReward
+        """Return a function that lets the task score `metadata["entry"]`, where the data source stores the problem.
 
-        return ReasoningGymReward(settings)
+        Many tasks evaluate the response as Python code (`eval`, `sympy.parse_expr`), so the library is imported only in
+        grader processes. Some tasks take seconds to be created.
+        """
+        import reasoning_gym
+
+        dataset = reasoning_gym.create_dataset(settings.reasoning_gym_task, **settings.reasoning_gym_settings)
+        # Some scorers import modules when they are called first, which every child process would repeat.
+        with suppress(Exception):
+            entry = dataset[0]
+            dataset.score_answer(str(entry["answer"]), entry)
+
+        def score(args: Any, sample: Sample) -> float:
+            return float(dataset.score_answer(sample.response.strip(), sample.metadata["entry"]))
+
+        return score
 
     def missing(self, config: RunConfig) -> str | None:
         if config.data.reasoning_gym_task is not None:

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from miles_async.batching.advantages import overlong_penalty
+from miles_async.batching.advantages import overlong_penalty, score_samples
+from miles_async.errors import UserError
+from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.advantages.statistics import group_advantages, whiten
+from miles_async.types import Group, Sample
+from tests.configuration import run_config
+from tests.plugin_packages import install_plugin
 
 
 def test_an_advantage_is_the_difference_to_the_mean_reward_of_the_group() -> None:
@@ -53,3 +59,18 @@ def test_rewards_whose_squares_overflow_are_normalized_correctly() -> None:
 def test_the_overlong_penalty_grows_linearly_over_the_buffer() -> None:
     penalties = [overlong_penalty(length, longest=100, buffer=20) for length in (10, 80, 85, 100, 120)]
     assert penalties == [0, 0, -0.25, -1, -1]
+
+
+@pytest.mark.parametrize("result, failure", [("rewards['mean']", "TypeError"), ("None", "TypeError")])
+def test_an_estimator_of_a_package_that_raises_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: str, failure: str
+) -> None:
+    source = (
+        "from miles_async.losses.advantages.estimator import AdvantageEstimator\n"
+        "class Centred(AdvantageEstimator):\n"
+        f"    def advantages(self, rewards, weights, settings): return {result}\n"
+    )
+    install_plugin(tmp_path, monkeypatch, ADVANTAGES, "centred", "raising_estimator:Centred", source)
+    named = "the entry point centred = raising_estimator:Centred of the distribution users failed to compute advantages"
+    with pytest.raises(UserError, match=f"^{named}: {failure}.*; correct the plug-in$"):
+        score_samples([Group([Sample(index=0, reward=1.0)])], run_config(advantage_estimator="centred").algorithm, 8)

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from miles_async.config.checks import notes, problems
-from miles_async.config.derived import learning_rate, steps_per_rollout, table
 from miles_async.config.generation import bounds_of, schedule_of, takes_from_queue
+from miles_async.config.learning_rate import learning_rate
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
 from miles_async.errors import UserError
 from miles_async.modes.shipped import External, Stream, Supervised
 from miles_async.scheduling.bounds import Schedule
@@ -69,8 +70,8 @@ def test_compatible_batch_sizes_are_accepted() -> None:
 
 def test_the_number_of_optimizer_steps_follows_from_the_size_of_a_step() -> None:
     sizes = {"rollout_batch_size": 16, "n_samples_per_prompt": 8}
-    assert steps_per_rollout(config(**sizes)) == 1
-    assert steps_per_rollout(config(**sizes, global_batch_size=32)) == 4
+    assert config(**sizes).steps_per_rollout == 1
+    assert config(**sizes, global_batch_size=32).steps_per_rollout == 4
     assert "trained in 4 optimizer step(s) of 32" in table(config(**sizes, global_batch_size=32), "train.py")
     assert learning_rate(config(**sizes, global_batch_size=32, num_rollout=10)).decay_steps == 40
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.derived import checkpoint_due, steps_per_rollout
 from miles_async.config.load import load_config, read_yaml
 from miles_async.rollout.contract import flat_args
 
@@ -50,10 +49,10 @@ TUTORIAL_FLAGS = """
 def test_the_flags_of_the_windowed_fifo_tutorial_pass_as_typed(gpu_machine: list[str]) -> None:
     words = [*TUTORIAL_FLAGS.split(), "--apply-chat-template-kwargs", '{"enable_thinking": true}', *gpu_machine]
     config = load_config(words, entry="train.py")
-    assert steps_per_rollout(config) == 4
+    assert config.steps_per_rollout == 4
     assert config.rollout.reward_key == "score"
     assert config.engine.rollout_num_gpus == 8
-    assert [checkpoint_due(config, rollout) for rollout in (8, 9, 14)] == [False, True, True]
+    assert [config.checkpoint_due(rollout) for rollout in (8, 9, 14)] == [False, True, True]
 
 
 def test_the_tutorial_configuration_matches_the_tutorial(gpu_machine: list[str]) -> None:

@@ -22,17 +22,12 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import PackedBatch, rank_batches, repack_for_forward
-from miles_async.config.derived import (
-    checkpoint_due,
-    critic_learning_rate,
-    demand_of,
-    learning_rate,
-    reference_batching,
-    table,
-)
+from miles_async.config.device_plan import demand_of
 from miles_async.config.fields import SETTINGS
 from miles_async.config.generation import bounds_of
+from miles_async.config.learning_rate import critic_learning_rate, learning_rate
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
 from miles_async.errors import FatalError
 from miles_async.events import RunStarted
 from miles_async.scheduling.bounds import Schedule
@@ -133,7 +128,7 @@ def computed_tokens(config: RunConfig) -> object:
 def forward_batches(config: RunConfig) -> object:
     """The micro-batches in which the policy and the reference model compute log-probabilities."""
     [steps] = rank_batches(_groups(), run_config(), 1)
-    learners = (config.learner, reference_batching(config.learner))
+    learners = (config.learner, config.learner.reference_batching)
     return [[_columns(part.batch) for part in repack_for_forward(steps[0].micro_batches, own)] for own in learners]
 
 
@@ -145,7 +140,7 @@ def learning_rates(config: RunConfig) -> object:
 
 def checkpoints(config: RunConfig) -> object:
     """The rollouts after which a checkpoint is written."""
-    return [rollout for rollout in range(config.rollout.num_rollout) if checkpoint_due(config, rollout)]
+    return [rollout for rollout in range(config.rollout.num_rollout) if config.checkpoint_due(rollout)]
 
 
 def data(config: RunConfig) -> object:

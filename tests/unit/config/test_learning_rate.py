@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.derived import learning_rate
-from miles_async.config.learning_rate import LearningRate
+from miles_async.config.learning_rate import LearningRate, learning_rate
 from tests.configuration import run_config
 
 

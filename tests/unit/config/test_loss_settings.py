@@ -11,7 +11,8 @@ import pytest
 
 from miles_async.config.checks import problems
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.derived import skips_zero_advantages, table
+from miles_async.config.losses import skips_zero_advantages
+from miles_async.config.table import table
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from tests.configuration import run_config

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from miles_async.config.checks import notes
-from miles_async.config.derived import table
 from miles_async.config.flags import parse_flags
 from miles_async.config.generation import bounds_of, generates, rollout_mode, schedule_of
 from miles_async.config.load import checked_config
+from miles_async.config.table import table
 from miles_async.config.user_functions import load_function
 from miles_async.modes.mode import MODES, RolloutMode, Undeclared, mode_of
 from miles_async.modes.shipped import Batch, Stream, Supervised, Windowed, Worker

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from miles_async.config.derived import demand_of
-from miles_async.config.device_plan import Bundle, Demand, by_node, plan
+from miles_async.config.device_plan import Bundle, Demand, by_node, demand_of, plan
 from miles_async.errors import UserError
 from tests.configuration import run_config
 

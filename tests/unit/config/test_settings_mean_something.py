@@ -10,9 +10,9 @@ import pytest
 
 from miles_async.batching.advantages import ScoredSample, weight_samples
 from miles_async.config.checks import notes, problems, unused
-from miles_async.config.derived import table
 from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
 from miles_async.losses.policy import PolicyLossSettings
 from miles_async.types import Sample
 from tests.configuration import run_config

@@ -14,8 +14,8 @@ from miles_async.adapters.sglang import launch, router
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
-from miles_async.config.derived import reference_batching, table
 from miles_async.config.generation import generates
+from miles_async.config.table import table
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
 from miles_async.types import Group, Prompt, Sample
@@ -496,12 +496,12 @@ def test_the_learners_processes_get_their_environment(monkeypatch: pytest.Monkey
 def test_the_reference_model_has_separate_batching_settings() -> None:
     of_the_actor = {"max_tokens_per_microbatch_in_infer": 100, "sequence_length_round_in_infer": 8}
     actor = run_config(**of_the_actor).learner
-    assert reference_batching(actor) == actor
+    assert actor.reference_batching == actor
     of_the_reference = {
         "ref_use_dynamic_batching_in_infer": True,
         "ref_max_tokens_per_microbatch_in_infer": 300,
         "ref_sequence_length_round_in_infer": 16,
     }
-    own = reference_batching(run_config(**of_the_actor, **of_the_reference).learner)
+    own = run_config(**of_the_actor, **of_the_reference).learner.reference_batching
     assert (own.use_dynamic_batching_in_infer, actor.use_dynamic_batching_in_infer) == (True, False)
     assert (own.max_tokens_per_microbatch_in_infer, own.sequence_length_round_in_infer) == (300, 16)

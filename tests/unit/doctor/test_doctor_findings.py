@@ -11,8 +11,6 @@ import msgspec
 import pytest
 
 from miles_async.adapters.system.machine import pinned
-from miles_async.doctor.derived import visible_gpus
-from miles_async.doctor.diagnosis import Diagnosis, diagnose
 from miles_async.doctor.facts import (
     Cuda,
     Gpu,
@@ -26,6 +24,7 @@ from miles_async.doctor.facts import (
     Space,
     Unknown,
 )
+from miles_async.doctor.findings import Diagnosis, diagnose
 from miles_async.doctor.options import Option
 from miles_async.doctor.text import render
 
@@ -325,7 +324,7 @@ def test_problems_come_before_warnings() -> None:
     "visible, count", [(None, 8), ("", 0), ("0,1", 2), ("GPU-3,GPU-5", 2), ("1,nonsense,2", 1), ("9", 0), ("-1", 0)]
 )
 def test_cuda_visible_devices_selects_gpus_as_cuda_does(visible: str | None, count: int) -> None:
-    assert len(visible_gpus(changed(H100S, cuda=changed(H100S.cuda, visible=visible)))) == count
+    assert len(changed(H100S, cuda=changed(H100S.cuda, visible=visible)).gpus) == count
 
 
 def test_a_machine_whose_gpus_are_hidden_is_judged_as_one_without() -> None:

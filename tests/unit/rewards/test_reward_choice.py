@@ -18,6 +18,7 @@ from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
+from tests.plugin_packages import install_plugin
 from tests.scoring import scored
 from tests.unit.config.test_config_checks import refusal
 
@@ -218,3 +219,36 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
 def test_each_built_in_reward_is_documented(name: str) -> None:
     guide = Path(__file__).parents[3] / "docs/how-to/model-data-reward.md"
     assert f"| `{name}` |" in guide.read_text()
+
+
+def install_strict(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> str:
+    """Install a reward named `strict` with this method. Return how sentences name the reward."""
+    source = f"from miles_async.rewards.plugin import Reward\nclass Strict(Reward):\n    {method}\n"
+    install_plugin(folder, monkeypatch, REWARDS, "strict", "raising_reward:Strict", source)
+    return "the entry point strict = raising_reward:Strict of the distribution users"
+
+
+async def test_a_reward_of_a_package_that_raises_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = install_strict(tmp_path, monkeypatch, "def score(self, args, sample): return sample.metadata['length']")
+    rewards = RunRewards(run_config(rm_type="strict"), None)
+    with pytest.raises(TrajectoryError) as raised:
+        await rewards.score(Group([Sample(index=3, response="a")]))
+    assert str(raised.value) == f"sample 3: reward strict ({origin}) raised KeyError: 'length'"
+    await rewards.close()
+
+
+def test_a_reward_of_a_package_that_does_not_open_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = install_strict(tmp_path, monkeypatch, "def open(self, settings): return settings.length")
+    with pytest.raises(UserError, match=f"^{origin} failed to open: AttributeError: .*; correct the plug-in$"):
+        RunRewards(run_config(rm_type="strict"), None)
+
+
+def test_a_reward_of_a_package_that_fails_to_check_the_run_is_named_with_its_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = install_strict(tmp_path, monkeypatch, "def missing(self, config): return config.length")
+    assert f"{origin} failed to check the run: AttributeError" in refusal(rm_type="strict")

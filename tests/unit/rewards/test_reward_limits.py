@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from miles_async.errors import InfrastructureError, TrajectoryError
-from miles_async.rewards.graders import GraderPool
+from miles_async.rewards.grader_pool import GraderPool
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rewards.threads import _Series
 from miles_async.types import REWARD_ERROR, Group, Sample

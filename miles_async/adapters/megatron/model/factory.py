@@ -28,7 +28,6 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, load
 from miles_async.adapters.megatron.model.local_layers import local_layer_spec, replace_swiglu, uses_local_layers
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
-from miles_async.config.derived import shares_prefixes
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, plugin_errors
@@ -232,7 +231,7 @@ def _use_positions(chunks: Sequence[torch.nn.Module], settings: Learner) -> bool
     if config.multi_latent_attention or models[0].position_embedding_type != "rope":
         return False
     if flex_attention.has_gradients():
-        wanted = settings.share_prefixes and shares_prefixes(settings)
+        wanted = settings.share_prefixes and settings.shares_prefixes
         if not wanted or not flex_attention.is_plain_attention(config):
             return False
         for model in models:

@@ -20,7 +20,7 @@ from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.optimizer import Gradients, clear_gradients, complete_gradients
 from miles_async.batching.batch import TrainStep
-from miles_async.config.derived import critic_learning_rate
+from miles_async.config.learning_rate import critic_learning_rate
 from miles_async.config.schema import RunConfig
 from miles_async.losses.critic import (
     CRITIC_SUMS,

@@ -54,12 +54,7 @@ from miles_async.adapters.megatron.training.optimizer import (
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
 from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
-from miles_async.config.derived import (
-    keeps_reference,
-    learning_rate,
-    reference_batching,
-    shares_prefixes,
-)
+from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
@@ -79,6 +74,7 @@ from miles_async.losses.policy import (
 )
 from miles_async.losses.tokens import TokenColumns
 from miles_async.models.plugin import plugin_errors
+from miles_async.plugins import errors_of
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
 
@@ -131,9 +127,9 @@ class MegatronLearner:
         if estimator_of(config.algorithm).trains_critic:
             self._critic = Critic(config, hf_checkpoint)
         self._reference = None
-        if keeps_reference(config):
+        if config.keeps_reference:
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
-            self._reference = build_reference(reference_batching(config.learner), str(reference))
+            self._reference = build_reference(config.learner.reference_batching, str(reference))
         self._offloaded: Offloaded | None = None
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
@@ -151,12 +147,12 @@ class MegatronLearner:
     @property
     def shares_prefixes(self) -> bool:
         """Whether this learner computes a common prefix of samples once."""
-        return self._model.by_position and shares_prefixes(self._settings)
+        return self._model.by_position and self._settings.shares_prefixes
 
     def _log_unshared_prefixes(self) -> None:
         if self._settings.share_prefixes is False:
             cause = "share_prefixes is off"
-        elif not shares_prefixes(self._settings):
+        elif not self._settings.shares_prefixes:
             cause = "context parallelism and dynamic batching need whole samples"
         elif self._settings.share_prefixes is None and not on_cpu():
             cause = "set share_prefixes to share them on GPUs, where this has not been run yet"
@@ -242,7 +238,8 @@ class MegatronLearner:
             rows.append((logprobs, columns.old_logprobs, columns.rollout_log_probs, advantages))
         names = ("logprobs", "old_logprobs", "rollout_log_probs", "advantages")
         gathered = (gather_over_data_parallel(torch.cat(column)) for column in zip(*rows, strict=True))
-        return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
+        with errors_of(objective, "prepare a step"):
+            return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
     def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
         sums, maximum, of_functions = self._policy_gradients(step, values)

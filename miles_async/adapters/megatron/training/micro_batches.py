@@ -25,7 +25,6 @@ from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_sequences
 from miles_async.batching.layout import Padding, context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
-from miles_async.config.derived import pack_unit, sequence_unit
 from miles_async.losses.logprobs import KeptTokens
 
 R = TypeVar("R")
@@ -153,9 +152,9 @@ def model_inputs(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[M
     if has_expert_parallelism:
         most = torch.tensor([len(batches)], device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        empty = pack_sequences([], [], Padding(unit=sequence_unit(learner)))
+        empty = pack_sequences([], [], Padding(unit=learner.sequence_unit))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
-    unit, local = pack_unit(learner), uses_local_layers(learner)
+    unit, local = learner.pack_unit, uses_local_layers(learner)
     counts = [batch.computed_tokens if model.by_position else len(batch.tokens) for batch in batches]
     totals = torch.tensor([-(-count // unit) * unit for count in counts], device=device)
     if has_expert_parallelism and on_cpu():

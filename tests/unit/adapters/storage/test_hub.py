@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
-from miles_async.config.derived import hub_name
+from miles_async.config.schema.model import hub_name
 from miles_async.errors import UserError
 from tests.configuration import run_config
 

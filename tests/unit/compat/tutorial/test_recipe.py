@@ -14,7 +14,6 @@ import pytest
 import miles_async
 from miles_async import DatasetConfig, HuggingFaceDataset, Qwen3_4B, SlimeRecipe, TrainConfig, TrainResult
 from miles_async.compat.tutorial import recipe
-from miles_async.config.derived import steps_per_rollout
 from miles_async.config.generation import schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
@@ -137,7 +136,7 @@ def test_the_tutorials_recipe_passes_the_check_as_typed(tmp_path: Path, hub: lis
         True,
         {"enable_thinking": True},
     )
-    assert steps_per_rollout(config) == 4
+    assert config.steps_per_rollout == 4
     assert config.engine.rollout_num_gpus == 8
     assert config.engine.sglang_server_args == {"mem_fraction_static": 0.75}
     assert (config.learner.save, config.learner.save_interval) == ("checkpoints/my-run", 10)

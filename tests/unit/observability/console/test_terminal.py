@@ -15,7 +15,6 @@ import pytest
 import structlog
 from msgspec import structs
 
-from miles_async.config.derived import model_name
 from miles_async.config.schema import Model, RunConfig
 from miles_async.events import (
     BatchDrained,
@@ -149,7 +148,7 @@ def test_a_run_begins_with_its_model_data_folder_and_page() -> None:
     ],
 )
 def test_a_model_is_named_as_the_user_set_it(checkpoint: str | None, name: str) -> None:
-    assert model_name(Model(hf_checkpoint=checkpoint)) == name
+    assert Model(hf_checkpoint=checkpoint).title == name
 
 
 def test_a_batch_is_one_short_line_below_the_names_of_the_columns() -> None:

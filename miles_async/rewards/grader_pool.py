@@ -21,7 +21,7 @@ from miles_async.errors import InfrastructureError, UserError
 from miles_async.json_values import readable_entries
 from miles_async.observability.redacted_log import child_stderr
 from miles_async.rewards.confinement import scrubbed_environment
-from miles_async.rewards.protocol import Answer, Started, ended
+from miles_async.rewards.grader import Answer, Started, ended
 from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
 from miles_async.types import Sample

@@ -1,0 +1,90 @@
+"""The table of derived values that start-up and `--check-config` print."""
+
+from __future__ import annotations
+
+from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
+from miles_async.config.losses import described, objective_name
+from miles_async.config.model_shape import shape_of
+from miles_async.config.schema import Learner, RunConfig
+from miles_async.config.user_functions import load_function, takes_logits
+from miles_async.scheduling.bounds import Schedule
+
+
+def table(config: RunConfig, entry: str) -> str:
+    """The table that start-up and `--check-config` print, one derived value per line."""
+    bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
+    schedule, keeps_groups = schedule_of(config, entry), rollout_mode(config).keeps_groups
+    reduced = bounds.window < bounds.requested_window
+    reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
+    rows: list[tuple[str, object, str]] = [("schedule", schedule.replace("_", " "), reason_of_schedule(config, entry))]
+    if keeps_groups:
+        limit = _or_no_limit(rollout.max_weight_staleness)
+        rows += [
+            ("P", bounds.publish_groups, "groups trained per publish"),
+            ("staleness", limit, "maximum age of a trained group, in weight versions; older groups are recycled"),
+        ]
+    else:
+        rows += [
+            ("N", bounds.generation_batch, "maximum number of groups in flight"),
+            ("W", bounds.window, f"window size in groups{reason}"),
+            ("P", bounds.publish_groups, "groups trained per publish"),
+            ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
+        ]
+    if keeps_groups is not False:
+        rows.append(("held", bounds.held, "maximum of groups that a worker holds and that are being trained"))
+    if schedule is Schedule.FULLY_ASYNC and not keeps_groups:
+        rows += [
+            ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
+            (
+                "queue",
+                bounds.room,
+                f"maximum of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
+            ),
+        ]
+    groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
+    steps = f"{config.steps_per_rollout} optimizer step(s) of {config.samples_per_step}"
+    rows += [
+        ("batch", config.samples_per_rollout, f"samples: {groups}, trained in {steps}"),
+        *_objective_row(config),
+        ("learner", learner.ranks, f"rank(s): {_layout(learner)}"),
+        ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
+        if generates(config)
+        else ("engines", 0, "the run generates nothing"),
+    ]
+    return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
+    if config.learner.loss_type == "custom_loss":
+        return _custom_loss_rows(config)
+    if config.learner.loss_type != "policy_loss":
+        return []
+    return [("objective", objective_name(config.algorithm), described(config.algorithm))]
+
+
+def _custom_loss_rows(config: RunConfig) -> list[tuple[str, object, str]]:
+    path = config.algorithm.custom_loss_function_path
+    assert path is not None, "config/checks refuses it"
+    rows: list[tuple[str, object, str]] = [("objective", "custom_loss", path)]
+    if takes_logits(load_function(path, setting="custom_loss_function_path")):
+        shape, tokens = shape_of(config.model), config.learner.micro_batch_tokens
+        vocabulary = 0 if shape is None else shape.vocabulary
+        size = f"{4 * tokens * vocabulary:,}" if vocabulary else "unknown"
+        meaning = f"bytes on each rank for the logits of {tokens} tokens, and as many for their gradient"
+        rows.append(("logits", size, meaning))
+    return rows
+
+
+def _layout(learner: Learner) -> str:
+    """The sizes of the parallel groups. Tensor parallelism is always listed, the others only if they are in use."""
+    sizes = {
+        "tensor-parallel": learner.tensor_model_parallel_size,
+        "pipeline-parallel": learner.pipeline_model_parallel_size,
+        "context-parallel": learner.context_parallel_size,
+        "expert-parallel": learner.expert_model_parallel_size,
+    }
+    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "tensor-parallel")
+
+
+def _or_no_limit(value: int | None) -> str:
+    return "no limit" if value is None else str(value)
