@@ -149,7 +149,7 @@ async def restore(
         if is_posted:
             run_state.journal.keep_posted(before.feed_index)
     # Prompts that waited in the data source, in quarantine or in a rollout function.
-    data.add_samples([prompt for prompt in stored.owed if prompt.feed_index not in known])
+    data.add_samples([prompt for prompt in stored.prompts if prompt.feed_index not in known])
 
     def stored_as(state: GroupState) -> list[Group]:
         return [groups[before.sequence] for before in unended(stored.groups) if before.state is state]
@@ -173,7 +173,7 @@ async def _enter(stored: StoredRun, run_state: RunState, lifecycle: GroupLifecyc
 
     The samples of a group stay in the store until they are needed, unless the group has no prompt.
     """
-    values, prompts, posted = stored.progress, {group.feed_index: group for group in stored.owed}, set(stored.posted)
+    values, prompts, posted = stored.progress, {group.feed_index: group for group in stored.prompts}, set(stored.posted)
     run_state.announced_version = values["announced_version"]
     run_state.lineage = Lineage(values["rollbacks"])
     run_state.journal.restore(stored.groups, values["saved"])

@@ -150,7 +150,7 @@ def test_a_checkpoint_can_be_written_while_a_function_of_a_user_changes_a_sample
 
 def test_a_prompt_that_is_fed_again_is_the_one_that_is_owed() -> None:
     group = Group([Sample(index=0, prompt="Q", label="A", metadata={"a": [1]})], feed_index="sample_0_0")
-    group.owe()
+    group.track_prompt()
     group[0].label, group[0].metadata = None, {}
     group.reset()
     assert (group[0].prompt, group[0].label, group[0].metadata) == ("Q", "A", {"a": [1]})
