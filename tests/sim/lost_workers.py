@@ -19,7 +19,6 @@ from miles_async.errors import FatalError
 from miles_async.events import Event
 from miles_async.fault_points import FaultPoints
 from miles_async.json_values import json_value
-from miles_async.pipeline.faults import FaultSchedule, at_fault_points
 from miles_async.pipeline.journal import EventOutbox
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
@@ -30,7 +29,7 @@ from miles_async.types import Group, LearnerProgress, Sample, SendOutcome, StepR
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
-from workers.faults import FaultInjector
+from workers.faults import FaultInjector, FaultSchedule, at_fault_points
 
 RANKS = 3
 START_SECONDS = 5.0
