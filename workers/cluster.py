@@ -56,10 +56,18 @@ from .learner import LearnerRank
 from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
 from .preflight import PreflightResult, check_ray
-from .rollout import ClusterHandles, RolloutWorker
+from .rollout import RolloutWorker
 from .rollout_supervisor import RolloutSupervisor
 from .router import Router
-from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
+from .specs import (
+    ENVIRONMENT,
+    ClusterHandles,
+    engine_spec,
+    external_router,
+    external_router_key,
+    ray_arguments,
+    router_spec,
+)
 
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""

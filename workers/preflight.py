@@ -31,19 +31,19 @@ from miles_async.config.generation import generates, generates_by_user, trains_o
 from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
-from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.errors import TemplateError, UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.observability.run_folder import RunFolder
 from miles_async.rewards.factory import RunRewards
-from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.contract import flat_args
 from miles_async.rollout.recordings import check_recordings
-from miles_async.sample_schema import SampleLimits, accept_group, decode_json, too_long
-from miles_async.types import Group, Prompt, Sample, Verdict
+from miles_async.sample_schema import SampleLimits, decode_json, too_long
+from miles_async.types import Prompt, Sample
 from miles_async.user_code import USER_CODE_ERRORS
 
-from .batches import saved_batch
 from .continuation import unfinished_run
+from .functions import saved_batch
 from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
@@ -368,35 +368,3 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
             f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
     return checkpoint
-
-
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
-    """Return the dynamic sampling filter; without one, every generated group is kept.
-
-    Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
-    """
-    path = config.rollout.dynamic_sampling_filter_path
-    if path is None:
-        return lambda group: Verdict(True)
-    function = load_function(path, setting="dynamic_sampling_filter_path")
-
-    def keep(group: Group) -> Verdict:
-        # A copy, because the filter may change the list.
-        shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
-        try:
-            returned = function(args, shown_group)
-        except USER_CODE_ERRORS as error:
-            # User code can raise any exception. The group counts as failed; the run continues.
-            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
-        finally:
-            accept_group(group)
-        try:
-            return Verdict.of(returned)
-        except TypeError as error:
-            raise TrajectoryError(
-                f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
-                "it, or Verdict(keep, reason) of miles_async.types"
-            ) from None
-
-    return keep

@@ -20,7 +20,7 @@ from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventsReceived, StepEnded, WarningRaised
 
-from .rollout import ClusterHandles
+from .specs import ClusterHandles
 
 MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""

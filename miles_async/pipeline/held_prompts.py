@@ -353,7 +353,7 @@ class HeldPrompts:
             # From now on the function cannot give back what it collected before.
             self._end_given_back()
             self._hand_on(list(self._collected.values()))
-        collected = GroupsBySample(lifecycle.leased_groups)
+        collected = GroupsBySample(lifecycle.groups_in(GroupState.LEASED))
         kept = {sequence_of(group) for group in leased_before}
         for group in returned:
             if group.sequence is None and (original := collected.find(group)) is not None:
@@ -363,7 +363,7 @@ class HeldPrompts:
             elif group.sequence in kept or lifecycle.state_of(group) is not GroupState.LEASED:
                 raise _returned_twice(group)
             kept.add(sequence_of(group))
-        for group in lifecycle.leased_groups:
+        for group in lifecycle.groups_in(GroupState.LEASED):
             if group.sequence not in kept:
                 self._reject(group, "rollout_function")
         with self._journal.data_lock:
@@ -434,7 +434,7 @@ class HeldPrompts:
 
     def _leased_as(self, group: Group) -> Group | None:
         """The leased group of which `group` is a new list of the samples; None if there is none."""
-        return GroupsBySample(self._lifecycle.leased_groups).find(group)
+        return GroupsBySample(self._lifecycle.groups_in(GroupState.LEASED)).find(group)
 
     def _replace(self, group: Group, rebuilt: Group) -> None:
         """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""

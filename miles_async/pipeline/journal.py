@@ -255,7 +255,7 @@ class Journal:
             # An error of another class is a bug of the store, which must not cost a group either.
             cause = str(error) if isinstance(error, StoreError) else f"the run store failed with {shown_error(error)}"
             if self._failed_at is None:
-                self._warn(f"{cause}; the run continues, but it cannot be restored until the store is written again")
+                self.warn(f"{cause}; the run continues, but it cannot be restored until the store is written again")
             self._failed_at = now
         except BaseException:
             self._keep(changes)
@@ -266,7 +266,8 @@ class Journal:
         self._outbox.put(changes.number, changes.events)
         if stored and self._failed_at is not None:
             self._failed_at = None
-            self._warn("the store is written again")
+            self.warn("the store is written again")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Warn the user of a problem; the run continues."""
         self.emit(WarningRaised(time=self._clock.time(), text=text))

@@ -29,7 +29,7 @@ from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import DirectJournal, Feed, Trace, lifecycle_of
-from workers.preflight import dynamic_filter
+from workers.functions import dynamic_filter
 
 
 def own_member() -> list[Any]:
