@@ -452,6 +452,11 @@ class Group(list[Sample]):
         return min(self.versions)
 
     @property
+    def aborted(self) -> bool:
+        """Whether a sample was aborted; the next attempt may continue its tokens."""
+        return any(sample.status is SampleStatus.ABORTED for sample in self)
+
+    @property
     def response_tokens(self) -> int:
         """Response tokens of all samples."""
         return sum(sample.response_length for sample in self)

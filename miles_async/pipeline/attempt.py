@@ -13,17 +13,16 @@ from miles_async.errors import (
     RouterLostError,
     TrajectoryError,
 )
-from miles_async.events import GroupFiltered, GroupGenerated
-from miles_async.pipeline.grading import Grading
+from miles_async.events import GroupFiltered
+from miles_async.pipeline.grading import Grading, generated_event
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.repair import EngineChecks
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Generator
 from miles_async.scheduling.window import HeadAction, HeadPolicy
-from miles_async.types import DropReason, Group, SampleStatus, trajectories_of
+from miles_async.types import DropReason, Group, SampleStatus
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Delay before a group is requeued after its engine or router was lost, or after an engine aborted its requests on its
@@ -144,7 +143,7 @@ class Attempts:
             self.grading.leave_out(group, error)
         finally:
             del self.generating[sequence], self.at_engines_since[sequence]
-        if _aborted(group):
+        if group.aborted:
             return Outcome.ABORTED
         # The engines survived the prompt, whatever the group is worth.
         self._quarantine.clear(group)
@@ -160,23 +159,11 @@ class Attempts:
             await self.grading.score(group, lambda: self._stopping)
         finally:
             self.rewarding -= 1
-        verdict, versions = self.grading.filter(group), group.versions
+        verdict = self.grading.filter(group)
+        event = generated_event(group, clock.time(), generation_seconds, clock.monotonic() - generated)
         if not verdict.keep:
             journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=verdict.reason))
-        journal.emit(
-            GroupGenerated(
-                time=clock.time(),
-                sequence=sequence,
-                generation_seconds=generation_seconds,
-                reward_seconds=clock.monotonic() - generated,
-                versions=(min(versions), max(versions)),
-                response_tokens=group.response_tokens,
-                reward=mean_reward([group]),
-                truncated=sum(group.truncated),
-                missing=len(trajectories_of(group.missing)),
-                unfinished_rewards=len(group.unfinished_rewards),
-            )
-        )
+        journal.emit(event)
         self._sample_display.offer(group)
         return Outcome.KEPT if verdict.keep else Outcome.FILTERED
 
@@ -191,7 +178,7 @@ class Attempts:
             aborts_before = run_state.publish_aborts
             await self._generator.generate(group)
             by_publish = run_state.publish_is_aborting or run_state.publish_aborts != aborts_before
-            if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
+            if not group.aborted or not by_publish or self._stopping or sequence_of(group) in self._overdue:
                 return
             if not self._partial_rollout:
                 for sample in group:
@@ -255,7 +242,3 @@ class Attempts:
                 f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
                 keeps_finished=salvages,
             )
-
-
-def _aborted(group: Group) -> bool:
-    return any(sample.status is SampleStatus.ABORTED for sample in group)

@@ -207,7 +207,7 @@ class Evaluator:
             failure: TrajectoryError | EngineLostError
             try:
                 await self._request(group, generator)
-                if not _interrupted(group):
+                if not group.aborted:
                     return None
                 failure = InfrastructureError(
                     f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)",
@@ -215,7 +215,7 @@ class Evaluator:
                 )
                 interruptions += 1
             except TrajectoryError as error:
-                if not _interrupted(group):
+                if not group.aborted:
                     return error
                 # The aborted conversation of an agent cannot be continued, only restarted.
                 group.reset()
@@ -298,11 +298,6 @@ def _numbers(scores: Mapping[str, Any], name: str) -> list[float] | None:
     except TypeError:
         return None
     return None if None in numbers else numbers  # type: ignore[return-value]
-
-
-def _interrupted(group: Group) -> bool:
-    """Whether a sample was aborted; the next attempt then continues its tokens."""
-    return any(sample.status is SampleStatus.ABORTED for sample in group)
 
 
 def _copy_prompt(problem: Sample) -> Sample:

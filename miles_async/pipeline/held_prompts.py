@@ -24,14 +24,13 @@ from weakref import ref
 import structlog
 
 from miles_async.errors import UserError
-from miles_async.events import GroupGenerated
 from miles_async.identity import IdentityMap, WeakIdentityMap
+from miles_async.pipeline.grading import generated_event
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.training import mean_reward
 from miles_async.ports import SeekableSource
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample, trajectories_of
+from miles_async.types import DropReason, Group, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -381,7 +380,9 @@ class HeldPrompts:
             self.record_returned([group])
         self._adopt(group)
         if self._declared_keeps_groups is not False:
-            self._journal.emit(self._generated(group, taken))
+            clock = self._run_state.clock
+            seconds = 0.0 if taken is None else clock.monotonic() - taken.time
+            self._journal.emit(generated_event(group, clock.time(), seconds, 0.0, by_worker=True))
             self._run_state.mark_progress()
 
     def _release_unused(self) -> None:
@@ -401,22 +402,6 @@ class HeldPrompts:
             self._lifecycle.feed(group)
             self._skip(sequence_of(group))
             self._lifecycle.fail(group, LOST_BY_WORKER)
-
-    def _generated(self, group: Group, taken: TakenGroup | None) -> GroupGenerated:
-        clock = self._run_state.clock
-        return GroupGenerated(
-            time=clock.time(),
-            sequence=sequence_of(group),
-            generation_seconds=0.0 if taken is None else clock.monotonic() - taken.time,
-            reward_seconds=0.0,
-            versions=(group.oldest_version, max(group.versions)),
-            response_tokens=group.response_tokens,
-            reward=mean_reward([group]),
-            truncated=sum(group.truncated),
-            missing=len(trajectories_of(group.missing)),
-            unfinished_rewards=len(group.unfinished_rewards),
-            by_worker=True,
-        )
 
     def _adopt(self, group: Group) -> None:
         """Enter a finished group that the function generated.
