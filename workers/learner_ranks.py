@@ -16,7 +16,7 @@ import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from miles_async.adapters.ray.actor_errors import actor_result, describe_death
+from miles_async.adapters.ray.actor_errors import actor_result, all_results, describe_death
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
 from miles_async.config.derived import learner_ranks, save_folder
 from miles_async.config.schema import RunConfig
@@ -132,10 +132,5 @@ class LearnerRanks:
         return CheckpointFolder(folder, checksums=checksums).newest_of(self._run, self._count_read)
 
     async def _on_all(self, call: Callable[[ActorHandle[Any]], Any]) -> list[Any]:
-        """Call a method on all ranks. Raises what `actor_result` raises, as soon as one call fails."""
-        calls = [asyncio.ensure_future(actor_result(call(actor))) for actor in self.actors]
-        try:
-            return await asyncio.gather(*calls)
-        finally:
-            for running in calls:
-                running.cancel()
+        """Call a method on all ranks. Raises what `all_results` raises."""
+        return await all_results(map(call, self.actors))

@@ -291,6 +291,7 @@ def check_ray(address: str | None, within: float = 5.0) -> None:
     Ray uses gRPC, which is based on HTTP/2. A server answers the connection preface of HTTP/2 with a SETTINGS frame
     (RFC 9113, section 3.4), unless it expects TLS.
     """
+    # Ray installs no gRPC client for Python, and its own check needs seconds to import Ray.
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return

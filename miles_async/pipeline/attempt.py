@@ -102,14 +102,11 @@ class Attempts:
             with suppress(EngineLostError):
                 await self._generator.abort(group)
 
-    async def make(self, group: Group, sequence: int) -> bool:
-        """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end.
-
-        `sequence` is the number of the attempt.
-        """
-        aborts_before = self._aborts
+    async def make(self, group: Group) -> bool:
+        """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end."""
+        sequence, aborts_before = sequence_of(group), self._aborts
         try:
-            outcome = await self._generate_and_grade(group, sequence)
+            outcome = await self._generate_and_grade(group)
         except (TrajectoryError, EngineLostError) as error:
             outcome = Outcome.FAILED
             await self._fail(group, error)
@@ -123,9 +120,9 @@ class Attempts:
             self._salvaged.pop(group.feed_index, None)
         return outcome is Outcome.KEPT
 
-    async def _generate_and_grade(self, group: Group, sequence: int) -> Outcome:
+    async def _generate_and_grade(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
-        clock = self._run_state.clock
+        clock, sequence = self._run_state.clock, sequence_of(group)
         if self._quarantine.suspects(group):
             # The trial must not be lost at an engine that another group crashed a moment ago.
             await self._engines.check_all()
@@ -147,9 +144,9 @@ class Attempts:
             return Outcome.ABORTED
         # The engines survived the prompt, whatever the group is worth.
         self._quarantine.clear(group)
-        return await self._grade(group, sequence, clock.monotonic() - started)
+        return await self._grade(group, clock.monotonic() - started)
 
-    async def _grade(self, group: Group, sequence: int, generation_seconds: float) -> Outcome:
+    async def _grade(self, group: Group, generation_seconds: float) -> Outcome:
         """Check, score and filter a generated group."""
         clock, journal = self._run_state.clock, self._run_state.journal
         self.grading.check(group)
@@ -162,7 +159,7 @@ class Attempts:
         verdict = self.grading.filter(group)
         event = generated_event(group, clock.time(), generation_seconds, clock.monotonic() - generated)
         if not verdict.keep:
-            journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=verdict.reason))
+            journal.emit(GroupFiltered(time=clock.time(), sequence=sequence_of(group), reason=verdict.reason))
         journal.emit(event)
         self._sample_display.offer(group)
         return Outcome.KEPT if verdict.keep else Outcome.FILTERED
