@@ -217,7 +217,7 @@ class Cluster:
 
     async def start(self, checked: PreflightResult) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
-        sft_examples = checked.sft_examples
+        sft_examples, beginning = checked.sft_examples, checked.beginning
         debug, idle = self._config.debug, not generates(self._config)
         placement = await asyncio.to_thread(reserve, derived.demand_of(self._config))
         self._placements.append(placement)
@@ -250,7 +250,7 @@ class Cluster:
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, checked.starts_from),
+            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, beginning.starts_from),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
         await self.learner.begin()
@@ -264,8 +264,8 @@ class Cluster:
             router_actor=self._router_actor,
             learner_ranks=self.learner.actors,
             weight_transports=transports,
-            began_with=checked.began_with,
-            learner_checkpoint=checked.starts_from,
+            began_with=beginning.began_with,
+            learner_checkpoint=beginning.starts_from,
         )
         return ClusterReady(
             time=time.time(),

@@ -39,7 +39,7 @@ from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
 from miles_async.scheduling.bounds import Schedule
 
-from .continuation import write_beginning
+from .beginning import write_beginning
 from .preflight import PreflightResult, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         # The lock comes first: until another run has ended, it is not known from where to continue it.
         with lock_checkpoints(config):
             checked = preflight(config)
-            if (folder := checked.continues) is None:
+            if (folder := checked.beginning.folder) is None:
                 folder, received = RunFolder.create(config), 0
-                if checked.began_with is not None:
-                    write_beginning(folder, checked.began_with)
+                if (began_with := checked.beginning.began_with) is not None:
+                    write_beginning(folder, began_with)
             else:
                 folder.reopen(config)
                 received = cut_incomplete_batch(folder.events)
@@ -132,7 +132,7 @@ async def _drive(
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
-        if checked.continues is not None:
+        if checked.beginning.folder is not None:
             subscribers.replay(read_events(folder.events))
         started = run_started(config, folder, entry, model)
         if started.untested:

@@ -21,7 +21,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
 from miles_async.stored_run import Changes
 from tests.configuration import run_config
-from workers.continuation import unfinished_run, write_beginning
+from workers.beginning import unfinished_run, write_beginning
 
 
 def config(tmp_path: Path, **settings: Any) -> RunConfig:
