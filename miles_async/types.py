@@ -484,7 +484,7 @@ class Group(list[Sample]):
         """Add pending copies of those `prompts` that the group lacks to `missing`.
 
         `prompts` has one sample per trajectory of the complete group. The copies are those of other indices than the
-        group has, as far as there are any.
+        group has, if there are any.
         """
         present = [*self, *self.missing]
         lacking = len(prompts) - len(trajectories_of(present))
@@ -599,7 +599,7 @@ class DropReason(StrEnum):
     ABORTED = "aborted"
     """Aborted at the end of a batch; its prompt is requeued."""
     PARTIAL = "partial"
-    """Aborted at the end of a batch and fed again with its tokens (`--partial-rollout`)."""
+    """Aborted at the end of a batch and requeued with its tokens (`--partial-rollout`)."""
     GIVEN_BACK = "given_back"
     """A rollout function gave it back to the data source. Its prompt is requeued, with the tokens that it has."""
 

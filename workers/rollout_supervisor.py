@@ -117,7 +117,7 @@ class RolloutSupervisor:
         learner_death: Callable[[], Awaitable[str | None]],
         replace_learner: Callable[[], Awaitable[None]],
     ) -> None:
-        """Start another rollout worker, and another learner if it was lost, too."""
+        """Start another rollout worker, and another learner if it was lost."""
         began = time.monotonic()
         ray.kill(self.current)
         learner_is_lost = await learner_death() is not None
@@ -131,7 +131,7 @@ class RolloutSupervisor:
         self.start()
         if learner_is_lost:
             await replace_learner()
-        with suppress(FatalError):  # `run` finds out that this one was lost, too
+        with suppress(FatalError):  # `run` finds out that this one is lost as well
             await actor_result(self.current.heartbeat.remote())
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 

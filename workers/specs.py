@@ -59,7 +59,7 @@ class ClusterHandles:
     """API key of the router; empty if it has none."""
     engines: Sequence[EngineInfo]
     engine_urls: Collection[str]
-    """URLs of all engines that the run has and had, as far as the driver knows them."""
+    """URLs of all engines that the run has or had and that the driver knows."""
     engine_actors: Mapping[str, Sequence[Any]]
     """Handles of the engines' actors, by engine name: one per node that the engine spans."""
     router_actor: Any

@@ -99,7 +99,7 @@ class Repair:
             self._run_state.changed.notify()
 
     async def _keep_alive(self, engine: str) -> None:
-        """Check or restart one engine until it is no member of the fleet."""
+        """Check or restart one engine until it leaves the fleet."""
         while engine in self._fleet.members():
             if engine not in self._fleet.routed():
                 await self._replace(engine)
