@@ -49,6 +49,7 @@ from miles_async.errors import FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.tasks import TaskSupervisor
 
 from .engine import Engine
 from .heartbeats import Heartbeats, Probe
@@ -565,16 +566,10 @@ async def _unless_lost(call: Awaitable[Any]) -> None:
 
 
 async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Return the results of all coroutines. If one of them raises, the others are cancelled and its error is raised.
-
-    `asyncio.TaskGroup` would wrap the error in an ExceptionGroup.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    """Return the results of all coroutines. If one of them raises, the others are cancelled and its error is raised."""
+    async with TaskSupervisor() as tasks:
+        running = [tasks.spawn("start", coroutine) for coroutine in coroutines]
+        return [await task for task in running]
 
 
 async def _constant(value: Any) -> Any:

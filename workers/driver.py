@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -37,6 +36,7 @@ from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.scheduling.bounds import Schedule
 
 from .beginning import write_beginning
@@ -292,20 +292,12 @@ async def _tick(subscribers: EventSubscribers) -> NoReturn:
         await asyncio.sleep(TICK_SECONDS)
 
 
-async def _guard(work: Awaitable[T], *watchers: Awaitable[NoReturn]) -> T:
+async def _guard(work: Awaitable[T], *watchers: Coroutine[Any, Any, NoReturn]) -> T:
     """Return the result of `work`. If a watcher raises before, cancel `work` and raise the error of the watcher."""
-    task = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(watcher) for watcher in watchers]
-    try:
-        done, _ = await asyncio.wait([task, *watching], return_when=asyncio.FIRST_COMPLETED)
-        for ended in done - {task}:
-            ended.result()
-        return task.result()
-    finally:
-        for future in (task, *watching):
-            future.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+    async with TaskSupervisor() as tasks:
+        for watcher in watchers:
+            tasks.spawn("watcher", watcher)
+        return await work
 
 
 def _ignore_hangup() -> None:

@@ -193,7 +193,7 @@ class Generators:
         # Responses of evaluations are not trained, so they have no sampling masks.
         return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
 
-    def connect(self, live: Generator, rewarder: Rewarder) -> None:
+    def connect(self, live: GeneratorWithSampling | FunctionGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
         self._service.connect(generator=live, evaluator=self.evaluation(greedy_of(self._config)), rewarder=rewarder)
 

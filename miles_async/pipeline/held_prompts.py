@@ -1,8 +1,9 @@
 """The prompts that a rollout function holds: it takes them, generates by itself, and returns them whenever it likes.
 
 Functions written for slime return new lists of the samples, copies of samples, groups of a later call, or nothing at
-all. This file finds out which prompt each returned sample belongs to, and enters the groups into the lifecycle. The
-rest of the pipeline does not know about it, and without such a function nothing here has an effect.
+all. This file finds out which prompt each returned sample belongs to, and enters the groups into the lifecycle. Shipped
+functions need it as well: supervised examples are taken and adopted, and posted groups are adopted. The rest of the
+pipeline does not know about it, and without such a function nothing here has an effect.
 
     take                 the function gets prompts from the data source
     collect              it gets groups that the pipeline has generated
