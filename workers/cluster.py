@@ -254,7 +254,8 @@ class Cluster:
             _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, beginning.starts_from),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
-        await self.learner.begin()
+        if not debug.debug_rollout_only:
+            await self.learner.begin()
         self.handles = ClusterHandles(
             checkpoint=started.path,
             router_url=router_url,

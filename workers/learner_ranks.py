@@ -16,7 +16,8 @@ import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from miles_async.adapters.ray.actor_errors import actor_result, all_results, describe_death
+from miles_async.adapters.ray.actor_errors import describe_death
+from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
 from miles_async.config.derived import learner_ranks, save_folder
 from miles_async.config.schema import RunConfig
@@ -52,13 +53,14 @@ class LearnerRanks:
 
     async def start(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
         """Load the model folder `model` on all ranks, then a checkpoint."""
+        ranks = RayRanks(self.actors)
         # torch.distributed connects all ranks through a port on the node of the first rank.
-        port: int = await actor_result(self.actors[0].claim_port.remote(self._host))
-        await actor_result(self.actors[0].lead.remote(self.actors[1:]))
-        await self._on_all(lambda rank: rank.start.remote(model, self._host, port))
+        port: int = await ranks.on_first("claim_port", self._host)
+        await ranks.on_first("lead", self.actors[1:])
+        await ranks.on_all("start", model, self._host, port)
         if checkpoint is not None:
             folder = str(checkpoint.folder)
-            await self._on_all(lambda rank: rank.load_state.remote(folder))
+            await ranks.on_all("load_state", folder)
             log.info("learner resumes", checkpoint=folder)
         self._loaded = checkpoint
 
@@ -66,7 +68,7 @@ class LearnerRanks:
         """Begin to count batches and versions from what was loaded. Call it after the transports were measured."""
         loaded = self._loaded
         counts = (-1, 0, False) if loaded is None else (loaded.rollout, loaded.version, loaded.changed)
-        await self._on_all(lambda rank: rank.begin.remote(*counts))
+        await RayRanks(self.actors).on_all("begin", *counts)
 
     async def replace(
         self, model: str, began_with: LoadedCheckpoint | None, idle_limit: float
@@ -130,7 +132,3 @@ class LearnerRanks:
         if folder is None:
             return None
         return CheckpointFolder(folder, checksums=checksums).newest_of(self._run, self._count_read)
-
-    async def _on_all(self, call: Callable[[ActorHandle[Any]], Any]) -> list[Any]:
-        """Call a method on all ranks. Raises what `all_results` raises."""
-        return await all_results(map(call, self.actors))
