@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from typing import Any, Protocol
 
 from miles_async.errors import StoreError
@@ -80,7 +80,7 @@ class Journal:
         """The rollout of each group that is trained and not published, by sequence number."""
         self._retained: dict[int, tuple[int, str]] = {}
         """The rollout and the prompt of each published group that no checkpoint covers, by sequence number."""
-        self.data_lock = Lock()
+        self.data_lock = RLock()
         """Held while a rollout function takes prompts from the data source or returns them."""
         self.progress: Callable[[], dict[str, Any]] = dict
         """Returns the values that replace the stored ones of the same names. It is called with each write."""
