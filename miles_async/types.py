@@ -145,11 +145,6 @@ class Sample:
         return [Turn(start, end, bool(mask[start])) for start, end in pairwise([*starts, len(mask)])]
 
     @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version of the response; None without spans."""
-        return min((span.version for span in self.spans), default=None)
-
-    @property
     def finished(self) -> bool:
         """Whether the response is complete: the model ended it, or it reached the length limit."""
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)

@@ -538,7 +538,6 @@ def _token_hint() -> str:
 
 
 def _actor_name(engine: str, node_rank: int) -> str:
-    """Return the name of the actor of an engine on one of its nodes."""
     return engine if node_rank == 0 else f"{engine}-node{node_rank}"
 
 
@@ -550,7 +549,6 @@ def _executable(process: psutil.Process) -> str:
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
-    """Call a method of an actor. Raises what `actor_result` raises."""
     return await actor_result(method.remote(*arguments))
 
 

@@ -265,7 +265,6 @@ class Generators:
         return per_engine * len(self._fleet.members())
 
     def _weights_live(self) -> bool:
-        """Whether the engines hold weights of this run."""
         return self._live_version() >= 0
 
 

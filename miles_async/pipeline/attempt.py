@@ -147,7 +147,6 @@ class Attempts:
         return await self._grade(group, clock.monotonic() - started)
 
     async def _grade(self, group: Group, generation_seconds: float) -> Outcome:
-        """Check, score and filter a generated group."""
         clock, journal = self._run_state.clock, self._run_state.journal
         self.grading.check(group)
         generated = clock.monotonic()
@@ -184,7 +183,6 @@ class Attempts:
                         sample.reset()
 
     async def _fail(self, group: Group, error: TrajectoryError | EngineLostError) -> None:
-        """End a failed attempt."""
         match error:
             case PromptTooLongError():
                 self._lifecycle.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
@@ -225,7 +223,6 @@ class Attempts:
             self._lifecycle.requeue(group, DropReason.ABORTED)
 
     def _requeue_overdue(self, group: Group) -> None:
-        """Requeue a group that blocked the window for too long."""
         salvages = self._head_policy.action is HeadAction.SALVAGE
         tokens = sum(sample.response_length for sample in group if not sample.finished)
         if salvages and tokens > self._salvaged.pop(group.feed_index, 0):

@@ -301,5 +301,4 @@ def _numbers(scores: Mapping[str, Any], name: str) -> list[float] | None:
 
 
 def _copy_prompt(problem: Sample) -> Sample:
-    """The sample without a response."""
     return Sample(index=problem.index, prompt=problem.prompt, label=problem.label, metadata=dict(problem.metadata))

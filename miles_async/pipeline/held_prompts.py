@@ -368,7 +368,6 @@ class HeldPrompts:
         self._release_unused()
 
     def _enter_generated(self, group: Group) -> None:
-        """Enter a group that the function generated itself."""
         with self._journal.data_lock:
             taken = self._identify(group)
             # Groups without a name are not from the data source. A declared worker makes up no names.

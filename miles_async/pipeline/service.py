@@ -357,7 +357,6 @@ class Service:
         return None
 
     async def _stage(self) -> None:
-        """Stage the learner's weights as the next version."""
         self._enter_phase("publish")
         await self._publisher.stage(self.run_state.trainer_version + 1, self._trained)
         self._trained = []
@@ -375,7 +374,6 @@ class Service:
         await self._unless_stopped(self._evaluations.add(rollout_id))
 
     async def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate all data sets."""
         clock, run_state = self._ports.clock, self.run_state
         started, first_version = clock.monotonic(), run_state.live_version
         if self._ports.functions.evaluate is not None:

@@ -74,38 +74,26 @@ class ModelConfig:
 
 
 class Qwen3_0_6B(ModelConfig):
-    """Qwen3 with 0.6 billion parameters."""
-
     model_name = "Qwen/Qwen3-0.6B"
 
 
 class Qwen3_1_7B(ModelConfig):
-    """Qwen3 with 1.7 billion parameters."""
-
     model_name = "Qwen/Qwen3-1.7B"
 
 
 class Qwen3_4B(ModelConfig):
-    """Qwen3 with 4 billion parameters."""
-
     model_name = "Qwen/Qwen3-4B"
 
 
 class Qwen3_8B(ModelConfig):
-    """Qwen3 with 8 billion parameters."""
-
     model_name = "Qwen/Qwen3-8B"
 
 
 class Qwen3_14B(ModelConfig):
-    """Qwen3 with 14 billion parameters."""
-
     model_name = "Qwen/Qwen3-14B"
 
 
 class Qwen3_32B(ModelConfig):
-    """Qwen3 with 32 billion parameters."""
-
     model_name = "Qwen/Qwen3-32B"
 
 
