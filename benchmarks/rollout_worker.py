@@ -34,7 +34,6 @@ import uvloop
 
 from benchmarks.fake_engine import EOS_ID, TOKENS
 from benchmarks.records import record
-from miles_async.adapters.null import NullStore
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -55,6 +54,7 @@ from miles_async.rewards.functions.exact import Exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, EngineLoad, Group, Prompt, Sample, SendOutcome, StepReport, Verdict
+from tests.sim.world import NullStore
 
 GROUP = 8
 BATCH = 32

@@ -117,10 +117,10 @@ def changes(number: int, groups: Sequence[Group]) -> Changes:
             )
             for state, sequences in states.items()
             for sequence in sequences
-        },
-        ended=ended,
-        owed={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)},
-        forgotten=[f"sample_0_{sequence}" for sequence in ended],
+        }
+        | dict.fromkeys(ended),
+        prompts={f"sample_0_{first + position}": one.prompt_dict() for position, one in enumerate(groups)}
+        | {f"sample_0_{sequence}": None for sequence in ended},
         progress={"data": {"epoch": 0, "position": first}, "version": number},
         events=[QueueChanged(time=time.time(), depth=depth, blocked=0) for depth in range(5 * len(groups))],
         delivered=number - 1,
@@ -191,7 +191,8 @@ async def write_large(folder: Path) -> None:
     with closing(SqliteRunStore(folder, "benchmark")) as store:
         for number in range(1, LARGE_GROUPS // len(groups) + 1):
             batch = changes(number, groups)
-            batch.ended = batch.forgotten = ()
+            batch.groups = {sequence: change for sequence, change in batch.groups.items() if change is not None}
+            batch.prompts = {name: prompt for name, prompt in batch.prompts.items() if prompt is not None}
             await store.write(batch)
 
 

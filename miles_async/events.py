@@ -525,7 +525,7 @@ class CollapseRiskChanged(Event, frozen=True):
     """The rollout after whose training the risk changed."""
     high: bool
     why: str
-    """The figures that show it."""
+    """The metrics that show it."""
     knob: str
     """The setting to change; empty if the signs are gone."""
 

@@ -323,8 +323,7 @@ def _accept_columns(sample: Sample) -> None:
 def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
     """Accept the values of a finished sample and check its columns; log-probabilities and spans may be empty.
 
-    `newest_version` is the newest weight version of the
-    run; None if versions of another run are allowed.
+    `newest_version` is the newest weight version of the run; None if versions of another run are allowed.
     """
     accept_values(sample)
     check_columns(sample, limits, newest_version)

@@ -35,29 +35,42 @@ class GroupChange:
 
 @dataclass(slots=True, kw_only=True)
 class Changes:
-    """Everything that changed since the previous batch."""
+    """Everything that changed since the previous batch.
 
-    number: int
+    None removes the entry of its key from the store, if there is one.
+    """
+
+    number: int = 0
     """Counts the batches of a run, from 1."""
-    groups: Mapping[int, GroupChange] = field(default_factory=dict)
+    groups: dict[int, GroupChange | None] = field(default_factory=dict)
     """Groups that are live, or trained since the newest checkpoint, by sequence number."""
-    ended: Sequence[int] = ()
-    """Sequence numbers of groups that are no longer needed; unknown ones are ignored."""
-    owed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """`Group.prompt_dict` of prompts that were taken from the data, by feed index."""
-    posted: Mapping[str, Group] = field(default_factory=dict)
+    prompts: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
+    """`Group.prompt_dict` of prompts that were taken from the data, by feed index. None also removes the posted group
+    of this feed index."""
+    posted: dict[str, Group] = field(default_factory=dict)
     """Groups that external generators have posted, by feed index."""
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: dict[str, str | None] = field(default_factory=dict)
     """Feed indexes of posted groups by idempotency key."""
-    forgotten_keys: Sequence[str] = ()
-    """Idempotency keys that are no longer needed."""
-    forgotten: Sequence[str] = ()
-    """Feed indexes of prompts and posted groups that are owed no longer; unknown ones are ignored."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     """Named values that replace the stored values of the same names. JSON can express them, and they do not change."""
-    events: Sequence[Event] = ()
+    events: list[Event] = field(default_factory=list)
     delivered: int = 0
     """Events of the batches up to this number have reached the driver and are no longer needed."""
+
+    def merge_older(self, older: Changes) -> None:
+        """Add the changes of an earlier batch that was not stored, except its events."""
+        for sequence, change in self.groups.items():
+            before = older.groups.get(sequence)
+            if change is not None and before is not None and change.content is None:
+                change.content = before.content
+        self.groups = older.groups | self.groups
+        self.posted = {name: older.posted[name] for name in older.posted if not self.removes(name)} | self.posted
+        self.prompts = older.prompts | self.prompts
+        self.keys = older.keys | self.keys
+
+    def removes(self, feed_index: str) -> bool:
+        """Whether the prompt and the posted group of this feed index are removed."""
+        return self.prompts.get(feed_index, {}) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,7 @@ class StoredRun:
     """Number of the last batch."""
     groups: Sequence[StoredGroup]
     """Groups that are live or were trained since the newest checkpoint, in the order of their last transitions."""
-    owed: Sequence[Group]
+    prompts: Sequence[Group]
     """Prompts that were taken from the data and are neither trained for good nor given up, in the order in which they
     were stored. Prompts of `groups` are among them."""
     posted: Sequence[str]

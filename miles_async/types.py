@@ -145,11 +145,6 @@ class Sample:
         return [Turn(start, end, bool(mask[start])) for start, end in pairwise([*starts, len(mask)])]
 
     @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version of the response; None without spans."""
-        return min((span.version for span in self.spans), default=None)
-
-    @property
     def finished(self) -> bool:
         """Whether the response is complete: the model ended it, or it reached the length limit."""
         return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
@@ -319,7 +314,7 @@ class Group(list[Sample]):
     accept it.
     """
 
-    __slots__ = ("attempt", "feed_index", "missing", "owed", "sequence")
+    __slots__ = ("attempt", "feed_index", "missing", "sequence", "tracked")
 
     def __init__(
         self, samples: Iterable[Sample] = (), *, feed_index: str = "", attempt: int = 0, sequence: int | None = None
@@ -333,8 +328,8 @@ class Group(list[Sample]):
         """The order of admission, assigned by the scheduler to each attempt; None before admission."""
         self.missing: list[Sample] = []
         """Samples without which the group is trained; see `leave_out`."""
-        self.owed: Mapping[str, Any] | None = None
-        """The prompt as it was taken from the data or returned to it; see `owe`. None before that."""
+        self.tracked: Mapping[str, Any] | None = None
+        """The prompt as it was taken from the data or returned to it; see `track_prompt`. None before that."""
 
     @staticmethod
     def of(samples: Iterable[Sample | list[Sample]]) -> Group:
@@ -355,13 +350,13 @@ class Group(list[Sample]):
             members += entry
         return Group(members, feed_index=members[0].metadata.get("feed_index", "") if members else "")
 
-    def owe(self) -> Mapping[str, Any]:
+    def track_prompt(self) -> Mapping[str, Any]:
         """Keep and return the prompt as it is now (`prompt_dict`), which code of a user cannot change afterwards.
 
         The store and checkpoints contain this prompt, and the next attempt begins with it.
         """
-        self.owed = self.prompt_dict()
-        return self.owed
+        self.tracked = self.prompt_dict()
+        return self.tracked
 
     def to_dict(self) -> dict[str, Any]:
         """The group as plain data: `feed_index`, `attempt`, `samples` (see `Sample.to_dict`) and the prompts `missing`.
@@ -452,6 +447,11 @@ class Group(list[Sample]):
         return min(self.versions)
 
     @property
+    def aborted(self) -> bool:
+        """Whether a sample was aborted; the next attempt may continue its tokens."""
+        return any(sample.status is SampleStatus.ABORTED for sample in self)
+
+    @property
     def response_tokens(self) -> int:
         """Response tokens of all samples."""
         return sum(sample.response_length for sample in self)
@@ -479,7 +479,7 @@ class Group(list[Sample]):
         """Add pending copies of those `prompts` that the group lacks to `missing`.
 
         `prompts` has one sample per trajectory of the complete group. The copies are those of other indices than the
-        group has, as far as there are any.
+        group has, if there are any.
         """
         present = [*self, *self.missing]
         lacking = len(prompts) - len(trajectories_of(present))
@@ -497,13 +497,13 @@ class Group(list[Sample]):
             self.missing = []
 
     def reset(self, *, keeps_finished: bool = False) -> None:
-        """Discard responses, versions and rewards, so that the prompt that is owed can be admitted again.
+        """Discard responses, versions and rewards, so that the tracked prompt can be admitted again.
 
         One sample per trajectory stays. With `keeps_finished`, finished trajectories stay as they are. Samples that
         were left out return.
         """
-        owed = () if self.owed is None else self.owed["samples"]
-        prompts = {values["index"]: values for values in owed if values["index"] is not None}
+        tracked = () if self.tracked is None else self.tracked["samples"]
+        prompts = {values["index"]: values for values in tracked if values["index"] is not None}
         self.put_back()
         trajectories = self.trajectories
         for segments in trajectories:
@@ -594,7 +594,7 @@ class DropReason(StrEnum):
     ABORTED = "aborted"
     """Aborted at the end of a batch; its prompt is requeued."""
     PARTIAL = "partial"
-    """Aborted at the end of a batch and fed again with its tokens (`--partial-rollout`)."""
+    """Aborted at the end of a batch and requeued with its tokens (`--partial-rollout`)."""
     GIVEN_BACK = "given_back"
     """A rollout function gave it back to the data source. Its prompt is requeued, with the tokens that it has."""
 

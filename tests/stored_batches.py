@@ -46,10 +46,8 @@ def batch(number: int, tokens: int = 20) -> Changes:
         )
     return Changes(
         number=number,
-        groups=groups,
-        ended=[number - LIVE],
-        owed={group.feed_index: group.prompt_dict()},
-        forgotten=[f"sample_0_{number - LIVE}"],
+        groups={**groups, number - LIVE: None},
+        prompts={group.feed_index: group.prompt_dict(), f"sample_0_{number - LIVE}": None},
         progress={"batch": number, "state": {"window": [number, None, 0.1]}},
         events=[QueueChanged(time=0.1 * number, depth=number, blocked=0)] * 2,
         delivered=number - 2,
@@ -70,7 +68,7 @@ async def check_state(store: RunStore, tokens: int = 20) -> int:
         assert group.feed_index == f"sample_0_{group.sequence}"
         assert group.content == StoredContent([group.sequence], 2 * tokens)
         assert await store.load(group.sequence) == finished_group(group.sequence, tokens)
-    assert [prompt.feed_index for prompt in stored.owed] == [f"sample_0_{sequence}" for sequence in live]
+    assert [prompt.feed_index for prompt in stored.prompts] == [f"sample_0_{sequence}" for sequence in live]
     assert stored.progress == batch(number).progress
     undelivered = range(max(1, number - 1), number + 1)
     assert list(stored.events) == [(earlier, list(batch(earlier).events)) for earlier in undelivered]

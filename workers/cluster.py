@@ -48,6 +48,7 @@ from miles_async.errors import FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.tasks import TaskSupervisor
 
 from .engine import Engine
 from .heartbeats import Heartbeats, Probe
@@ -55,10 +56,18 @@ from .learner import LearnerRank
 from .learner_ranks import LearnerRanks
 from .placement import Placement, on_driver_node, reserve
 from .preflight import PreflightResult, check_ray
-from .rollout import ClusterHandles, RolloutWorker
+from .rollout import RolloutWorker
 from .rollout_supervisor import RolloutSupervisor
 from .router import Router
-from .specs import ENVIRONMENT, engine_spec, external_router, external_router_key, ray_arguments, router_spec
+from .specs import (
+    ENVIRONMENT,
+    ClusterHandles,
+    engine_spec,
+    external_router,
+    external_router_key,
+    ray_arguments,
+    router_spec,
+)
 
 LEARNER_GPU_FRACTION, ENGINE_GPU_FRACTION = 0.4, 0.2
 """Fractions of a GPU that an actor reserves from Ray; together at most 1, so that colocated actors fit on one GPU."""
@@ -208,7 +217,7 @@ class Cluster:
 
     async def start(self, checked: PreflightResult) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
-        sft_examples = checked.sft_examples
+        sft_examples, beginning = checked.sft_examples, checked.beginning
         debug, idle = self._config.debug, not generates(self._config)
         placement = await asyncio.to_thread(reserve, demand_of(self._config))
         self._placements.append(placement)
@@ -241,10 +250,11 @@ class Cluster:
         router_url, engines, _ = await _gather(
             _constant("") if idle else self._start_router(),
             _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, checked.starts_from),
+            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, beginning.starts_from),
         )
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
-        await self.learner.begin()
+        if not debug.debug_rollout_only:
+            await self.learner.begin()
         self.handles = ClusterHandles(
             checkpoint=started.path,
             router_url=router_url,
@@ -255,8 +265,8 @@ class Cluster:
             router_actor=self._router_actor,
             learner_ranks=self.learner.actors,
             weight_transports=transports,
-            began_with=checked.began_with,
-            learner_checkpoint=checked.starts_from,
+            began_with=beginning.began_with,
+            learner_checkpoint=beginning.starts_from,
         )
         return ClusterReady(
             time=time.time(),
@@ -527,7 +537,6 @@ def _token_hint() -> str:
 
 
 def _actor_name(engine: str, node_rank: int) -> str:
-    """Return the name of the actor of an engine on one of its nodes."""
     return engine if node_rank == 0 else f"{engine}-node{node_rank}"
 
 
@@ -539,7 +548,6 @@ def _executable(process: psutil.Process) -> str:
 
 
 async def _call(method: Any, *arguments: Any) -> Any:
-    """Call a method of an actor. Raises what `actor_result` raises."""
     return await actor_result(method.remote(*arguments))
 
 
@@ -556,16 +564,10 @@ async def _unless_lost(call: Awaitable[Any]) -> None:
 
 
 async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Return the results of all coroutines. If one of them raises, the others are cancelled and its error is raised.
-
-    `asyncio.TaskGroup` would wrap the error in an ExceptionGroup.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    """Return the results of all coroutines. If one of them raises, the others are cancelled and its error is raised."""
+    async with TaskSupervisor() as tasks:
+        running = [tasks.spawn("start", coroutine) for coroutine in coroutines]
+        return [await task for task in running]
 
 
 async def _constant(value: Any) -> Any:

@@ -11,8 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -37,9 +36,10 @@ from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
+from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.scheduling.bounds import Schedule
 
-from .continuation import write_beginning
+from .beginning import write_beginning
 from .preflight import PreflightResult, lock_checkpoints, preflight
 
 if TYPE_CHECKING:
@@ -81,10 +81,10 @@ def drive(config: RunConfig, argv: Sequence[str], *, entry: str) -> int:
         # The lock comes first: until another run has ended, it is not known from where to continue it.
         with lock_checkpoints(config):
             checked = preflight(config)
-            if (folder := checked.continues) is None:
+            if (folder := checked.beginning.folder) is None:
                 folder, received = RunFolder.create(config), 0
-                if checked.began_with is not None:
-                    write_beginning(folder, checked.began_with)
+                if (began_with := checked.beginning.began_with) is not None:
+                    write_beginning(folder, began_with)
             else:
                 folder.reopen(config)
                 received = cut_incomplete_batch(folder.events)
@@ -132,7 +132,7 @@ async def _drive(
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
-        if checked.continues is not None:
+        if checked.beginning.folder is not None:
             subscribers.replay(read_events(folder.events))
         started = run_started(config, folder, entry, model)
         if started.untested:
@@ -292,20 +292,12 @@ async def _tick(subscribers: EventSubscribers) -> NoReturn:
         await asyncio.sleep(TICK_SECONDS)
 
 
-async def _guard(work: Awaitable[T], *watchers: Awaitable[NoReturn]) -> T:
+async def _guard(work: Awaitable[T], *watchers: Coroutine[Any, Any, NoReturn]) -> T:
     """Return the result of `work`. If a watcher raises before, cancel `work` and raise the error of the watcher."""
-    task = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(watcher) for watcher in watchers]
-    try:
-        done, _ = await asyncio.wait([task, *watching], return_when=asyncio.FIRST_COMPLETED)
-        for ended in done - {task}:
-            ended.result()
-        return task.result()
-    finally:
-        for future in (task, *watching):
-            future.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+    async with TaskSupervisor() as tasks:
+        for watcher in watchers:
+            tasks.spawn("watcher", watcher)
+        return await work
 
 
 def _ignore_hangup() -> None:

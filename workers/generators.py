@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,22 +15,64 @@ from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.environments.process import EnvironmentProcess
+from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.events import AgentSessionExpired, SampleDiscarded
+from miles_async.guests import GUESTS
 from miles_async.pipeline.journal import Journal
-from miles_async.rollout.contract import Arguments
+from miles_async.ports import Generator, Rewarder
+from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import FunctionGenerator, OnDiscarded
+from miles_async.rollout.recording_generator import RecordingGenerator
+from miles_async.rollout.recordings import RecordingContext, identity_of
+from miles_async.rollout.sample_service import SampleService
 from miles_async.sample_schema import SampleLimits
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
-from .specs import greedy_of, sampling_of
+from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of
+
+
+@asynccontextmanager
+async def open_generators(
+    config: RunConfig,
+    handles: ClusterHandles,
+    fleet: SGLangFleet,
+    *,
+    journal: Journal,
+    stored: StoredRun | None,
+    live_version: Callable[[], int],
+    agent_key_file: Path,
+) -> AsyncIterator[Generators]:
+    """Yield the generators of a run, with the tokenizer of its checkpoint and the parser of answers to agents."""
+    tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
+    parser: AnswerParser | None = None
+    async with AsyncExitStack() as stack:
+        if serves_agents(config):
+            # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+            await asyncio.to_thread(getattr, tokenizer, "transformers")
+            choice = answer_parsers(config, handles.checkpoint)
+            parser = await stack.enter_async_context(AnswerParserProcess(choice))
+        generators = Generators(
+            config,
+            handles,
+            fleet,
+            tokenizer,
+            parser,
+            journal=journal,
+            stored=stored,
+            live_version=live_version,
+            limits=sample_limits(config, handles.checkpoint),
+            agent_key_file=agent_key_file,
+        )
+        yield await stack.enter_async_context(generators)
 
 
 class Generators:
@@ -40,17 +84,15 @@ class Generators:
     def __init__(
         self,
         config: RunConfig,
-        router_url: str,
-        router_key: str,
+        handles: ClusterHandles,
         fleet: SGLangFleet,
         tokenizer: CheckpointTokenizer,
-        args: Arguments,
+        parser: AnswerParser | None,
         *,
         journal: Journal,
         stored: StoredRun | None,
         live_version: Callable[[], int],
         limits: SampleLimits,
-        parser: AnswerParser | None,
         agent_key_file: Path,
     ) -> None:
         """`parser` finds tool calls and reasoning in answers to agents. `stored` is the state of the run that a lost
@@ -80,17 +122,21 @@ class Generators:
         )
         self._agent_key_file = agent_key_file
         self._environment = EnvironmentProcess(config.data, self._endpoint.key)
-        self.args = args.with_values(
-            tokenizer=tokenizer, trajectories=self.trajectories, environment_process=self._environment
+        self._service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
+        self.args = _arguments(config, handles).with_values(
+            sample_service=self._service,
+            tokenizer=tokenizer,
+            trajectories=self.trajectories,
+            environment_process=self._environment,
         )
         """The arguments of user functions."""
         engines = partial(
             SGLangGenerator,
-            router_url,
+            handles.router_url,
             tokenizer,
             limit=partial(self._max_requests, config.engine.sglang_server_concurrency),
             engines=fleet.engines,
-            router_key=router_key,
+            router_key=handles.router_key,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=journal.emit if config.observability.trace else None,
         )
@@ -141,6 +187,33 @@ class Generators:
         # Responses of evaluations are not trained, so they have no sampling masks.
         return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
 
+    def connect(self, live: SGLangGenerator | FunctionGenerator, rewarder: Rewarder) -> None:
+        """Let users' functions generate and score samples. `live` is the generator of `training`."""
+        self._service.connect(generator=live, evaluator=self.evaluation(greedy_of(self._config)), rewarder=rewarder)
+
+    async def recording(self, live: Generator, checkpoint: str, *, stream: bool) -> RecordingGenerator | None:
+        """A generator that records or replays calls of `live`; None if nothing is recorded.
+
+        `stream` is whether the run is fully asynchronous. Tells the guests that the run begins.
+        """
+        config = self._config
+        identity = await asyncio.to_thread(identity_of, config, checkpoint)
+        # A recording that is too long for this learner is not damaged, and its groups are generated again.
+        limits = replace(self.limits, longest=None)
+        context = RecordingContext(identity=identity, limits=limits, warn=self._journal.warn)
+        GUESTS.ask("begin a run", lambda guest: guest.begin_run(config, context))
+        if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
+            return None
+        return RecordingGenerator(
+            live,
+            config,
+            context,
+            stream=stream,
+            clock=SystemClock(),
+            events=self._journal,
+            live_version=self._live_version,
+        )
+
     def _with_user_function(
         self,
         engine: SGLangGenerator,
@@ -185,5 +258,13 @@ class Generators:
         return per_engine * len(self._fleet.members())
 
     def _weights_live(self) -> bool:
-        """Whether the engines hold weights of this run."""
         return self._live_version() >= 0
+
+
+def _arguments(config: RunConfig, handles: ClusterHandles) -> Arguments:
+    if not handles.router_url:
+        return flat_args(config)
+    host, _, port = handles.router_url.removeprefix("http://").rpartition(":")
+    return flat_args(
+        config, sglang_router_ip=host, sglang_router_port=int(port), sglang_router_api_key=handles.router_key
+    )

@@ -112,7 +112,7 @@ class LearnerRank:
         return self._port.number
 
     async def lead(self, others: Sequence[ActorHandle[Any]]) -> None:
-        """Call these ranks, too, in `on_all`. On rank 0 only."""
+        """Let `on_all` call these ranks as well as this one. On rank 0 only."""
         self._others = others
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:

@@ -16,7 +16,8 @@ import structlog
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from miles_async.adapters.ray.actor_errors import actor_result, describe_death
+from miles_async.adapters.ray.actor_errors import describe_death
+from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.monitor import MIN_WORK_SECONDS, WORK_POLL_SECONDS
@@ -51,13 +52,14 @@ class LearnerRanks:
 
     async def start(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
         """Load the model folder `model` on all ranks, then a checkpoint."""
+        ranks = RayRanks(self.actors)
         # torch.distributed connects all ranks through a port on the node of the first rank.
-        port: int = await actor_result(self.actors[0].claim_port.remote(self._host))
-        await actor_result(self.actors[0].lead.remote(self.actors[1:]))
-        await self._on_all(lambda rank: rank.start.remote(model, self._host, port))
+        port: int = await ranks.on_first("claim_port", self._host)
+        await ranks.on_first("lead", self.actors[1:])
+        await ranks.on_all("start", model, self._host, port)
         if checkpoint is not None:
             folder = str(checkpoint.folder)
-            await self._on_all(lambda rank: rank.load_state.remote(folder))
+            await ranks.on_all("load_state", folder)
             log.info("learner resumes", checkpoint=folder)
         self._loaded = checkpoint
 
@@ -65,7 +67,7 @@ class LearnerRanks:
         """Begin to count batches and versions from what was loaded. Call it after the transports were measured."""
         loaded = self._loaded
         counts = (-1, 0, False) if loaded is None else (loaded.rollout, loaded.version, loaded.changed)
-        await self._on_all(lambda rank: rank.begin.remote(*counts))
+        await RayRanks(self.actors).on_all("begin", *counts)
 
     async def replace(
         self, model: str, began_with: LoadedCheckpoint | None, idle_limit: float
@@ -129,12 +131,3 @@ class LearnerRanks:
         if folder is None:
             return None
         return CheckpointFolder(folder, checksums=checksums).newest_of(self._run, self._count_read)
-
-    async def _on_all(self, call: Callable[[ActorHandle[Any]], Any]) -> list[Any]:
-        """Call a method on all ranks. Raises what `actor_result` raises, as soon as one call fails."""
-        calls = [asyncio.ensure_future(actor_result(call(actor))) for actor in self.actors]
-        try:
-            return await asyncio.gather(*calls)
-        finally:
-            for running in calls:
-                running.cancel()

@@ -17,33 +17,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import structlog
 from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
+from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
-from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.errors import TemplateError, UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown
-from miles_async.observability.run_folder import RunFolder
 from miles_async.plugins import errors_of
 from miles_async.rewards.factory import RunRewards
-from miles_async.rollout.contract import Arguments, flat_args
+from miles_async.rollout.contract import flat_args
 from miles_async.rollout.recordings import check_recordings
-from miles_async.sample_schema import SampleLimits, accept_group, decode_json, too_long
-from miles_async.types import Group, Prompt, Sample, Verdict
+from miles_async.sample_schema import SampleLimits, decode_json, too_long
+from miles_async.types import Prompt, Sample
 from miles_async.user_code import USER_CODE_ERRORS
 
-from .batches import saved_batch
-from .continuation import unfinished_run
+from .beginning import Beginning, beginning_of
+from .functions import saved_batch
 from .specs import external_router_key
 
 WARM_START_EXAMPLES = 8192
@@ -55,8 +53,6 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 HTTP2_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """An empty SETTINGS frame of HTTP/2; the fourth byte is the type of a frame."""
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +70,7 @@ class PreflightResult:
     """What the checks have read and the run needs again."""
 
     sft_examples: SftExamples
-    continues: RunFolder | None
-    """The folder of the run that `--resume auto` continues."""
-    began_with: LoadedCheckpoint | None
-    """The checkpoint of another run that this one begins with, or began with; None if that is the model."""
-    starts_from: LoadedCheckpoint | None
-    """The checkpoint that the learner starts from: `began_with`, or a later one of this run."""
+    beginning: Beginning
 
 
 def preflight(config: RunConfig) -> PreflightResult:
@@ -91,21 +82,17 @@ def preflight(config: RunConfig) -> PreflightResult:
     for check in _independent_checks(config):
         with collected(problems):
             check()
-    began_with, continuation = None, None
+    beginning = Beginning()
     with collected(problems):
-        began_with = checkpoint_to_resume(config)
-        continuation = None if config.learner.resume is None else unfinished_run(config)
+        beginning = beginning_of(config)
     functions: list[str] = []
     with collected(functions):
         check_functions(config)
     problems += functions
     data = _check_data(config, problems)
-    if data is not None:
+    if data is not None and beginning.position is not None:
         with collected(problems):
-            if continuation is not None:
-                data.seek(continuation.position)
-            elif began_with is not None:
-                data.seek(read_progress(began_with.folder)["data"])
+            data.seek(beginning.position)
     if not functions:
         with collected(problems):
             rewards = RunRewards(config, flat_args(config))
@@ -121,14 +108,7 @@ def preflight(config: RunConfig) -> PreflightResult:
         with collected(problems):
             sft_examples = _sft_examples(config, data)
     raise_collected(problems)
-    if continuation is None:
-        return PreflightResult(sft_examples=sft_examples, continues=None, began_with=began_with, starts_from=began_with)
-    return PreflightResult(
-        sft_examples=sft_examples,
-        continues=continuation.folder,
-        began_with=continuation.began_with,
-        starts_from=continuation.starts_from,
-    )
+    return PreflightResult(sft_examples=sft_examples, beginning=beginning)
 
 
 def _independent_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
@@ -291,6 +271,7 @@ def check_ray(address: str | None, within: float = 5.0) -> None:
     Ray uses gRPC, which is based on HTTP/2. A server answers the connection preface of HTTP/2 with a SETTINGS frame
     (RFC 9113, section 3.4), unless it expects TLS.
     """
+    # Ray installs no gRPC client for Python, and its own check needs seconds to import Ray.
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
@@ -342,61 +323,3 @@ def lock_checkpoints(config: RunConfig) -> AbstractContextManager[None]:
         return nullcontext()
     check_writable("save", folder)
     return CheckpointFolder(folder).lock()
-
-
-def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
-    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
-
-    Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged, and says that
-    the folder is empty. Raises UserError if the folder is missing, or holds files but no intact checkpoint, or if the
-    checkpoint was written after the last rollout.
-    """
-    if config.learner.load is None:
-        return None
-    folder = Path(config.learner.load).expanduser().absolute()
-    checkpoints = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums)
-    if checkpoints.is_empty():
-        log.info("the folder of load is empty, so the run starts from the beginning", load=str(folder))
-        return None
-    checkpoint = checkpoints.latest()
-    for sentence in checkpoint.damage:
-        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
-    done = checkpoint.rollout + 1
-    if done >= config.rollout.num_rollout:
-        raise UserError(
-            f"checkpoint {checkpoint.folder} was written after {done} rollouts, and num_rollout is "
-            f"{config.rollout.num_rollout}: raise num_rollout to continue"
-        )
-    return checkpoint
-
-
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
-    """Return the dynamic sampling filter; without one, every generated group is kept.
-
-    Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
-    """
-    path = config.rollout.dynamic_sampling_filter_path
-    if path is None:
-        return lambda group: Verdict(True)
-    function = load_function(path, setting="dynamic_sampling_filter_path")
-
-    def keep(group: Group) -> Verdict:
-        # A copy, because the filter may change the list.
-        shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
-        try:
-            returned = function(args, shown_group)
-        except USER_CODE_ERRORS as error:
-            # User code can raise any exception. The group counts as failed; the run continues.
-            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
-        finally:
-            accept_group(group)
-        try:
-            return Verdict.of(returned)
-        except TypeError as error:
-            raise TrajectoryError(
-                f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
-                "it, or Verdict(keep, reason) of miles_async.types"
-            ) from None
-
-    return keep

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.ray.servers import RayServers
-from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint, checkpoint_name, read_progress
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
@@ -35,70 +31,31 @@ from miles_async.config.generation import (
     rollout_mode,
     schedule_of,
     serves_agents,
-    takes_from_queue,
-    trains_only,
 )
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import install_guests, load_function
-from miles_async.errors import EngineLostError, UserError
-from miles_async.events import DataSkipped, Event, WarningRaised
+from miles_async.config.user_functions import install_guests
+from miles_async.errors import EngineLostError
+from miles_async.events import DataSkipped, Event
 from miles_async.guests import GUESTS
-from miles_async.json_values import shown
 from miles_async.observability.console.logging import configure_worker_logging
 from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.checkpoint import resume
-from miles_async.pipeline.evaluate import EvalSet, Scores
+from miles_async.pipeline.evaluate import EvalSet
 from miles_async.pipeline.journal import Journal
-from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
-from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions, leave_unchanged
+from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
-from miles_async.ports import Generator
 from miles_async.rewards.factory import RunRewards
-from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, call_rollout_function, flat_args
-from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.rollout.recordings import RecordingContext, identity_of
-from miles_async.rollout.sample_service import SampleService
-from miles_async.sample_schema import SampleLimits
 from miles_async.scheduling.bounds import Schedule
 from miles_async.stored_run import StoredRun
 
-from .batches import BatchPreparation, SavedBatches
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .generators import Generators
+from .functions import dynamic_filter, run_functions
+from .generators import Generators, open_generators
 from .heartbeats import Heartbeat, heartbeat
-from .preflight import dynamic_filter
-from .specs import answer_parsers, eval_sampling_of, greedy_of, sample_limits, sampling_of, store_folder
+from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterHandles:
-    """The processes of a run that are up before the rollout worker starts."""
-
-    checkpoint: str
-    """The model folder that learner and engines were started from."""
-    router_url: str
-    """Empty if the run generates nothing."""
-    router_key: str = field(repr=False)
-    """API key of the router; empty if it has none."""
-    engines: Sequence[EngineInfo]
-    engine_urls: Collection[str]
-    """URLs of all engines that the run has and had, as far as the driver knows them."""
-    engine_actors: Mapping[str, Sequence[Any]]
-    """Handles of the engines' actors, by engine name: one per node that the engine spans."""
-    router_actor: Any
-    """Handle of the router's actor; None for an external router."""
-    learner_ranks: Sequence[Any]
-    """Handles of the learner's actors, by rank."""
-    weight_transports: Sequence[str]
-    """The usable weight transports, best first."""
-    began_with: LoadedCheckpoint | None
-    """The checkpoint of another run that this run began with; None if it began with the model."""
-    learner_checkpoint: LoadedCheckpoint | None
-    """The checkpoint that the current learner was started from: `began_with`, or a later one of this run."""
-
 
 EventBatch = tuple[int, Sequence[Event]]
 """The number of a batch of events, and the events."""
@@ -180,8 +137,17 @@ class RolloutWorker:
             fleet = await self._connect(handles, taking_over=stored is not None)
             if handles.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
-            service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
-            generators = await self._open_generators(handles, fleet, service, stored, cleanup)
+            generators = await cleanup.enter_async_context(
+                open_generators(
+                    config,
+                    handles,
+                    fleet,
+                    journal=self._journal,
+                    stored=stored,
+                    live_version=self._live_version,
+                    agent_key_file=self._folder.agent_key,
+                )
+            )
             ranks = faults.port("ranks", RayRanks(handles.learner_ranks))
             channel = Channel(handles.weight_transports, ranks, fleet.address)
             if stored is not None:
@@ -189,23 +155,24 @@ class RolloutWorker:
             data = await self._open_data(generators, handles.began_with if stored is None else None)
             rewarder = RunRewards(config, generators.args)
             cleanup.push_async_callback(rewarder.close)
-            live = generators.training()
-            service.connect(generator=live, evaluator=generators.evaluation(greedy_of(config)), rewarder=rewarder)
-            recording = await self._recording(live, handles.checkpoint, generators.limits)
+            live, schedule = generators.training(), schedule_of(config, self._entry)
+            generators.connect(live, rewarder)
+            stream = schedule is Schedule.FULLY_ASYNC
+            recording = await generators.recording(live, handles.checkpoint, stream=stream)
             ports = Ports(
                 clock=faults.clock,
                 journal=self._journal,
                 data=data,
                 generator=recording or live,
                 rewarder=rewarder,
-                learner=self._learner(ranks, handles.learner_checkpoint, stored),
+                learner=RayLearner(config, ranks, self._folder.path.name, self._checkpoint_before(handles, stored)),
                 channel=channel,
                 fleet=fleet,
                 dead_letters=self._open_dead_letters(cleanup),
                 dynamic_filter=dynamic_filter(config, generators.args),
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
-                functions=self._functions(generators, recording),
+                functions=run_functions(config, self._entry, generators, recording, self._journal),
                 keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 on_rollout=begin_rollout,
@@ -215,7 +182,7 @@ class RolloutWorker:
                 without_staleness_limit(config),
                 bounds_of(config, self._entry),
                 faults.ports(replace_unused_ports(config, ports)),
-                schedule=schedule_of(config, self._entry),
+                schedule=schedule,
                 first_rollout=0 if handles.began_with is None else handles.began_with.rollout + 1,
                 stored=stored,
             )
@@ -245,38 +212,6 @@ class RolloutWorker:
             self._outbox.put(number, events)
         return stored
 
-    async def _open_generators(
-        self,
-        handles: ClusterHandles,
-        fleet: SGLangFleet,
-        service: SampleService,
-        stored: StoredRun | None,
-        cleanup: AsyncExitStack,
-    ) -> Generators:
-        config = self._config
-        tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
-        parser: AnswerParser | None = None
-        if serves_agents(config):
-            # Otherwise the first request of an agent would stop the event loop while transformers is imported.
-            await asyncio.to_thread(getattr, tokenizer, "transformers")
-            choice = answer_parsers(config, handles.checkpoint)
-            parser = await cleanup.enter_async_context(AnswerParserProcess(choice))
-        generators = Generators(
-            config,
-            handles.router_url,
-            handles.router_key,
-            fleet,
-            tokenizer,
-            self._arguments(handles.router_url, handles.router_key).with_values(sample_service=service),
-            journal=self._journal,
-            stored=stored,
-            live_version=self._live_version,
-            limits=sample_limits(config, handles.checkpoint),
-            parser=parser,
-            agent_key_file=self._folder.agent_key,
-        )
-        return await cleanup.enter_async_context(generators)
-
     async def _open_data(self, generators: Generators, began_with: LoadedCheckpoint | None) -> BufferedSource:
         """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
         # In a thread, because this scans the file and imports transformers if prompts are chats.
@@ -294,18 +229,6 @@ class RolloutWorker:
         cleanup.callback(retries.cancel)
         return dead_letters
 
-    def _learner(self, ranks: RayRanks, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> RayLearner:
-        newest = self._newest_checkpoint(loaded, stored)
-        return RayLearner(self._config, ranks, self._folder.path.name, newest)
-
-    def _functions(self, generators: Generators, recording: RecordingGenerator | None) -> RunFunctions:
-        config, args, limits = self._config, generators.args, generators.limits
-        return RunFunctions(
-            rollout=self._rollout(args, generators, recording, limits),
-            prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, self._journal),
-            evaluate=self._evaluation(args),
-        )
-
     def _eval_sets(self, data: BufferedSource, generators: Generators, rewarder: RunRewards) -> list[EvalSet]:
         """The held-out problems of the training data, and the data sets for evaluations."""
         config = self._config
@@ -315,7 +238,7 @@ class RolloutWorker:
         others = (
             EvalSet(
                 name=name,
-                problems=eval_groups(config, name, dataset, tokenizer=generators.tokenizer, warn=self._warn),
+                problems=eval_groups(config, name, dataset, tokenizer=generators.tokenizer, warn=self._journal.warn),
                 generator=generators.evaluation(eval_sampling_of(config, dataset)),
                 rewarder=rewarder.of(dataset),
             )
@@ -323,29 +246,10 @@ class RolloutWorker:
         )
         return [held_out, *others]
 
-    def _rollout(
-        self, args: Arguments, generators: Generators, recording: RecordingGenerator | None, limits: SampleLimits
-    ) -> RolloutFunction | None:
-        """The rollout function; None if the service takes its batches directly from the queue."""
-        config = self._config
-        if trains_only(config):
-            return SavedBatches(config, limits)
-        if takes_from_queue(config, self._entry):
-            return None
-        keeps_groups = rollout_mode(config).keeps_groups
-        return RolloutFunctionAdapter(
-            load_function(config.rollout.rollout_function_path, setting="rollout_function_path"),
-            args,
-            config,
-            score_tokens=generators.engine_client.score_logprobs,
-            recording=None if keeps_groups else recording,
-            limits=limits,
-            keeps_groups=keeps_groups,
-        )
-
-    def _newest_checkpoint(self, loaded: LoadedCheckpoint | None, stored: StoredRun | None) -> Path | None:
+    def _checkpoint_before(self, handles: ClusterHandles, stored: StoredRun | None) -> Path | None:
         """The checkpoint that the next one follows: the newest of this run, or the one that the learner has loaded."""
-        folder, saved = self._config.learner.save_folder, None if stored is None else stored.progress["saved"]
+        loaded, folder = handles.learner_checkpoint, self._config.learner.save_folder
+        saved = None if stored is None else stored.progress["saved"]
         if folder is not None and saved is not None and (loaded is None or loaded.rollout <= saved):
             return folder / checkpoint_name(saved)
         return None if loaded is None else loaded.folder
@@ -421,23 +325,6 @@ class RolloutWorker:
 
         return report
 
-    def _evaluation(self, args: Arguments) -> EvaluationFunction | None:
-        path = self._config.rollout.eval_function_path
-        if path is None:
-            return None
-        function = load_function(path, setting="eval_function_path")
-
-        async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
-            scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
-            if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
-                raise UserError(
-                    f"eval_function_path {path} returned {shown(scores)}: return "
-                    '{name: {"rewards": [...], "truncated": [...]}}'
-                )
-            return scores
-
-        return evaluate
-
     async def events(self, received: int) -> list[EventBatch]:
         """Return the batches of events after number `received`; waits up to half a second for the first one."""
         return await self._outbox.take(received, 0.5)
@@ -472,36 +359,5 @@ class RolloutWorker:
         if self._service is not None:
             self._service.stop()
 
-    async def _recording(self, live: Generator, checkpoint: str, limits: SampleLimits) -> RecordingGenerator | None:
-        """A generator that records or replays calls of `live`; None if nothing is recorded."""
-        config, stream = self._config, schedule_of(self._config, self._entry) is Schedule.FULLY_ASYNC
-        identity = await asyncio.to_thread(identity_of, config, checkpoint)
-        # A recording that is too long for this learner is not damaged, and its groups are generated again.
-        limits = SampleLimits(vocabulary=limits.vocabulary, sampling_masks=limits.sampling_masks)
-        context = RecordingContext(identity=identity, limits=limits, warn=self._warn)
-        GUESTS.ask("begin a run", lambda guest: guest.begin_run(config, context))
-        if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
-            return None
-        return RecordingGenerator(
-            live,
-            config,
-            context,
-            stream=stream,
-            clock=SystemClock(),
-            events=self._journal,
-            live_version=self._live_version,
-        )
-
-    def _warn(self, text: str) -> None:
-        self._journal.emit(WarningRaised(time=time.time(), text=text))
-
     def _live_version(self) -> int:
         return self._service.run_state.live_version if self._service is not None else -1
-
-    def _arguments(self, router_url: str, router_key: str) -> Arguments:
-        if not router_url:
-            return flat_args(self._config)
-        host, _, port = router_url.removeprefix("http://").rpartition(":")
-        return flat_args(
-            self._config, sglang_router_ip=host, sglang_router_port=int(port), sglang_router_api_key=router_key
-        )

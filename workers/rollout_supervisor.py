@@ -20,7 +20,7 @@ from miles_async.adapters.ray.actor_errors import actor_result, describe_death
 from miles_async.errors import FatalError
 from miles_async.events import Event, EventsReceived, StepEnded, WarningRaised
 
-from .rollout import ClusterHandles
+from .specs import ClusterHandles
 
 MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
@@ -117,7 +117,7 @@ class RolloutSupervisor:
         learner_death: Callable[[], Awaitable[str | None]],
         replace_learner: Callable[[], Awaitable[None]],
     ) -> None:
-        """Start another rollout worker, and another learner if it was lost, too."""
+        """Start another rollout worker, and another learner if it was lost."""
         began = time.monotonic()
         ray.kill(self.current)
         learner_is_lost = await learner_death() is not None
@@ -131,7 +131,7 @@ class RolloutSupervisor:
         self.start()
         if learner_is_lost:
             await replace_learner()
-        with suppress(FatalError):  # `run` finds out that this one was lost, too
+        with suppress(FatalError):  # `run` finds out that this one is lost as well
             await actor_result(self.current.heartbeat.remote())
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 

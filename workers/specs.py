@@ -6,17 +6,18 @@ The functions have no side effects, so unit tests can check that every setting r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.sglang.answer_parser_process import Choice
 from miles_async.adapters.sglang.generator import SamplingParams
-from miles_async.adapters.sglang.launch import EngineSpec
+from miles_async.adapters.sglang.launch import EngineInfo, EngineSpec
 from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.adapters.sglang.server_key import new_key
+from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.batching.layout import longest_sequence
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
@@ -36,6 +37,33 @@ ROUTER_GRACE_SECONDS = 60.0
 ACTORS_AT_MOST = 64
 """The number of cores that a local Ray schedules with. It may exceed the real number: placement reserves one core per
 learner rank and engine device, and these processes share the cores of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterHandles:
+    """The processes of a run that are up before the rollout worker starts."""
+
+    checkpoint: str
+    """The model folder that learner and engines were started from."""
+    router_url: str
+    """Empty if the run generates nothing."""
+    router_key: str = field(repr=False)
+    """API key of the router; empty if it has none."""
+    engines: Sequence[EngineInfo]
+    engine_urls: Collection[str]
+    """URLs of all engines that the run has or had and that the driver knows."""
+    engine_actors: Mapping[str, Sequence[Any]]
+    """Handles of the engines' actors, by engine name: one per node that the engine spans."""
+    router_actor: Any
+    """Handle of the router's actor; None for an external router."""
+    learner_ranks: Sequence[Any]
+    """Handles of the learner's actors, by rank."""
+    weight_transports: Sequence[str]
+    """The usable weight transports, best first."""
+    began_with: LoadedCheckpoint | None
+    """The checkpoint of another run that this run began with; None if it began with the model."""
+    learner_checkpoint: LoadedCheckpoint | None
+    """The checkpoint that the current learner was started from: `began_with`, or a later one of this run."""
 
 
 def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:

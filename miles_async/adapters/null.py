@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import FatalError
-from miles_async.stored_run import Changes, StoredRun
-from miles_async.types import EngineLoad, Group, LearnerProgress, Sample, SendOutcome, StepReport
+from miles_async.types import EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
 
 
 class NullLearner:
@@ -98,20 +97,3 @@ class NullEngines:
     async def onload(self) -> None: ...
 
     async def check_router(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class NullStore:
-    """Implements the `RunStore` port without storing anything: a run with it ends when its rollout worker is lost."""
-
-    async def write(self, changes: Changes) -> None: ...
-
-    async def read(self) -> StoredRun | None:
-        return None
-
-    async def load(self, sequence: int) -> list[Sample]:
-        raise FatalError(f"group {sequence} is not stored, because this run has no store; report this bug")
-
-    async def load_posted(self, feed_index: str) -> list[Sample]:
-        raise FatalError(f"group {feed_index} is not stored, because this run has no store; report this bug")

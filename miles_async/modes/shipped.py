@@ -36,7 +36,7 @@ class Stream(RolloutMode):
     collects_only = True
 
 
-class Worker(RolloutMode):
+class OwnWorker(RolloutMode):
     """The function has a worker that generates all the time."""
 
     summary = "has a worker that keeps groups between calls"

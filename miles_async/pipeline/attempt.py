@@ -13,17 +13,16 @@ from miles_async.errors import (
     RouterLostError,
     TrajectoryError,
 )
-from miles_async.events import GroupFiltered, GroupGenerated
-from miles_async.pipeline.grading import Grading
+from miles_async.events import GroupFiltered
+from miles_async.pipeline.grading import Grading, generated_event
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.repair import EngineChecks
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.sample_display import SampleDisplay
 from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Generator
 from miles_async.scheduling.window import HeadAction, HeadPolicy
-from miles_async.types import DropReason, Group, SampleStatus, trajectories_of
+from miles_async.types import DropReason, Group, SampleStatus
 
 ENGINE_LOST_PAUSE_SECONDS = 1.0
 """Delay before a group is requeued after its engine or router was lost, or after an engine aborted its requests on its
@@ -103,14 +102,11 @@ class Attempts:
             with suppress(EngineLostError):
                 await self._generator.abort(group)
 
-    async def make(self, group: Group, sequence: int) -> bool:
-        """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end.
-
-        `sequence` is the number of the attempt.
-        """
-        aborts_before = self._aborts
+    async def make(self, group: Group) -> bool:
+        """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end."""
+        sequence, aborts_before = sequence_of(group), self._aborts
         try:
-            outcome = await self._generate_and_grade(group, sequence)
+            outcome = await self._generate_and_grade(group)
         except (TrajectoryError, EngineLostError) as error:
             outcome = Outcome.FAILED
             await self._fail(group, error)
@@ -124,9 +120,9 @@ class Attempts:
             self._salvaged.pop(group.feed_index, None)
         return outcome is Outcome.KEPT
 
-    async def _generate_and_grade(self, group: Group, sequence: int) -> Outcome:
+    async def _generate_and_grade(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
-        clock = self._run_state.clock
+        clock, sequence = self._run_state.clock, sequence_of(group)
         if self._quarantine.suspects(group):
             # The trial must not be lost at an engine that another group crashed a moment ago.
             await self._engines.check_all()
@@ -144,14 +140,13 @@ class Attempts:
             self.grading.leave_out(group, error)
         finally:
             del self.generating[sequence], self.at_engines_since[sequence]
-        if _aborted(group):
+        if group.aborted:
             return Outcome.ABORTED
         # The engines survived the prompt, whatever the group is worth.
         self._quarantine.clear(group)
-        return await self._grade(group, sequence, clock.monotonic() - started)
+        return await self._grade(group, clock.monotonic() - started)
 
-    async def _grade(self, group: Group, sequence: int, generation_seconds: float) -> Outcome:
-        """Check, score and filter a generated group."""
+    async def _grade(self, group: Group, generation_seconds: float) -> Outcome:
         clock, journal = self._run_state.clock, self._run_state.journal
         self.grading.check(group)
         generated = clock.monotonic()
@@ -160,23 +155,11 @@ class Attempts:
             await self.grading.score(group, lambda: self._stopping)
         finally:
             self.rewarding -= 1
-        verdict, versions = self.grading.filter(group), group.versions
+        verdict = self.grading.filter(group)
+        event = generated_event(group, clock.time(), generation_seconds, clock.monotonic() - generated)
         if not verdict.keep:
-            journal.emit(GroupFiltered(time=clock.time(), sequence=sequence, reason=verdict.reason))
-        journal.emit(
-            GroupGenerated(
-                time=clock.time(),
-                sequence=sequence,
-                generation_seconds=generation_seconds,
-                reward_seconds=clock.monotonic() - generated,
-                versions=(min(versions), max(versions)),
-                response_tokens=group.response_tokens,
-                reward=mean_reward([group]),
-                truncated=sum(group.truncated),
-                missing=len(trajectories_of(group.missing)),
-                unfinished_rewards=len(group.unfinished_rewards),
-            )
-        )
+            journal.emit(GroupFiltered(time=clock.time(), sequence=sequence_of(group), reason=verdict.reason))
+        journal.emit(event)
         self._sample_display.offer(group)
         return Outcome.KEPT if verdict.keep else Outcome.FILTERED
 
@@ -191,7 +174,7 @@ class Attempts:
             aborts_before = run_state.publish_aborts
             await self._generator.generate(group)
             by_publish = run_state.publish_is_aborting or run_state.publish_aborts != aborts_before
-            if not _aborted(group) or not by_publish or self._stopping or sequence_of(group) in self._overdue:
+            if not group.aborted or not by_publish or self._stopping or sequence_of(group) in self._overdue:
                 return
             if not self._partial_rollout:
                 for sample in group:
@@ -200,7 +183,6 @@ class Attempts:
                         sample.reset()
 
     async def _fail(self, group: Group, error: TrajectoryError | EngineLostError) -> None:
-        """End a failed attempt."""
         match error:
             case PromptTooLongError():
                 self._lifecycle.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
@@ -241,7 +223,6 @@ class Attempts:
             self._lifecycle.requeue(group, DropReason.ABORTED)
 
     def _requeue_overdue(self, group: Group) -> None:
-        """Requeue a group that blocked the window for too long."""
         salvages = self._head_policy.action is HeadAction.SALVAGE
         tokens = sum(sample.response_length for sample in group if not sample.finished)
         if salvages and tokens > self._salvaged.pop(group.feed_index, 0):
@@ -255,7 +236,3 @@ class Attempts:
                 f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
                 keeps_finished=salvages,
             )
-
-
-def _aborted(group: Group) -> bool:
-    return any(sample.status is SampleStatus.ABORTED for sample in group)

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: the learner's state, the position in the data, and the prompts that are still owed.
+"""Checkpoints of a run: the learner's state, the position in the data, and the prompts that are not trained yet.
 
-A prompt is owed if it was fed but not trained when the checkpoint was written. A resumed run generates owed prompts
-again, so no prompt is lost and none is trained twice. Weight versions restart at 0, because a resumed run starts new
+These are the prompts that were fed before the checkpoint was written. A resumed run generates them again, so no prompt
+is lost and none is trained twice. Weight versions restart at 0, because a resumed run starts new
 engines.
 """
 
@@ -79,18 +79,17 @@ def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle,
     """
     data, taken = snapshot()
     untrained = [group for group in lifecycle.live_groups if lifecycle.state_of(group) is not GroupState.TRAINED]
-    owed = [*untrained, *taken, *lifecycle.quarantine.waiting]
     return {
         "rollout": rollout_id,
         "version": run_state.trainer_version,
         "changed": run_state.weights_changed,
         "data": data,
-        "owed": [group.owed or group.prompt_dict() for group in owed],
+        "owed": [group.tracked or group.prompt_dict() for group in (*untrained, *taken, *lifecycle.quarantine.waiting)],
     }
 
 
 def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> None:
-    """Restore the position in the data, and put owed prompts first in line.
+    """Restore the position in the data, and put the prompts that were not trained first in line.
 
     The store of this run is new, so all prompts that wait are recorded in the journal. Raises UserError if the progress
     is incomplete, or if it belongs to other data.

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError, UserError
-from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
+from miles_async.events import Evaluated, EvaluationSkipped
 from miles_async.identity import identity_set
 from miles_async.json_values import finite_number, plain_text, shown
 from miles_async.pipeline.grading import score
@@ -118,7 +118,7 @@ class Evaluator:
         outcomes = await asyncio.gather(*(self._answer(group, eval_set) for group in groups))
         name = eval_set.name
         if lost := [outcome for outcome in outcomes if isinstance(outcome, EngineLostError)]:
-            self._warn(
+            self.run_state.journal.warn(
                 f"{name} was not evaluated: {len(lost)} of {len(groups)} problems lost their engine "
                 f"{MAX_ENGINE_LOSSES} times: {lost[0]}"
             )
@@ -143,17 +143,17 @@ class Evaluator:
         unscored = [failure.missing for failure in failures if failure.missing is not None]
         unfinished = [cause for group in groups for cause in group.unfinished_rewards]
         if wrong:
-            self._warn(
+            self.run_state.journal.warn(
                 f"{len(wrong)} of {len(groups)} problems of {name} have samples that failed and score 0: {wrong[0]}"
             )
         if unfinished:
-            self._warn(
+            self.run_state.journal.warn(
                 f"{len(unfinished)} of {missing + scored} samples of {name} count as wrong, because their reward did "
                 f"not finish: {unfinished[0]}"
             )
         if unscored:
             then = "they are missing from its results" if scored else "it was not evaluated"
-            self._warn(
+            self.run_state.journal.warn(
                 f"{missing} of {missing + scored} samples of {name} could not be scored, and {then}: {unscored[0]}"
             )
 
@@ -207,7 +207,7 @@ class Evaluator:
             failure: TrajectoryError | EngineLostError
             try:
                 await self._request(group, generator)
-                if not _interrupted(group):
+                if not group.aborted:
                     return None
                 failure = InfrastructureError(
                     f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)",
@@ -215,7 +215,7 @@ class Evaluator:
                 )
                 interruptions += 1
             except TrajectoryError as error:
-                if not _interrupted(group):
+                if not group.aborted:
                     return error
                 # The aborted conversation of an agent cannot be continued, only restarted.
                 group.reset()
@@ -238,9 +238,6 @@ class Evaluator:
         finally:
             self.run_state.evaluation_requests -= 1
             self.run_state.changed.notify()
-
-    def _warn(self, text: str) -> None:
-        self.run_state.journal.emit(WarningRaised(time=self.run_state.clock.time(), text=text))
 
 
 class DueEvaluations:
@@ -303,11 +300,5 @@ def _numbers(scores: Mapping[str, Any], name: str) -> list[float] | None:
     return None if None in numbers else numbers  # type: ignore[return-value]
 
 
-def _interrupted(group: Group) -> bool:
-    """Whether a sample was aborted; the next attempt then continues its tokens."""
-    return any(sample.status is SampleStatus.ABORTED for sample in group)
-
-
 def _copy_prompt(problem: Sample) -> Sample:
-    """The sample without a response."""
     return Sample(index=problem.index, prompt=problem.prompt, label=problem.label, metadata=dict(problem.metadata))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from miles_async.errors import InfrastructureError
-from miles_async.events import SampleDiscarded
+from miles_async.events import GroupGenerated, SampleDiscarded
+from miles_async.pipeline.lifecycle import sequence_of
 from miles_async.pipeline.run_state import RunState
+from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Rewarder
 from miles_async.sample_schema import SampleLimits, check_group
 from miles_async.scheduling.admission import Candidates
@@ -112,3 +114,23 @@ class Grading:
             return Verdict(True)
         self.candidates.drop()
         return verdict
+
+
+def generated_event(
+    group: Group, now: float, generation_seconds: float, reward_seconds: float, *, by_worker: bool = False
+) -> GroupGenerated:
+    """The event of a group that has its rewards. Raises TrajectoryError if the group has no versions."""
+    versions = group.versions
+    return GroupGenerated(
+        time=now,
+        sequence=sequence_of(group),
+        generation_seconds=generation_seconds,
+        reward_seconds=reward_seconds,
+        versions=(min(versions), max(versions)),
+        response_tokens=group.response_tokens,
+        reward=mean_reward([group]),
+        truncated=sum(group.truncated),
+        missing=len(trajectories_of(group.missing)),
+        unfinished_rewards=len(group.unfinished_rewards),
+        by_worker=by_worker,
+    )

@@ -1,8 +1,9 @@
 """The prompts that a rollout function holds: it takes them, generates by itself, and returns them whenever it likes.
 
 Functions written for slime return new lists of the samples, copies of samples, groups of a later call, or nothing at
-all. This file finds out which prompt each returned sample belongs to, and enters the groups into the lifecycle. The
-rest of the pipeline does not know about it, and without such a function nothing here has an effect.
+all. This file finds out which prompt each returned sample belongs to, and enters the groups into the lifecycle. Shipped
+functions need it as well: supervised examples are taken and adopted, and posted groups are adopted. The rest of the
+pipeline does not know about it, and without such a function nothing here has an effect.
 
     take                 the function gets prompts from the data source
     collect              it gets groups that the pipeline has generated
@@ -24,14 +25,13 @@ from weakref import ref
 import structlog
 
 from miles_async.errors import UserError
-from miles_async.events import GroupGenerated
 from miles_async.identity import IdentityMap, WeakIdentityMap
+from miles_async.pipeline.grading import generated_event
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.run_state import RunState
-from miles_async.pipeline.training import mean_reward
 from miles_async.ports import SeekableSource
 from miles_async.scheduling.ledger import GroupState
-from miles_async.types import DropReason, Group, Sample, trajectories_of
+from miles_async.types import DropReason, Group, Sample
 
 log = structlog.get_logger(__name__)
 
@@ -277,7 +277,7 @@ class HeldPrompts:
         """Whether the run has a group that the function does not hold: it waits, is in progress, or is trained."""
         if group.sequence is not None and self._lifecycle.state_of(group) is not None:
             return True
-        if not group.feed_index or self._is_handed_on(group):
+        if not group.feed_index or group.feed_index in self._handed_on:
             return bool(group.feed_index)
         # A function may have kept its groups in a file while the rollout worker was replaced.
         groups = (*self._data.returned(), *self._lifecycle.live_groups)
@@ -286,21 +286,18 @@ class HeldPrompts:
     def end_given_back(self) -> None:
         """End the attempts at groups that were given back: the slots are free, and the prompts wait in the data."""
         with self._journal.data_lock:
-            self._end_given_back()
-
-    def _end_given_back(self) -> None:
-        for group, again in self._given_back:
-            tokens = min(group.response_tokens, again.response_tokens)
-            self._lifecycle.drop(group, DropReason.GIVEN_BACK, kept_tokens=tokens)
-            # The function may have taken the prompt from the data source again.
-            taken = self.taken.named(again.feed_index)
-            self._journal.track_prompt(again if taken is None else taken.copy)
-        self._given_back.clear()
+            for group, again in self._given_back:
+                tokens = min(group.response_tokens, again.response_tokens)
+                self._lifecycle.drop(group, DropReason.GIVEN_BACK, kept_tokens=tokens)
+                # The function may have taken the prompt from the data source again.
+                taken = self.taken.named(again.feed_index)
+                self._journal.track_prompt(again if taken is None else taken.copy)
+            self._given_back.clear()
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
         """The state of the data source, and the taken groups. No prompt is in both, and none is in neither."""
         with self._journal.data_lock:
-            self._end_given_back()
+            self.end_given_back()
             return self._data.state_dict(), self.taken.copies
 
     def refuse(self, group: Group, error: str) -> None:
@@ -324,11 +321,11 @@ class HeldPrompts:
         Raises UserError for a group that was returned or given back before.
         """
         with self._journal.data_lock:
-            self._end_given_back()
-            if group.sequence is None and (original := self._leased_as(group)) is not None:
+            self.end_given_back()
+            if group.sequence is None and (original := self._leased().find(group)) is not None:
                 self._replace(original, group)
             if group.sequence is None:
-                held = self._identify(group) is not None or not self._is_handed_on(group)
+                held = self._identify(group) is not None or group.feed_index not in self._handed_on
             else:
                 held = group.sequence in self._collected
             if not held:
@@ -351,19 +348,19 @@ class HeldPrompts:
         lifecycle = self._lifecycle
         with self._journal.data_lock:
             # From now on the function cannot give back what it collected before.
-            self._end_given_back()
+            self.end_given_back()
             self._hand_on(list(self._collected.values()))
-        collected = GroupsBySample(lifecycle.leased_groups)
+        leased = self._leased()
         kept = {sequence_of(group) for group in leased_before}
         for group in returned:
-            if group.sequence is None and (original := collected.find(group)) is not None:
+            if group.sequence is None and (original := leased.find(group)) is not None:
                 self._replace(original, group)
             if group.sequence is None:
                 self._enter_generated(group)
             elif group.sequence in kept or lifecycle.state_of(group) is not GroupState.LEASED:
                 raise _returned_twice(group)
             kept.add(sequence_of(group))
-        for group in lifecycle.leased_groups:
+        for group in lifecycle.groups_in(GroupState.LEASED):
             if group.sequence not in kept:
                 self._reject(group, "rollout_function")
         with self._journal.data_lock:
@@ -371,17 +368,18 @@ class HeldPrompts:
         self._release_unused()
 
     def _enter_generated(self, group: Group) -> None:
-        """Enter a group that the function generated itself."""
         with self._journal.data_lock:
             taken = self._identify(group)
             # Groups without a name are not from the data source. A declared worker makes up no names.
             named = bool(group.feed_index) and self._declared_keeps_groups is True
-            if taken is None and (named or self._is_handed_on(group)):
+            if taken is None and (named or group.feed_index in self._handed_on):
                 raise _returned_twice(group)
             self.record_returned([group])
         self._adopt(group)
         if self._declared_keeps_groups is not False:
-            self._journal.emit(self._generated(group, taken))
+            clock = self._run_state.clock
+            seconds = 0.0 if taken is None else clock.monotonic() - taken.time
+            self._journal.emit(generated_event(group, clock.time(), seconds, 0.0, by_worker=True))
             self._run_state.mark_progress()
 
     def _release_unused(self) -> None:
@@ -402,22 +400,6 @@ class HeldPrompts:
             self._skip(sequence_of(group))
             self._lifecycle.fail(group, LOST_BY_WORKER)
 
-    def _generated(self, group: Group, taken: TakenGroup | None) -> GroupGenerated:
-        clock = self._run_state.clock
-        return GroupGenerated(
-            time=clock.time(),
-            sequence=sequence_of(group),
-            generation_seconds=0.0 if taken is None else clock.monotonic() - taken.time,
-            reward_seconds=0.0,
-            versions=(group.oldest_version, max(group.versions)),
-            response_tokens=group.response_tokens,
-            reward=mean_reward([group]),
-            truncated=sum(group.truncated),
-            missing=len(trajectories_of(group.missing)),
-            unfinished_rewards=len(group.unfinished_rewards),
-            by_worker=True,
-        )
-
     def _adopt(self, group: Group) -> None:
         """Enter a finished group that the function generated.
 
@@ -432,9 +414,9 @@ class HeldPrompts:
         # Nothing needs the prompt any more, so a function that still holds the group may give it back.
         self._handed_on.discard(group.feed_index)
 
-    def _leased_as(self, group: Group) -> Group | None:
-        """The leased group of which `group` is a new list of the samples; None if there is none."""
-        return GroupsBySample(self._lifecycle.leased_groups).find(group)
+    def _leased(self) -> GroupsBySample:
+        """Finds the leased group of which a group is a new list of the samples."""
+        return GroupsBySample(self._lifecycle.groups_in(GroupState.LEASED))
 
     def _replace(self, group: Group, rebuilt: Group) -> None:
         """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
@@ -464,12 +446,8 @@ class HeldPrompts:
         """Remember the names of those groups that the function held."""
         for group in groups:
             collected = None if group.sequence is None else self._collected.pop(group.sequence, None)
-            if collected is not None or self.taken.named(group.feed_index) is not None:
+            if group.feed_index and (collected is not None or self.taken.named(group.feed_index) is not None):
                 self._handed_on.add(group.feed_index)
-
-    def _is_handed_on(self, group: Group) -> bool:
-        """Whether the function held the group before, and has returned it or given it back."""
-        return bool(group.feed_index) and group.feed_index in self._handed_on
 
 
 def _returned_twice(group: Group) -> UserError:

@@ -11,9 +11,9 @@ learner and before a weight version is staged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from threading import Lock
+from threading import RLock
 from typing import Any, Protocol
 
 from miles_async.errors import StoreError
@@ -67,16 +67,10 @@ class Journal:
         self._writing = asyncio.Lock()
         self._pending = asyncio.Event()
         self._order = 0
-        self._groups: dict[int, GroupChange] = {}
-        self._ended: dict[int, None] = {}
-        self._owed: dict[str, Mapping[str, Any]] = {}
-        self._forgotten: dict[str, None] = {}
-        self._posted: dict[str, Group] = {}
-        self._keys: dict[str, str] = {}
-        self._forgotten_keys: dict[str, None] = {}
+        self._changes = Changes()
+        """What is not stored yet."""
         self._values: dict[str, Any] = {}
         """Values that are stored beside those of `progress`."""
-        self._events: list[Event] = []
         self._failed_at: float | None = None
         """When the last write failed; None if it did not fail."""
         self._retains_trained = retains_trained
@@ -86,7 +80,7 @@ class Journal:
         """The rollout of each group that is trained and not published, by sequence number."""
         self._retained: dict[int, tuple[int, str]] = {}
         """The rollout and the prompt of each published group that no checkpoint covers, by sequence number."""
-        self.data_lock = Lock()
+        self.data_lock = RLock()
         """Held while a rollout function takes prompts from the data source or returns them."""
         self.progress: Callable[[], dict[str, Any]] = dict
         """Returns the values that replace the stored ones of the same names. It is called with each write."""
@@ -98,7 +92,7 @@ class Journal:
 
     def emit(self, event: Event) -> None:
         """Pass an event on after the next write."""
-        self._events.append(event)
+        self._changes.events.append(event)
         self._pending.set()
 
     def move(self, group: Group, transition: Transition, *, adopted: bool, rollout: int | None = None) -> None:
@@ -122,12 +116,12 @@ class Journal:
                 return
         # Numbers of batches only rise, also from one rollout worker to the next.
         self._order = max(self._order + 1, self._number << ORDER_BITS)
-        before = self._groups.get(sequence)
+        before = self._changes.groups.get(sequence)
         if state is GroupState.FINISHED and not adopted:
             content: Group | None = group
         else:
             content = before.content if before is not None else None
-        self._groups[sequence] = GroupChange(
+        self._changes.groups[sequence] = GroupChange(
             feed_index=group.feed_index,
             attempt=group.attempt,
             state=state,
@@ -161,40 +155,37 @@ class Journal:
 
     def _end(self, sequence: int, feed_index: str) -> None:
         """Remove an attempt from the store."""
-        self._groups.pop(sequence, None)
-        self._ended[sequence] = None
+        self._changes.groups[sequence] = None
         self.forget_prompt(feed_index)
 
     def track_prompt(self, group: Group) -> None:
         """Record that the prompt was taken from the data and has to be generated. Callable with `data_lock` held."""
         if group.feed_index:
-            self._forgotten.pop(group.feed_index, None)
-            self._owed[group.feed_index] = group.owe()
+            self.keep_posted(group.feed_index)
+            self._changes.prompts[group.feed_index] = group.track_prompt()
 
     def forget_prompt(self, feed_index: str) -> None:
         """Record that the prompt is trained for good, or given up."""
-        self._owed.pop(feed_index, None)
-        self._posted.pop(feed_index, None)
-        self._forgotten[feed_index] = None
+        self._changes.posted.pop(feed_index, None)
+        self._changes.prompts[feed_index] = None
 
     def post(self, group: Group, number: int, key: str | None) -> None:
         """Record the `number`-th group that an external generator has posted, with its idempotency key."""
-        self._forgotten.pop(group.feed_index, None)
-        self._posted[group.feed_index] = group
+        self.keep_posted(group.feed_index)
+        self._changes.posted[group.feed_index] = group
         if key is not None:
-            self._forgotten_keys.pop(key, None)
-            self._keys[key] = group.feed_index
+            self._changes.keys[key] = group.feed_index
         self._values["posted"] = number
         self._pending.set()
 
     def keep_posted(self, feed_index: str) -> None:
         """Record that a posted group whose attempt has just ended will be trained in another attempt."""
-        self._forgotten.pop(feed_index, None)
+        if self._changes.removes(feed_index):
+            del self._changes.prompts[feed_index]
 
     def forget_key(self, key: str) -> None:
         """Remove an idempotency key from the store."""
-        self._keys.pop(key, None)
-        self._forgotten_keys[key] = None
+        self._changes.keys[key] = None
 
     async def load(self, sequence: int) -> list[Sample]:
         """The samples of a finished group of a restored run; see `RunStore.load`."""
@@ -241,39 +232,14 @@ class Journal:
             progress = {**self.progress(), **self._values}
             self._pending.clear()
             self._number += 1
-            changes = Changes(
-                number=self._number,
-                groups=self._groups,
-                ended=list(self._ended),
-                owed=self._owed,
-                forgotten=list(self._forgotten),
-                posted=self._posted,
-                keys=self._keys,
-                forgotten_keys=list(self._forgotten_keys),
-                progress=progress,
-                events=self._events,
-                delivered=self._outbox.received,
-            )
-            self._groups, self._ended, self._owed, self._forgotten, self._events = {}, {}, {}, {}, []
-            self._posted, self._keys, self._forgotten_keys = {}, {}, {}
+            changes, self._changes = self._changes, Changes()
+            changes.number, changes.progress, changes.delivered = self._number, progress, self._outbox.received
         return changes
 
     def _keep(self, changes: Changes) -> None:
         """Merge changes that were not stored into the pending ones, which are newer."""
         self._pending.set()
-        for sequence, change in changes.groups.items():
-            newer = self._groups.setdefault(sequence, change)
-            if newer.content is None:
-                newer.content = change.content
-        self._groups = {sequence: change for sequence, change in self._groups.items() if sequence not in self._ended}
-        self._ended |= dict.fromkeys(changes.ended)
-        owed = {name: prompt for name, prompt in changes.owed.items() if name not in self._forgotten}
-        forgotten = dict.fromkeys(name for name in changes.forgotten if name not in self._owed)
-        self._owed, self._forgotten = owed | self._owed, forgotten | self._forgotten
-        posted = {name: group for name, group in changes.posted.items() if name not in self._forgotten}
-        keys = {key: name for key, name in changes.keys.items() if key not in self._forgotten_keys}
-        self._posted, self._keys = posted | self._posted, keys | self._keys
-        self._forgotten_keys |= dict.fromkeys(changes.forgotten_keys)
+        self._changes.merge_older(changes)
 
     async def _write(self, changes: Changes) -> None:
         """Write one batch and deliver its events. Keeps the changes of a batch that is not stored.
@@ -289,18 +255,19 @@ class Journal:
             # An error of another class is a bug of the store, which must not cost a group either.
             cause = str(error) if isinstance(error, StoreError) else f"the run store failed with {shown_error(error)}"
             if self._failed_at is None:
-                self._warn(f"{cause}; the run continues, but it cannot be restored until the store is written again")
+                self.warn(f"{cause}; the run continues, but it cannot be restored until the store is written again")
             self._failed_at = now
         except BaseException:
             self._keep(changes)
-            self._events = [*changes.events, *self._events]
+            self._changes.events = [*changes.events, *self._changes.events]
             raise
         if not stored:
             self._keep(changes)
         self._outbox.put(changes.number, changes.events)
         if stored and self._failed_at is not None:
             self._failed_at = None
-            self._warn("the store is written again")
+            self.warn("the store is written again")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Warn the user of a problem; the run continues."""
         self.emit(WarningRaised(time=self._clock.time(), text=text))

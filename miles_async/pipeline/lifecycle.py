@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from miles_async.errors import LedgerError, UserError
-from miles_async.events import GroupFiltered, GroupMoved, WarningRaised
+from miles_async.events import GroupFiltered, GroupMoved
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import DataSource, DeadLetters
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
@@ -78,10 +78,9 @@ class GroupLifecycle:
         """Groups that are fed and neither published nor dropped yet, in feed order."""
         return list(self._live.values())
 
-    @property
-    def leased_groups(self) -> list[Group]:
-        """Groups of batches that are not trained yet."""
-        return [group for group in self._live.values() if self.state_of(group) is GroupState.LEASED]
+    def groups_in(self, state: GroupState) -> list[Group]:
+        """The groups in this live state, in feed order."""
+        return [group for group in self._live.values() if self.state_of(group) is state]
 
     def state_of(self, group: Group) -> GroupState | None:
         """The live state of an admitted group; None if it has ended."""
@@ -175,8 +174,7 @@ class GroupLifecycle:
             return
         if not self._failures:
             then = "" if may_pass else f"; the run ends if the first {self._first_attempts} attempts fail"
-            text = f"every sample of the first group failed: {error}{then}"
-            self._journal.emit(WarningRaised(time=self._run_state.clock.time(), text=text))
+            self._journal.warn(f"every sample of the first group failed: {error}{then}")
         self._failures += 1
         self._faults += not may_pass
         if self._faults >= self._first_attempts:

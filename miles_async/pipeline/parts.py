@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from miles_async.config.schema import RunConfig
 from miles_async.pipeline.attempt import Attempts
@@ -13,10 +16,11 @@ from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.grading import Grading
 from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.lifecycle import GroupLifecycle
-from miles_async.pipeline.monitor import RunMonitor, StageLimits
+from miles_async.pipeline.monitor import RunMonitor, StageLimits, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.repair import EngineChecks, Repair
+from miles_async.pipeline.restore import Restorer
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.run_state import RunState
@@ -39,7 +43,6 @@ class Parts:
     tasks: TaskSupervisor
     run_state: RunState
     lifecycle: GroupLifecycle
-    adaptive: AdaptiveConcurrency | None
     admission: Admission
     producer: Producer
     collector: BatchCollector
@@ -48,10 +51,12 @@ class Parts:
     devices: SharedDevices
     publisher: Publisher
     repair: Repair
-    monitor: RunMonitor
+    watchers: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]
+    """The loops of `monitor.py` by name."""
     checkpointer: Checkpointer
     evaluator: Evaluator
     source: RolloutSource
+    restorer: Restorer
 
 
 def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> Parts:
@@ -95,16 +100,16 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         on_live=collector.sweep_queue,
     )
     evaluator = _evaluator(config, ports, run_state, lifecycle)
+    training = Training(run_state, lifecycle, ports.learner, ports.dead_letters, gate, config)
     return Parts(
         tasks=tasks,
         run_state=run_state,
         lifecycle=lifecycle,
-        adaptive=adaptive,
         admission=admission,
         producer=producer,
         collector=collector,
         held=held,
-        training=Training(run_state, lifecycle, ports.learner, ports.dead_letters, gate, config),
+        training=training,
         devices=devices,
         publisher=publisher,
         repair=Repair(
@@ -116,7 +121,20 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
             interval_seconds=config.engine.engine_health_interval_seconds,
             devices=devices.engine_start(),
         ),
-        monitor=_monitor(config, ports, run_state, lifecycle, producer, collector, held),
+        watchers={
+            "monitor": _monitor(config, ports, run_state, lifecycle, producer, collector, held).run,
+            "work": partial(follow_learner_work, run_state, ports.learner),
+            "load": partial(
+                follow_engine_load,
+                run_state,
+                lifecycle.ledger,
+                ports.fleet,
+                # Whether the engines may be answering requests of this run.
+                lambda: bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken),
+                config.engine.sglang_router_request_timeout_secs,
+                adaptive,
+            ),
+        },
         checkpointer=Checkpointer(
             run_state=run_state,
             lifecycle=lifecycle,
@@ -133,6 +151,14 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
             collector=collector,
             evaluator=evaluator,
             schedule=schedule,
+        ),
+        restorer=Restorer(
+            run_state,
+            lifecycle,
+            producer,
+            training,
+            ports,
+            trains_off_lineage=config.rollout.off_lineage == "train",
         ),
     )
 

@@ -216,7 +216,7 @@ class Producer:
         # Log lines of this task name the group, including those of a user's function.
         structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
         self._lifecycle.advance([group], GroupState.IN_FLIGHT)
-        if await self.attempts.make(group, sequence):
+        if await self.attempts.make(group):
             self.finished_since_close += self._closed
             self._lifecycle.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 from miles_async.errors import EngineLostError, FatalError, RouterLostError
-from miles_async.events import WarningRaised
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
@@ -95,12 +94,12 @@ class Repair:
                 # Warn once per cause, not once per interval.
                 if str(lost) != last_failure:
                     last_failure = str(lost)
-                    self._warn(last_failure)
+                    self._run_state.journal.warn(last_failure)
             # Admission and evaluations wait for a router that serves requests.
             self._run_state.changed.notify()
 
     async def _keep_alive(self, engine: str) -> None:
-        """Check or restart one engine until it is no member of the fleet."""
+        """Check or restart one engine until it leaves the fleet."""
         while engine in self._fleet.members():
             if engine not in self._fleet.routed():
                 await self._replace(engine)
@@ -131,8 +130,5 @@ class Repair:
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
             if failures >= MAX_FAILED_STARTS and not self._fleet.routed():
                 raise FatalError(f"no engine is left: {sentence}")
-            self._warn(sentence)
+            self._run_state.journal.warn(sentence)
             await self._run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))
-
-    def _warn(self, text: str) -> None:
-        self._run_state.journal.emit(WarningRaised(time=self._run_state.clock.time(), text=text))

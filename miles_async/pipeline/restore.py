@@ -23,7 +23,7 @@ mixture of two versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from miles_async.errors import FatalError
 from miles_async.events import LearnerRestored
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import Training
 from miles_async.ports import SeekableSource
@@ -65,7 +66,7 @@ def progress_values(
     evaluated: int,
     saved: int | None,
 ) -> dict[str, Any]:
-    """The values that `restore` needs beside the groups. They are stored with each batch of changes.
+    """The values that `Restorer` needs beside the groups. They are stored with each batch of changes.
 
     `evaluated` and `saved` are the rollouts of the last evaluation that ended and of the last checkpoint.
     """
@@ -94,108 +95,175 @@ def stored_position(progress: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": progress.get("metadata", {}), **progress["data"]}
 
 
-async def restore(
-    stored: StoredRun,
-    learner: LearnerProgress,
-    *,
-    first_rollout: int,
-    trains_off_lineage: bool,
-    run_state: RunState,
-    lifecycle: GroupLifecycle,
-    producer: Producer,
-    data: SeekableSource,
-    training: Training,
-    restore_posted: Callable[[Sequence[str]], None],
-) -> RestoredRun:
-    """Enter the stored groups, and return where the run continues. Nothing may have been fed before.
+class Restorer:
+    """Enters a stored run into the parts of this one. Nothing may have been fed before."""
 
-    `first_rollout` is the rollout with which the run began; `trains_off_lineage` is `--off-lineage train`. Raises
-    FatalError if the learner has trained a batch that the store does not know, or if the store no longer has the
-    groups of a batch that has to be trained again. `restore_posted` is called with the feed indexes of the posted
-    groups that are not trained.
-    """
-    values = stored.progress
-    data.seek(stored_position(values))
-    lifecycle.recycled = values["recycled"]
-    groups = await _enter(stored, run_state, lifecycle)
-    next_rollout = await _count_last_batch(values["next_rollout"], learner, lifecycle, training)
-    last = next_rollout - 1 if learner.rollout is None else learner.rollout
-    saved = values["saved"]
-    if learner.report is None and last >= first_rollout:  # the weights come from a checkpoint of this run
-        saved = last
-        run_state.journal.save(last)
+    def __init__(
+        self,
+        run_state: RunState,
+        lifecycle: GroupLifecycle,
+        producer: Producer,
+        training: Training,
+        ports: Ports,
+        *,
+        trains_off_lineage: bool,
+    ) -> None:
+        """`trains_off_lineage` is `--off-lineage train`."""
+        self._run_state = run_state
+        self._journal = run_state.journal
+        self._lifecycle = lifecycle
+        self._producer = producer
+        self._training = training
+        self._ports = ports
+        self._trains_off_lineage = trains_off_lineage
 
-    def unended(candidates: Iterable[StoredGroup]) -> list[StoredGroup]:
+    async def restore(self, stored: StoredRun, first_rollout: int) -> RestoredRun:
+        """Enter the stored groups, and return where the run continues. `first_rollout` is the one that it began with.
+
+        Raises FatalError if the learner has trained a batch that the store does not know, or if the store no longer has
+        the groups of a batch that has to be trained again.
+        """
+        values, learner = stored.progress, await self._ports.learner.progress()
+        self._ports.data.seek(stored_position(values))
+        self._lifecycle.recycled = values["recycled"]
+        groups = await self._enter(stored)
+        next_rollout = await self._count_last_batch(values["next_rollout"], learner)
+        last = next_rollout - 1 if learner.rollout is None else learner.rollout
+        saved = values["saved"]
+        if learner.report is None and last >= first_rollout:  # the weights come from a checkpoint of this run
+            saved = last
+            self._journal.save(last)
+        undone = _undone_batches(stored, last, next_rollout)
+        version = self._next_version(learner, last, len(undone))
+        for before in undone:
+            self._lifecycle.roll_back(groups[before.sequence])
+        self._end_lost_attempts(stored, groups)
+        self._fill_queue(stored, undone, groups)
+        return RestoredRun(
+            next_rollout=last + 1 if undone else next_rollout,
+            version=version,
+            trained=self._lifecycle.groups_in(GroupState.TRAINED),
+            evaluated=min(values["evaluated"], last),
+            saved=saved,
+        )
+
+    async def _enter(self, stored: StoredRun) -> dict[int, Group]:
+        """Enter versions and groups. Returns the groups by sequence number.
+
+        The samples of a group stay in the store until they are needed, unless the group has no prompt.
+        """
+        values, posted = stored.progress, set(stored.posted)
+        prompts = {group.feed_index: group for group in stored.prompts}
+        self._run_state.announced_version = values["announced_version"]
+        self._run_state.lineage = Lineage(values["rollbacks"])
+        self._journal.restore(stored.groups, values["saved"])
+        self._lifecycle.ledger.restore(
+            values["fed"],
+            {group.sequence: group.state for group in stored.groups if group.state in LIVE},
+            values["published"],
+            {DropReason(reason): count for reason, count in values["dropped"].items()},
+        )
+        groups: dict[int, Group] = {}
+        for before in stored.groups:
+            groups[before.sequence] = group = _group_of(before, prompts)
+            if before.state in LIVE:
+                self._lifecycle.register(group)
+            if before.content is not None:
+                load = partial(self._journal.load, before.sequence)
+                self._lifecycle.leave_in_store(group, load, before.content.response_tokens)
+            elif before.feed_index in posted:
+                self._lifecycle.leave_in_store(group, partial(self._journal.load_posted, before.feed_index))
+            if not group:
+                await self._lifecycle.load(group)
+        return groups
+
+    async def _count_last_batch(self, next_rollout: int, learner: LearnerProgress) -> int:
+        """Record a batch that the learner trained after the last write to the store. Returns the next rollout."""
+        if learner.rollout is None or learner.rollout < next_rollout:
+            return next_rollout
+        leased = {sequence_of(group): group for group in self._lifecycle.groups_in(GroupState.LEASED)}
+        missing = [sequence for sequence in learner.groups if sequence not in leased]
+        if learner.report is None or learner.rollout > next_rollout or missing:
+            raise FatalError(
+                f"the learner has trained rollout {learner.rollout}, but the store ends before it, so its groups are "
+                "not known; resume from the last checkpoint"
+            )
+        groups = [leased[sequence] for sequence in learner.groups]
+        for group in groups:
+            await self._lifecycle.load(group)
+        self._training.conclude(learner.rollout, groups, learner.report)
+        return learner.rollout + 1
+
+    def _next_version(self, learner: LearnerProgress, last: int, undone: int) -> int:
+        """The version to publish first. Records the rollback if the weights come from a checkpoint."""
+        run_state, announced = self._run_state, self._run_state.announced_version
+        if learner.staged or (announced == learner.version == 0 and not undone):
+            # A version that was announced but not staged is on no engine. A staged version may already be live; keep
+            # its number.
+            version = announced if announced > learner.version else learner.version + learner.changed
+        else:
+            version, updates = announced + 1, int(learner.changed)
+            run_state.lineage.roll_back(learner.version, version, updates)
+            self._journal.emit(
+                LearnerRestored(
+                    time=run_state.clock.time(),
+                    rollout=last,
+                    kept_version=learner.version,
+                    version=version,
+                    updates=updates,
+                    groups=undone,
+                )
+            )
+        run_state.announced_version = max(announced, version)
+        return version
+
+    def _end_lost_attempts(self, stored: StoredRun, groups: Mapping[int, Group]) -> None:
+        """End the attempts at groups that cannot be trained as they are, and return their prompts to the data.
+
+        Prompts that waited in the data source, in quarantine or in a rollout function return with them.
+        """
+        known, posted = {group.feed_index for group in stored.groups}, set(stored.posted)
+        untrained = {before.feed_index for before in self._untrained(stored.groups)}
+        self._ports.restore_posted([name for name in stored.posted if name not in known or name in untrained])
+        for before in sorted(self._untrained(stored.groups), key=lambda before: before.sequence):
+            reason = self._reason_to_generate_again(before)
+            group, is_posted = groups[before.sequence], before.feed_index in posted
+            if reason is None:
+                continue
+            if group and not is_posted:
+                self._lifecycle.requeue(group, reason)
+                continue
+            self._lifecycle.drop(group, reason)
+            if is_posted:
+                self._journal.keep_posted(before.feed_index)
+        self._ports.data.add_samples([prompt for prompt in stored.prompts if prompt.feed_index not in known])
+
+    def _reason_to_generate_again(self, stored: StoredGroup) -> DropReason | None:
+        """Why the group cannot be trained with the tokens that it has; None if it can."""
+        if stored.content is None:
+            return DropReason.WORKER_LOST
+        if not self._trains_off_lineage and not all(map(self._run_state.lineage.includes, stored.content.versions)):
+            return DropReason.ROLLED_BACK
+        return None
+
+    def _fill_queue(self, stored: StoredRun, undone: Sequence[StoredGroup], groups: Mapping[int, Group]) -> None:
+        """Fill the queue: the groups of undone batches come first, then those of the batch that was not trained."""
+        untrained = self._untrained(stored.groups)
+
+        def stored_as(state: GroupState) -> list[Group]:
+            return [groups[before.sequence] for before in untrained if before.state is state]
+
+        leased = stored_as(GroupState.LEASED)
+        for group in leased:
+            self._lifecycle.give_back(group)
+        rolled_back = [groups[before.sequence] for before in self._untrained(undone)]
+        queue = [*rolled_back, *leased, *stored_as(GroupState.QUEUED)]
+        self._producer.restore(queue, sorted(stored_as(GroupState.FINISHED), key=sequence_of))
+
+    def _untrained(self, candidates: Iterable[StoredGroup]) -> list[StoredGroup]:
         """Those that are neither trained nor ended now."""
-        states = ((before, lifecycle.ledger.state(before.sequence)) for before in candidates)
+        states = ((before, self._lifecycle.ledger.state(before.sequence)) for before in candidates)
         return [before for before, state in states if state not in (None, GroupState.TRAINED)]
-
-    undone = _undone_batches(stored, last, next_rollout)
-    version = _next_version(learner, last, len(undone), run_state)
-    for before in undone:
-        lifecycle.roll_back(groups[before.sequence])
-    known, posted = {group.feed_index for group in stored.groups}, set(stored.posted)
-    untrained = {before.feed_index for before in unended(stored.groups)}
-    restore_posted([name for name in stored.posted if name not in known or name in untrained])
-    for before in sorted(unended(stored.groups), key=lambda before: before.sequence):
-        reason = _reason_to_generate_again(before, run_state.lineage, trains_off_lineage=trains_off_lineage)
-        group, is_posted = groups[before.sequence], before.feed_index in posted
-        if reason is None:
-            continue
-        if group and not is_posted:
-            lifecycle.requeue(group, reason)
-            continue
-        lifecycle.drop(group, reason)
-        if is_posted:
-            run_state.journal.keep_posted(before.feed_index)
-    # Prompts that waited in the data source, in quarantine or in a rollout function.
-    data.add_samples([prompt for prompt in stored.owed if prompt.feed_index not in known])
-
-    def stored_as(state: GroupState) -> list[Group]:
-        return [groups[before.sequence] for before in unended(stored.groups) if before.state is state]
-
-    leased = stored_as(GroupState.LEASED)
-    for group in leased:
-        lifecycle.give_back(group)
-    queue = [*(groups[before.sequence] for before in unended(undone)), *leased, *stored_as(GroupState.QUEUED)]
-    producer.restore(queue, sorted(stored_as(GroupState.FINISHED), key=sequence_of))
-    return RestoredRun(
-        next_rollout=last + 1 if undone else next_rollout,
-        version=version,
-        trained=[group for group in lifecycle.live_groups if lifecycle.state_of(group) is GroupState.TRAINED],
-        evaluated=min(values["evaluated"], last),
-        saved=saved,
-    )
-
-
-async def _enter(stored: StoredRun, run_state: RunState, lifecycle: GroupLifecycle) -> dict[int, Group]:
-    """Enter versions and groups. Returns the groups by sequence number.
-
-    The samples of a group stay in the store until they are needed, unless the group has no prompt.
-    """
-    values, prompts, posted = stored.progress, {group.feed_index: group for group in stored.owed}, set(stored.posted)
-    run_state.announced_version = values["announced_version"]
-    run_state.lineage = Lineage(values["rollbacks"])
-    run_state.journal.restore(stored.groups, values["saved"])
-    lifecycle.ledger.restore(
-        values["fed"],
-        {group.sequence: group.state for group in stored.groups if group.state in LIVE},
-        values["published"],
-        {DropReason(reason): count for reason, count in values["dropped"].items()},
-    )
-    groups: dict[int, Group] = {}
-    for before in stored.groups:
-        groups[before.sequence] = group = _group_of(before, prompts)
-        if before.state in LIVE:
-            lifecycle.register(group)
-        if before.content is not None:
-            load = partial(run_state.journal.load, before.sequence)
-            lifecycle.leave_in_store(group, load, before.content.response_tokens)
-        elif before.feed_index in posted:
-            lifecycle.leave_in_store(group, partial(run_state.journal.load_posted, before.feed_index))
-        if not group:
-            await lifecycle.load(group)
-    return groups
 
 
 def _group_of(stored: StoredGroup, prompts: Mapping[str, Group]) -> Group:
@@ -211,26 +279,6 @@ def _group_of(stored: StoredGroup, prompts: Mapping[str, Group]) -> Group:
     return group
 
 
-async def _count_last_batch(
-    next_rollout: int, learner: LearnerProgress, lifecycle: GroupLifecycle, training: Training
-) -> int:
-    """Record a batch that the learner trained after the last write to the store. Returns the next rollout."""
-    if learner.rollout is None or learner.rollout < next_rollout:
-        return next_rollout
-    leased = {sequence_of(group): group for group in lifecycle.leased_groups}
-    missing = [sequence for sequence in learner.groups if sequence not in leased]
-    if learner.report is None or learner.rollout > next_rollout or missing:
-        raise FatalError(
-            f"the learner has trained rollout {learner.rollout}, but the store ends before it, so its groups are not "
-            "known; resume from the last checkpoint"
-        )
-    groups = [leased[sequence] for sequence in learner.groups]
-    for group in groups:
-        await lifecycle.load(group)
-    training.conclude(learner.rollout, groups, learner.report)
-    return learner.rollout + 1
-
-
 def _undone_batches(stored: StoredRun, last: int, next_rollout: int) -> list[StoredGroup]:
     """The groups of the batches after rollout `last`, whose training was lost with the learner, batch by batch."""
     if last == next_rollout - 1:
@@ -243,36 +291,3 @@ def _undone_batches(stored: StoredRun, last: int, next_rollout: int) -> list[Sto
         )
     trained = [(group.rollout, group) for group in stored.groups if group.rollout is not None and group.rollout > last]
     return [group for _, group in sorted(trained, key=lambda entry: entry[0])]
-
-
-def _next_version(learner: LearnerProgress, last: int, undone: int, run_state: RunState) -> int:
-    """The version to publish first. Records the rollback if the weights come from a checkpoint."""
-    announced = run_state.announced_version
-    if learner.staged or (announced == learner.version == 0 and not undone):
-        # A version that was announced but not staged is on no engine. A staged version may already be live; keep its
-        # number.
-        version = announced if announced > learner.version else learner.version + learner.changed
-    else:
-        version, updates = announced + 1, int(learner.changed)
-        run_state.lineage.roll_back(learner.version, version, updates)
-        run_state.journal.emit(
-            LearnerRestored(
-                time=run_state.clock.time(),
-                rollout=last,
-                kept_version=learner.version,
-                version=version,
-                updates=updates,
-                groups=undone,
-            )
-        )
-    run_state.announced_version = max(announced, version)
-    return version
-
-
-def _reason_to_generate_again(stored: StoredGroup, lineage: Lineage, *, trains_off_lineage: bool) -> DropReason | None:
-    """Why the group cannot be trained with the tokens that it has; None if it can."""
-    if stored.content is None:
-        return DropReason.WORKER_LOST
-    if not trains_off_lineage and not all(map(lineage.includes, stored.content.versions)):
-        return DropReason.ROLLED_BACK
-    return None

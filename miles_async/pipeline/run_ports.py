@@ -22,12 +22,8 @@ async def leave_unchanged(rollout_id: int, groups: list[Group]) -> None:
     """A `PrepareBatch` that does nothing."""
 
 
-def ignore_rollout(rollout_id: int) -> None:
-    """An `on_rollout` that does nothing."""
-
-
-def ignore_posted(feed_indexes: Sequence[str]) -> None:
-    """A `restore_posted` that does nothing."""
+def ignore(argument: object) -> None:
+    """An `on_rollout` or `restore_posted` that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +63,7 @@ class Ports:
     the run finds out."""
     eval_sets: Sequence[EvalSet] = ()
     """Data sets to evaluate on; those without problems are left out."""
-    on_rollout: Callable[[int], None] = ignore_rollout
+    on_rollout: Callable[[int], None] = ignore
     """Called with the rollout id when the collection of a batch begins."""
-    restore_posted: Callable[[Sequence[str]], None] = ignore_posted
+    restore_posted: Callable[[Sequence[str]], None] = ignore
     """Called with the feed indexes of the posted groups of a restored run that are not trained yet."""

@@ -43,9 +43,8 @@ from typing import Any, TypeVar
 from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.evaluate import DueEvaluations
-from miles_async.pipeline.monitor import follow_engine_load, follow_learner_work
 from miles_async.pipeline.parts import compose
-from miles_async.pipeline.restore import progress_values, restore
+from miles_async.pipeline.restore import progress_values
 from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.ledger import GroupState
@@ -103,7 +102,6 @@ class Service:
         self.run_state = parts.run_state
         self.lifecycle = parts.lifecycle
         self.held = parts.held
-        self._adaptive = parts.adaptive
         self._admission = parts.admission
         self._producer = parts.producer
         self._collector = parts.collector
@@ -112,9 +110,10 @@ class Service:
         self._devices = parts.devices
         self._publisher = parts.publisher
         self._repair = parts.repair
-        self._monitor = parts.monitor
+        self._watchers = parts.watchers
         self._checkpointer = parts.checkpointer
         self._evaluator = parts.evaluator
+        self._restorer = parts.restorer
         self._evaluations = DueEvaluations(self.run_state, self._tasks, self._evaluate, self._evaluator.may_generate)
 
     def stop(self) -> None:
@@ -143,17 +142,8 @@ class Service:
     async def _run(self) -> None:
         async with self._tasks:
             self._tasks.forever("journal", self._ports.journal.run())
-            self._tasks.forever("monitor", self._monitor.run())
-            self._tasks.forever("work", follow_learner_work(self.run_state, self._ports.learner))
-            load = follow_engine_load(
-                self.run_state,
-                self.lifecycle.ledger,
-                self._ports.fleet,
-                self._asks_engines,
-                self._config.engine.sglang_router_request_timeout_secs,
-                self._adaptive,
-            )
-            self._tasks.forever("load", load)
+            for name, watch in self._watchers.items():
+                self._tasks.forever(name, watch())
             try:
                 async with asyncio.timeout(None) as limit:
                     drain = self._tasks.spawn("drain", self._limit_drain(limit))
@@ -206,18 +196,7 @@ class Service:
 
     async def _restore(self, stored: StoredRun) -> tuple[int, list[Group]]:
         """Continue the run of a lost rollout worker. Returns the version to publish, and the groups that made it."""
-        restored = await restore(
-            stored,
-            await self._ports.learner.progress(),
-            first_rollout=self._first_rollout,
-            trains_off_lineage=self._config.rollout.off_lineage == "train",
-            run_state=self.run_state,
-            lifecycle=self.lifecycle,
-            producer=self._producer,
-            data=self._ports.data,
-            training=self._training,
-            restore_posted=self._ports.restore_posted,
-        )
+        restored = await self._restorer.restore(stored, self._first_rollout)
         self._next_rollout, self._evaluated = restored.next_rollout, restored.evaluated
         self._checkpointer.last_rollout = self._checkpointer.last_saved = restored.saved
         return restored.version, restored.trained
@@ -339,7 +318,7 @@ class Service:
 
     async def _call_function(self, rollout_id: int, size: int) -> list[Group]:
         assert self._ports.functions.rollout is not None
-        leased_before = self.lifecycle.leased_groups
+        leased_before = self.lifecycle.groups_in(GroupState.LEASED)
         groups = await self._ports.functions.rollout(rollout_id, self._source, size)
         self._ports.data.metadata_changed()
         self.held.reconcile(groups, leased_before)
@@ -377,7 +356,6 @@ class Service:
         return None
 
     async def _stage(self) -> None:
-        """Stage the learner's weights as the next version."""
         self._enter_phase("publish")
         await self._publisher.stage(self.run_state.trainer_version + 1, self._trained)
         self._trained = []
@@ -395,7 +373,6 @@ class Service:
         await self._unless_stopped(self._evaluations.add(rollout_id))
 
     async def _evaluate(self, rollout_id: int) -> None:
-        """Evaluate all data sets."""
         clock, run_state = self._ports.clock, self.run_state
         started, first_version = clock.monotonic(), run_state.live_version
         if self._ports.functions.evaluate is not None:
@@ -416,10 +393,6 @@ class Service:
             evaluated=self._evaluated,
             saved=self._checkpointer.last_saved,
         )
-
-    def _asks_engines(self) -> bool:
-        """Whether this run has requests that the engines may be answering."""
-        return bool(self._producer.attempts.at_engines_since or self._ports.generator.in_flight or self.held.taken)
 
     def _enter_phase(self, phase: str) -> None:
         self.run_state.waits_for_groups = phase in ("batch", "evaluate")

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class TaskSupervisor:
-    """Owns every task of a run: a task that fails ends the run with its error, and leaving the block ends all tasks.
+    """Owns tasks: one that fails ends the block with its error, and leaving the block ends all of them.
 
-    An `asyncio.TaskGroup` waits for its tasks at the end of the block; a run's loops never end, so they are cancelled
-    instead. The error of the first task that failed is raised without an exception group around it.
+    An `asyncio.TaskGroup` waits for its tasks at the end of the block; loops never end, so they are cancelled instead.
+    The error of the first task that failed is raised without an exception group around it.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,16 @@ class TaskSupervisor:
     ) -> None:
         for task in self._tasks:
             task.cancel()
+        failure: BaseException | None = None
         try:
             await self._group.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as failures:
-            raise root_cause(failures) from None
+            failure = root_cause(failures)
+        if failure is not None:
+            raise failure
 
     def spawn(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that may return. If it raises, the run ends."""
+        """Start a task that may return. If it raises, the block ends."""
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

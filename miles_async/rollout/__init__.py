@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from miles_async.modes.mode import RolloutMode
-from miles_async.modes.shipped import Stream, Worker
+from miles_async.modes.shipped import OwnWorker, Stream
 
 __all__ = ["RolloutMode", "fully_async"]
 
@@ -31,5 +31,5 @@ def fully_async(function: Any = None, *, keeps_groups: bool = False) -> Any:
     With `keeps_groups`, the function has a worker that generates between calls. The prompts that it takes with
     `data_source.get_samples` are in flight until the function returns them; the pipeline's producer does not run.
     """
-    mode = Worker() if keeps_groups else Stream()
+    mode = OwnWorker() if keeps_groups else Stream()
     return mode if function is None else mode(function)

@@ -31,7 +31,7 @@ class Lineage:
 
     def roll_back(self, kept: int, restored: int, updates: int) -> None:
         """Record that the weights of `restored`, the next version, come from a checkpoint; see `Rollback`."""
-        # An earlier rollback whose restored version is rolled back, too, no longer lies on the way to the root.
+        # An earlier rollback whose restored version is rolled back now no longer lies on the way to the root.
         self.rollbacks = [earlier for earlier in self.rollbacks if earlier.restored <= kept]
         self.rollbacks.append(Rollback(kept, restored, updates))
 

@@ -7,7 +7,7 @@ told apart:
 
     losses    the next attempt
     0, 1      with the other groups
-    2         a trial next to groups that are no suspects
+    2         a trial next to groups that are not suspects
     3 to 5    a trial alone: no other request is at the engines
     6         none: three losses alone prove that the prompt crashes engines
 
@@ -75,7 +75,7 @@ class Quarantine:
         return group
 
     def end_trial(self, group: Group) -> None:
-        """Record that the group's attempt has ended; does nothing if the attempt was no trial."""
+        """Record that the group's attempt has ended; does nothing if the attempt was not a trial."""
         if self._on_trial == group.feed_index:
             self._on_trial = None
 

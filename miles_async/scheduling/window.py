@@ -38,7 +38,7 @@ class HeadAction(StrEnum):
     RECYCLE = "recycle"
     """The head is aborted, and its prompt is requeued for another attempt."""
     SALVAGE = "salvage"
-    """The head is aborted and fed again with the tokens it has, to be continued. Without tokens it is recycled."""
+    """The head is aborted, and its prompt is requeued with its tokens. Without tokens it is recycled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,9 @@ async def test_the_state_is_that_of_the_last_batch(store: RunStore) -> None:
 
 async def test_groups_are_in_the_order_of_their_transitions_and_keep_their_samples(store: RunStore) -> None:
     group = finished_group(5)
-    groups = {5: change(GroupState.FINISHED, 9, group), 6: change(GroupState.FED, 3)}
-    await store.write(Changes(number=1, groups=groups))
+    await store.write(
+        Changes(number=1, groups={5: change(GroupState.FINISHED, 9, group), 6: change(GroupState.FED, 3)})
+    )
     await store.write(Changes(number=2, groups={5: change(GroupState.LEASED, 1)}))
     stored = await stored_in(store)
     assert [(one.sequence, one.state) for one in stored.groups] == [(5, GroupState.LEASED), (6, GroupState.FED)]
@@ -63,67 +64,82 @@ async def test_the_versions_of_a_group_are_listed_once_in_ascending_order(store:
     group = finished_group(1)
     group[0].spans, group[1].spans = [VersionSpan(7, 0, 1), VersionSpan(2, 1, 2)], [VersionSpan(7, 0, 2)]
     undated = Group([group[0], replace(group[1], spans=[])])
-    groups = {1: change(GroupState.FINISHED, 1, group), 2: change(GroupState.FINISHED, 2, undated)}
-    await store.write(Changes(number=1, groups=groups))
+    await store.write(
+        Changes(number=1, groups={1: change(GroupState.FINISHED, 1, group), 2: change(GroupState.FINISHED, 2, undated)})
+    )
     contents = [one.content for one in (await stored_in(store)).groups]
     assert contents == [StoredContent([2, 7], 40), StoredContent([], 40)]
 
 
-async def test_what_is_stored_and_removed_in_one_batch_is_removed(store: RunStore) -> None:
+async def test_what_is_removed_is_gone_whether_it_was_stored_before_or_not(store: RunStore) -> None:
     group = finished_group(1)
     await store.write(
         Changes(
             number=1,
             groups={1: change(GroupState.FINISHED, 1, group)},
-            ended=[1, 99],
-            owed={group.feed_index: group.prompt_dict()},
+            prompts={group.feed_index: group.prompt_dict()},
             posted={"external_0": group},
-            forgotten=[group.feed_index, "external_0", "unknown"],
             keys={"key": "external_0"},
-            forgotten_keys=["key", "unknown"],
             events=batch(1).events,
-            delivered=1,
+        )
+    )
+    await store.write(
+        Changes(
+            number=2,
+            groups={1: None, 99: None},
+            prompts={group.feed_index: None, "external_0": None, "external_1": None, "unknown": None},
+            posted={"external_1": group},
+            keys={"key": None, "unknown": None},
+            events=batch(1).events,
+            delivered=2,
         )
     )
     stored = await stored_in(store)
-    assert (stored.groups, stored.owed, stored.posted, stored.keys, stored.events) == ([], [], [], {}, [])
+    assert (stored.groups, stored.prompts, stored.posted, stored.keys, stored.events) == ([], [], [], {}, [])
     with pytest.raises(FatalError):
         await store.load(1)
-    with pytest.raises(FatalError):
-        await store.load_posted("external_0")
+    for posted in ("external_0", "external_1"):
+        with pytest.raises(FatalError):
+            await store.load_posted(posted)
 
 
 async def test_a_prompt_that_is_stored_again_keeps_its_place_unless_it_was_removed(store: RunStore) -> None:
-    def owed(*names: str) -> dict[str, dict[str, object]]:
+    def prompts(*names: str) -> dict[str, dict[str, object]]:
         return {name: Group([Sample(prompt=name)], feed_index=name).prompt_dict() for name in names}
 
-    await store.write(Changes(number=1, owed=owed("a", "b", "c")))
-    await store.write(Changes(number=2, owed=owed("b"), forgotten=["a"]))
-    await store.write(Changes(number=3, owed=owed("a", "d")))
-    assert [group.feed_index for group in (await stored_in(store)).owed] == ["b", "c", "a", "d"]
+    await store.write(Changes(number=1, prompts={**prompts("a", "b", "c")}))
+    await store.write(Changes(number=2, prompts={**prompts("b"), "a": None}))
+    await store.write(Changes(number=3, prompts={**prompts("a", "d")}))
+    assert [group.feed_index for group in (await stored_in(store)).prompts] == ["b", "c", "a", "d"]
 
 
 async def test_a_change_of_a_group_after_its_write_has_begun_is_not_stored(store: RunStore) -> None:
     group, posted = finished_group(1), finished_group(2)
-    owed = {"sample_0_1": (prompt := finished_group(1).prompt_dict())}
-    finished = {1: change(GroupState.FINISHED, 1, group)}
-    await store.write(Changes(number=1, groups=finished, posted={"external_0": posted}, owed=owed))
+    prompt = finished_group(1).prompt_dict()
+    await store.write(
+        Changes(
+            number=1,
+            groups={1: change(GroupState.FINISHED, 1, group)},
+            posted={"external_0": posted},
+            prompts={"sample_0_1": prompt},
+        )
+    )
     for sample in (*group, *posted):
         sample.reset()
     prompt["samples"].clear()
     assert await store.load(1) == finished_group(1)
     assert await store.load_posted("external_0") == finished_group(2)
-    assert len((await stored_in(store)).owed[0]) == 2
+    assert len((await stored_in(store)).prompts[0]) == 2
 
 
 async def test_what_is_read_shares_nothing_with_the_store(store: RunStore) -> None:
     await store.write(batch(1))
     first = await stored_in(store)
-    first.owed[0][0].metadata.clear()
+    first.prompts[0][0].metadata.clear()
     first.progress["state"].clear()
     (await store.load(1))[0].tokens.clear()
     assert await check_state(store) == 1
-    assert (await stored_in(store)).owed[0][0].metadata == {"number": 1}
+    assert (await stored_in(store)).prompts[0][0].metadata == {"number": 1}
 
 
 async def test_events_stay_until_they_are_delivered_and_values_until_they_are_replaced(store: RunStore) -> None:

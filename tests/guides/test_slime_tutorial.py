@@ -40,8 +40,7 @@ from tests.scoring import scored
 from tests.sim import over_sampling as over_sampling_model
 from tests.sim.world import World
 from tests.slime_samples import slime_sample
-from workers.batches import SavedBatches
-from workers.preflight import dynamic_filter
+from workers.functions import SavedBatches, dynamic_filter
 from workers.specs import sampling_of
 
 USERS_OWN = "tests.stack.slime_functions"

@@ -34,7 +34,7 @@ from tests.configuration import run_config
 from tests.sim.agents import AgentEngines, AgentModel, AgentWorld
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer
-from workers.preflight import dynamic_filter
+from workers.functions import dynamic_filter
 
 ROLLOUTS, BATCH, SAMPLES = 4, 4, 2
 ROWS, CHECKED_ROWS = 60, 4

@@ -19,7 +19,6 @@ from miles_async.errors import FatalError
 from miles_async.events import Event
 from miles_async.fault_points import FaultPoints
 from miles_async.json_values import json_value
-from miles_async.pipeline.faults import FaultSchedule, at_fault_points
 from miles_async.pipeline.journal import EventOutbox
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
@@ -30,7 +29,7 @@ from miles_async.types import Group, LearnerProgress, Sample, SendOutcome, StepR
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
-from workers.faults import FaultInjector
+from workers.faults import FaultInjector, FaultSchedule, at_fault_points
 
 RANKS = 3
 START_SECONDS = 5.0
@@ -84,7 +83,7 @@ class MemoryStore:
         self._contents: dict[int, Group] = {}
         self.posted: dict[str, Group] = {}
         self._keys: dict[str, str] = {}
-        self._owed: dict[str, Group] = {}
+        self._prompts: dict[str, Group] = {}
         self._progress: dict[str, Any] = {}
         self._events: list[tuple[int, Sequence[Event]]] = []
         self.loaded: list[int] = []
@@ -96,6 +95,10 @@ class MemoryStore:
         assert changes.number > self._number
         self._number = changes.number
         for sequence, change in changes.groups.items():
+            if change is None:
+                self._groups.pop(sequence, None)
+                self._contents.pop(sequence, None)
+                continue
             if change.content is not None:
                 self._contents[sequence] = _copy(change.content)
             content = self._contents.get(sequence)
@@ -110,23 +113,22 @@ class MemoryStore:
             )
             self._groups[sequence] = change.order, group
         self.posted |= _copy(dict(changes.posted))
-        self._keys |= changes.keys
-        owed = _copy(json_value(dict(changes.owed)))
-        self._owed |= {name: Group.from_prompt_dict(prompt) for name, prompt in owed.items()}
+        for key, name in changes.keys.items():
+            if name is None:
+                self._keys.pop(key, None)
+            else:
+                self._keys[key] = name
+        for name, prompt in _copy(json_value(changes.prompts)).items():
+            if prompt is None:
+                self._prompts.pop(name, None)
+                self.posted.pop(name, None)
+            else:
+                self._prompts[name] = Group.from_prompt_dict(prompt)
         self._progress |= _copy(json_value(dict(changes.progress)))
         if changes.events:
             self._events.append((changes.number, list(changes.events)))
-        # What is stored and removed in one batch is removed.
-        for sequence in changes.ended:
-            self._groups.pop(sequence, None)
-            self._contents.pop(sequence, None)
-        for name in changes.forgotten:
-            self._owed.pop(name, None)
-            self.posted.pop(name, None)
-        for key in changes.forgotten_keys:
-            self._keys.pop(key, None)
         self._events = [entry for entry in self._events if entry[0] > changes.delivered]
-        self.largest = max(self.largest, len(self._groups) + len(self._owed))
+        self.largest = max(self.largest, len(self._groups) + len(self._prompts))
 
     async def read(self) -> StoredRun | None:
         if not self._number:
@@ -135,7 +137,7 @@ class MemoryStore:
         return StoredRun(
             number=self._number,
             groups=groups,
-            owed=[_copy(group) for group in self._owed.values()],
+            prompts=[_copy(group) for group in self._prompts.values()],
             posted=list(self.posted),
             keys=dict(self._keys),
             progress=_copy(self._progress),

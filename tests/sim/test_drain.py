@@ -97,7 +97,7 @@ def test_a_run_that_is_stopped_at_any_moment_ends_in_time_and_loses_nothing(seed
         return  # the run had ended before
     assert world.drained_at - world.stop_after <= drain_seconds + 1e-6
     finished = {group.feed_index for group in world.left.groups if group.content is not None}
-    assert world.taken == set(world.trained_before) | {group.feed_index for group in world.left.owed} | finished
+    assert world.taken == set(world.trained_before) | {group.feed_index for group in world.left.prompts} | finished
     untrained = [
         group
         for group in world.left.groups
@@ -141,7 +141,7 @@ def test_groups_that_take_longer_than_the_drain_are_interrupted(schedule: Schedu
     world = drained(1.0, schedule, drain_seconds=1.5)
     assert (world.drained.finished, world.drained.interrupted) == (0, world.bounds.generation_batch)
     assert world.drained.seconds == pytest.approx(1.5)
-    assert {group.feed_index for group in world.left.owed} == world.taken
+    assert {group.feed_index for group in world.left.prompts} == world.taken
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

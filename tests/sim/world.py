@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
@@ -31,7 +30,7 @@ from miles_async.pipeline.service import Service
 from miles_async.ports import Generator, RunStore, SeekableSource
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import FIFOWindow
-from miles_async.stored_run import StoredRun
+from miles_async.stored_run import Changes, StoredRun
 from miles_async.types import DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
@@ -63,6 +62,21 @@ class DirectOutbox:
         self.received = number
         for event in events:
             self._sink.emit(event)
+
+
+class NullStore:
+    """Implements the `RunStore` port without storing anything."""
+
+    async def write(self, changes: Changes) -> None: ...
+
+    async def read(self) -> StoredRun | None:
+        return None
+
+    async def load(self, sequence: int) -> list[Sample]:
+        raise FatalError(f"group {sequence} is not stored")
+
+    async def load_posted(self, feed_index: str) -> list[Sample]:
+        raise FatalError(f"group {feed_index} is not stored")
 
 
 class DirectJournal(Journal):

@@ -27,8 +27,7 @@ from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved,
 from tests.stack.conftest import Played, Stack, settings
 from tests.stack.listeners import is_reachable, listeners_of
 from workers.engine import Engine
-from workers.rollout import ClusterHandles
-from workers.specs import engine_spec
+from workers.specs import ClusterHandles, engine_spec
 
 NODES = ("127.0.0.2", "127.0.0.3")
 TRANSPORTS = ("disk", "broadcast", "p2p")

@@ -22,8 +22,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import Trace, World
-from workers.batches import BatchPreparation
-from workers.preflight import dynamic_filter
+from workers.functions import BatchPreparation, dynamic_filter
 
 MINE = "tests.stack.slime_functions"
 

@@ -29,7 +29,7 @@ from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import DirectJournal, Feed, Trace, lifecycle_of
-from workers.preflight import dynamic_filter
+from workers.functions import dynamic_filter
 
 
 def own_member() -> list[Any]:
@@ -150,7 +150,7 @@ def test_a_checkpoint_can_be_written_while_a_function_of_a_user_changes_a_sample
 
 def test_a_prompt_that_is_fed_again_is_the_one_that_is_owed() -> None:
     group = Group([Sample(index=0, prompt="Q", label="A", metadata={"a": [1]})], feed_index="sample_0_0")
-    group.owe()
+    group.track_prompt()
     group[0].label, group[0].metadata = None, {}
     group.reset()
     assert (group[0].prompt, group[0].label, group[0].metadata) == ("Q", "A", {"a": [1]})

@@ -33,8 +33,7 @@ from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.disks import files_at_most
 from tests.sim.world import Trace
-from workers.batches import BatchPreparation, SavedBatches
-from workers.preflight import dynamic_filter
+from workers.functions import BatchPreparation, SavedBatches, dynamic_filter
 
 
 def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Group:

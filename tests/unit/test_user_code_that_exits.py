@@ -23,7 +23,8 @@ from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
 from tests.unit.rollout.test_generate_functions import generating_with, one
-from workers.preflight import dynamic_filter, preflight
+from workers.functions import dynamic_filter
+from workers.preflight import preflight
 
 ESCAPES = [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError()]
 

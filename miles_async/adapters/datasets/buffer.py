@@ -93,7 +93,7 @@ class Buffer:
 
         The weight versions of generated tokens are counted by this run, so their staleness would be unknown to another.
         """
-        return [dict(group.owed or group.prompt_dict()) for group in self._groups]
+        return [dict(group.tracked or group.prompt_dict()) for group in self._groups]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Load the result of `state`."""

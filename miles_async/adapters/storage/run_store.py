@@ -93,14 +93,13 @@ class SqliteRunStore:
         The content of a group may be changed again as soon as this call has begun: `Sample.reset` and assignments to
         fields do not change what is stored.
 
-        If a key is both set and removed in one batch, it is removed. A prompt that is stored again keeps its position
-        among the owed prompts.
+        A prompt that is stored again keeps its position among the prompts.
         """
         # The pipeline may recycle a group while the thread works, so the thread gets the values of the fields.
         contents = {
             sequence: [_field_values(sample) for sample in change.content]
             for sequence, change in changes.groups.items()
-            if change.content is not None
+            if change is not None and change.content is not None
         }
         posted = {name: [_field_values(sample) for sample in group] for name, group in changes.posted.items()}
         await self._in_thread(self._file.write, changes, contents, posted)
@@ -419,6 +418,7 @@ class _RunFile:
                 change.rollout,
             )
             for sequence, change in changes.groups.items()
+            if change is not None
         )
         self._put(_GROUPS, groups)
         self._put(
@@ -429,19 +429,21 @@ class _RunFile:
             ),
         )
         self._put(_POSTED, ((name, _encode_samples(samples)) for name, samples in posted.items()))
-        self._put(_KEYS, changes.keys.items())
-        self._put(_OWED, ((name, self._owed_position(name), _encode(prompt)) for name, prompt in changes.owed.items()))
+        self._put(_KEYS, _kept(changes.keys))
+        prompts = ((name, self._owed_position(name), _encode(prompt)) for name, prompt in _kept(changes.prompts))
+        self._put(_OWED, prompts)
         # The same object has the same contents, and may be too large to be encoded several times a second.
         changed = (item for item in changes.progress.items() if item[1] is not self._progress.get(item[0], _MISSING))
         self._put(_PROGRESS, ((name, _encode(value)) for name, value in changed))
         if changes.events:
             self._put(_EVENTS, [(changes.number, _encode(changes.events))])
-        self._delete(_GROUPS, changes.ended)
-        self._delete(_CONTENTS, changes.ended)
-        self._delete(_OWED, changes.forgotten)
-        self._delete(_POSTED, changes.forgotten)
-        self._delete(_KEYS, changes.forgotten_keys)
-        for name in changes.forgotten:
+        ended, forgotten = _removed(changes.groups), _removed(changes.prompts)
+        self._delete(_GROUPS, ended)
+        self._delete(_CONTENTS, ended)
+        self._delete(_OWED, forgotten)
+        self._delete(_POSTED, forgotten)
+        self._delete(_KEYS, _removed(changes.keys))
+        for name in forgotten:
             self._owed_positions.pop(name, None)
         self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
         row = (self._run_id, changes.number, _sum_text(self._sum))
@@ -465,7 +467,7 @@ class _RunFile:
 
     def _delete(self, table: _Table, keys: Iterable[Any]) -> None:
         known = self._checksums[table]
-        stored = [key for key in dict.fromkeys(keys) if key in known]
+        stored = [key for key in keys if key in known]
         self._connection.executemany(table.delete, ((key,) for key in stored))
         self._sum -= sum(known.pop(key) for key in stored)
 
@@ -512,7 +514,7 @@ class _RunFile:
         stored = StoredRun(
             number=number,
             groups=groups,
-            owed=[Group.from_prompt_dict(_decode(data)) for _, _, data in rows(_OWED)],
+            prompts=[Group.from_prompt_dict(_decode(data)) for _, _, data in rows(_OWED)],
             posted=[name for name, _ in rows(_POSTED)],
             keys=dict(rows(_KEYS)),
             progress={name: _decode(data) for name, data in rows(_PROGRESS)},
@@ -549,6 +551,14 @@ class _RunFile:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _kept(entries: Mapping[str, T | None]) -> Iterator[tuple[str, T]]:
+    return ((key, value) for key, value in entries.items() if value is not None)
+
+
+def _removed(entries: Mapping[T, object]) -> list[T]:
+    return [key for key, value in entries.items() if value is None]
 
 
 def _row_checksum(table: _Table, row: tuple[Any, ...]) -> str:

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -50,6 +50,12 @@ LAST_LINES = 20
 """Lines of output that are kept to report why a run failed."""
 
 
+def _refuse(unknown: Sequence[str], begins: str, known: Iterable[str], otherwise: str) -> None:
+    """Raise UserError if there are unknown names. Each sentence suggests a known name, or ends with `otherwise`."""
+    if unknown:
+        raise UserError("\n".join(f"{begins} {name!r}{nearest(name, known) or otherwise}" for name in unknown))
+
+
 class ModelConfig:
     """The model to train: a Hugging Face checkpoint."""
 
@@ -68,38 +74,26 @@ class ModelConfig:
 
 
 class Qwen3_0_6B(ModelConfig):
-    """Qwen3 with 0.6 billion parameters."""
-
     model_name = "Qwen/Qwen3-0.6B"
 
 
 class Qwen3_1_7B(ModelConfig):
-    """Qwen3 with 1.7 billion parameters."""
-
     model_name = "Qwen/Qwen3-1.7B"
 
 
 class Qwen3_4B(ModelConfig):
-    """Qwen3 with 4 billion parameters."""
-
     model_name = "Qwen/Qwen3-4B"
 
 
 class Qwen3_8B(ModelConfig):
-    """Qwen3 with 8 billion parameters."""
-
     model_name = "Qwen/Qwen3-8B"
 
 
 class Qwen3_14B(ModelConfig):
-    """Qwen3 with 14 billion parameters."""
-
     model_name = "Qwen/Qwen3-14B"
 
 
 class Qwen3_32B(ModelConfig):
-    """Qwen3 with 32 billion parameters."""
-
     model_name = "Qwen/Qwen3-32B"
 
 
@@ -124,13 +118,8 @@ class DatasetConfig:
 
     def __init__(self, **attributes: Any) -> None:
         known = [known for known in dir(type(self)) if not known.startswith("_")]
-        unknown = [name for name in attributes if name not in known]
-        if unknown:
-            hints = [nearest(name, known) or f"; define it in class {type(self).__name__}" for name in unknown]
-            sentences = zip(unknown, hints, strict=True)
-            raise UserError(
-                "\n".join(f"{type(self).__name__} has no attribute {name!r}{hint}" for name, hint in sentences)
-            )
+        unknown, owner = [name for name in attributes if name not in known], type(self).__name__
+        _refuse(unknown, f"{owner} has no attribute", known, f"; define it in class {owner}")
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -225,12 +214,7 @@ class SlimeRecipe:
                 `checkpoints/<training_run_id>`.
         """
         unknown = [name for name in settings if name not in SETTINGS and not name.startswith(("sglang_", "router_"))]
-        if unknown:
-            hints = [nearest(name, SETTINGS) or "; `miles-async train --help` lists all settings" for name in unknown]
-            sentences = (
-                f"SlimeRecipe has no setting {name!r}{hint}" for name, hint in zip(unknown, hints, strict=True)
-            )
-            raise UserError("\n".join(sentences))
+        _refuse(unknown, "SlimeRecipe has no setting", SETTINGS, "; `miles-async train --help` lists all settings")
         if gpu_type is not None and not isinstance(gpu_type, str):
             raise UserError(f"gpu_type {gpu_type!r} is not a text: write the name of a GPU, such as 'H100'")
         self.gpu_type = gpu_type

@@ -19,7 +19,7 @@ from miles_async.config.load import checked_config
 from miles_async.config.table import table
 from miles_async.config.user_functions import load_function
 from miles_async.modes.mode import MODES, RolloutMode, Undeclared, mode_of
-from miles_async.modes.shipped import Batch, Stream, Supervised, Windowed, Worker
+from miles_async.modes.shipped import Batch, OwnWorker, Stream, Supervised, Windowed
 from miles_async.rollout import fully_async
 from miles_async.rollout.fully_async_rollout import generate_rollout_fully_async
 from miles_async.scheduling.bounds import Schedule
@@ -80,7 +80,7 @@ def test_the_function_of_a_shipped_mode_declares_the_mode(mode: RolloutMode) -> 
     "source, mode",
     [
         *[pytest.param(source, Stream, id=f"stream: {name}") for name, source in STREAMS.items()],
-        *[pytest.param(source, Worker, id=f"worker: {name}") for name, source in WORKERS.items()],
+        *[pytest.param(source, OwnWorker, id=f"worker: {name}") for name, source in WORKERS.items()],
         *[pytest.param(source, Undeclared, id=f"undeclared: {name}") for name, source in UNDECLARED.items()],
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
-from miles_async.adapters.null import NullStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -19,7 +18,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Sample
 from tests.configuration import run_config
-from tests.sim.world import DirectOutbox, Trace, held_prompts_of
+from tests.sim.world import DirectOutbox, NullStore, Trace, held_prompts_of
 
 ROWS = 6
 

@@ -17,13 +17,12 @@ from miles_async.adapters.system.faults import FaultEffects, JumpingClock, corru
 from miles_async.config.schema import Fault
 from miles_async.errors import EngineLostError, FatalError, StoreError, TrajectoryError, UserError
 from miles_async.fault_points import POINTS, SYNCHRONOUS, FaultPoints
-from miles_async.pipeline.faults import FaultSchedule
 from miles_async.pipeline.journal import EventOutbox
 from miles_async.pipeline.run_ports import Ports, RunFunctions
 from miles_async.ports import Generator, RunStore
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
-from workers.faults import FaultInjector
+from workers.faults import FaultInjector, FaultSchedule
 
 PIPELINE = Path(inspect.getfile(Ports)).parent
 OUTSIDE_PORTS = {"store": RunStore, "outbox": EventOutbox, "ranks": RayRanks, "evaluator": Generator}

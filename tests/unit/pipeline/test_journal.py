@@ -74,6 +74,26 @@ def run_with(store: Store, driver: Driver, clock: VirtualClock, *, number: int =
     return journal, lifecycle_of(RunState(clock, journal))
 
 
+def state_of(batch: Changes, sequence: int) -> GroupState:
+    change = batch.groups[sequence]
+    assert change is not None
+    return change.state
+
+
+def content_of(batch: Changes, sequence: int) -> Group | None:
+    change = batch.groups[sequence]
+    assert change is not None
+    return change.content
+
+
+def tracked(batch: Changes) -> list[str]:
+    return [name for name, prompt in batch.prompts.items() if prompt is not None]
+
+
+def forgotten(batch: Changes) -> list[str]:
+    return [name for name, prompt in batch.prompts.items() if prompt is None]
+
+
 async def test_events_leave_only_with_what_was_stored() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
     journal, lifecycle = run_with(store, driver, clock)
@@ -82,7 +102,7 @@ async def test_events_leave_only_with_what_was_stored() -> None:
     await journal.flush()
     [batch] = store.batches
     assert batch.events == driver.events
-    assert (batch.groups[0].state, list(batch.owed), batch.forgotten) == (GroupState.FED, ["sample_0_0"], [])
+    assert (state_of(batch, 0), tracked(batch), forgotten(batch)) == (GroupState.FED, ["sample_0_0"], [])
     await journal.flush()
     assert len(store.batches) == 1, "nothing has changed since"
 
@@ -101,9 +121,9 @@ async def test_a_group_is_stored_as_a_whole_when_it_has_finished_and_removed_whe
     lifecycle.advance([finished], GroupState.LEASED)
     await journal.flush()
     first, second = store.batches
-    assert first.groups[0].content is finished
-    assert (list(first.groups), first.ended, first.forgotten) == ([0], [1], ["sample_0_1"])
-    assert (second.groups[0].state, second.groups[0].content) == (GroupState.LEASED, None), "it is stored already"
+    assert content_of(first, 0) is finished
+    assert (list(first.groups), first.groups[1], forgotten(first)) == ([0, 1], None, ["sample_0_1"])
+    assert (state_of(second, 0), content_of(second, 0)) == (GroupState.LEASED, None), "it is stored already"
 
 
 async def test_a_drop_reports_the_tokens_that_no_other_attempt_continues() -> None:
@@ -122,7 +142,7 @@ async def test_a_drop_reports_the_tokens_that_no_other_attempt_continues() -> No
     assert [event.discarded_tokens for event in drops] == [7, 0, 9]
 
 
-async def test_a_prompt_that_is_requeued_is_still_owed() -> None:
+async def test_a_prompt_that_is_requeued_is_still_tracked() -> None:
     store, driver, clock = Store(), Driver(), VirtualClock()
     journal, lifecycle = run_with(store, driver, clock)
     failed = group(0)
@@ -130,7 +150,7 @@ async def test_a_prompt_that_is_requeued_is_still_owed() -> None:
     lifecycle.drop(failed, DropReason.FAILED)
     journal.track_prompt(failed)
     await journal.flush()
-    assert (list(store.batches[0].owed), store.batches[0].forgotten) == (["sample_0_0"], [])
+    assert (tracked(store.batches[0]), forgotten(store.batches[0])) == (["sample_0_0"], [])
 
 
 async def test_the_order_of_transitions_continues_from_one_rollout_worker_to_the_next() -> None:
@@ -141,7 +161,7 @@ async def test_the_order_of_transitions_continues_from_one_rollout_worker_to_the
         for one in (group(0), group(1)):
             lifecycle.feed(one)
         await journal.flush()
-        orders += [change.order for change in store.batches[0].groups.values()]
+        orders += [change.order for change in store.batches[0].groups.values() if change is not None]
     assert orders == sorted(set(orders))
 
 
@@ -168,9 +188,9 @@ async def test_a_store_that_fails_stops_nothing_and_gets_everything_later() -> N
     lifecycle.advance([kept], GroupState.LEASED)
     await journal.flush()
     [batch] = store.batches
-    assert list(batch.groups) == [0]
-    assert (batch.groups[0].state, batch.groups[0].content) == (GroupState.LEASED, kept)
-    assert (batch.ended, list(batch.owed), batch.forgotten) == ([1], ["sample_0_0"], ["sample_0_1"])
+    assert (list(batch.groups), batch.groups[1]) == ([0, 1], None)
+    assert (state_of(batch, 0), content_of(batch, 0)) == (GroupState.LEASED, kept)
+    assert (tracked(batch), forgotten(batch)) == (["sample_0_0"], ["sample_0_1"])
     journal.emit(WarningRaised(time=0.0, text="later"))
     await journal.flush()
     assert "the store is written again" in driver.warnings
@@ -191,7 +211,7 @@ async def test_an_error_of_the_store_of_any_class_loses_nothing_that_was_taken()
     await clock.sleep(RETRY_SECONDS)
     assert await journal.flush(), "what waits is written without a further change"
     [batch] = store.batches
-    assert (list(batch.groups), list(batch.owed)) == ([0], ["sample_0_0"])
+    assert (list(batch.groups), tracked(batch)) == ([0], ["sample_0_0"])
     assert (list(batch.posted), dict(batch.keys)) == (["external_0"], {"key": "external_0"})
 
 
@@ -207,7 +227,7 @@ async def test_an_error_of_the_progress_leaves_everything_pending() -> None:
         await journal.flush()
     journal.progress = dict
     assert await journal.flush()
-    assert list(store.batches[0].owed) == ["sample_0_0"]
+    assert tracked(store.batches[0]) == ["sample_0_0"]
     assert [event.after for event in driver.events if isinstance(event, GroupMoved)] == ["fed"]
 
 
@@ -229,7 +249,7 @@ async def test_a_write_that_is_cut_off_delivers_its_events_later() -> None:
         await journal._flush()
     assert driver.events == [], "they are not known to be stored"
     assert await journal.flush()
-    assert list(store.batches[1].owed) == ["sample_0_0"]
+    assert tracked(store.batches[1]) == ["sample_0_0"]
     assert len(driver.events) == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import GroupFiltered
-from miles_async.observability.run_folder import RunFolder
 from miles_async.pipeline.run_ports import Ports
 from miles_async.rollout.contract import call_rollout_function, flat_args
 from miles_async.scheduling.bounds import Schedule
@@ -21,9 +19,8 @@ from miles_async.types import Group, Sample, Verdict
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Feed, Trace, World
-from workers.batches import BatchPreparation
-from workers.preflight import dynamic_filter, preflight
-from workers.rollout import RolloutWorker
+from workers.functions import BatchPreparation, dynamic_filter, evaluation_function
+from workers.preflight import preflight
 
 
 @dataclass
@@ -215,9 +212,9 @@ def mean_accuracy(args: Any, rollout_id: int, data_source: Any, evaluation: bool
     return {"mine": 0.5}
 
 
-async def test_an_evaluation_that_returns_no_rewards_is_told_what_to_return(tmp_path: Path) -> None:
-    chosen = run_config(eval_function_path=returns("mean_accuracy"), run_dir=str(tmp_path))
-    evaluate = RolloutWorker(chosen, "train_async.py", RunFolder.create(chosen))._evaluation(flat_args(chosen))
+async def test_an_evaluation_that_returns_no_rewards_is_told_what_to_return() -> None:
+    chosen = run_config(eval_function_path=returns("mean_accuracy"))
+    evaluate = evaluation_function(chosen, flat_args(chosen))
     assert evaluate is not None
     source: Any = None
     with pytest.raises(UserError, match=r"mean_accuracy returned \{'mine': 0.5\}: return \{name: \{\"rewards\":"):

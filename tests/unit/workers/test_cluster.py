@@ -26,7 +26,8 @@ from tests.configuration import run_config
 from workers import cluster as module
 from workers.cluster import Cluster, EngineDevices
 from workers.heartbeats import Heartbeats
-from workers.rollout import ClusterHandles, RolloutWorker
+from workers.rollout import RolloutWorker
+from workers.specs import ClusterHandles
 
 
 @dataclass

@@ -17,15 +17,15 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import External
-from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
 from miles_async.sample_schema import NO_LIMITS
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.unit.byte_tokenizer import Bytes
+from workers.functions import evaluation_function
 from workers.generators import Generators
-from workers.rollout import RolloutWorker
+from workers.specs import ClusterHandles
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -42,22 +42,32 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
     config = run_config(**settings)
     fleet = SGLangFleet(NOBODY)
     tokenizer: Any = Bytes()
-    args = flat_args(config)
+    handles = ClusterHandles(
+        checkpoint="",
+        router_url=NOBODY,
+        router_key="",
+        engines=(),
+        engine_urls=(),
+        engine_actors={},
+        router_actor=None,
+        learner_ranks=(),
+        weight_transports=(),
+        began_with=None,
+        learner_checkpoint=None,
+    )
     with TemporaryDirectory() as folder:
         if agent_key:
             (Path(folder) / "agent_key").write_text(agent_key)
         made = Generators(
             config,
-            NOBODY,
-            "",
+            handles,
             fleet,
             tokenizer,
-            args,
+            None,
             journal=DirectJournal(Trace()),
             stored=None,
             live_version=lambda: 0,
             limits=NO_LIMITS,
-            parser=None,
             agent_key_file=Path(folder) / "agent_key",
         )
         try:
@@ -145,10 +155,9 @@ async def scores(args: Any, rollout_id: int, data_source: Any, evaluation: bool 
     return {"mine": {"rewards": [float(rollout_id)]}}
 
 
-async def test_a_user_defined_evaluation_is_loaded_by_its_path(tmp_path: Path) -> None:
-    config = run_config(eval_function_path=f"{__name__}.scores", run_dir=str(tmp_path))
-    worker = RolloutWorker(config, "train_async.py", RunFolder.create(config))
-    evaluate = worker._evaluation(flat_args(config))
+async def test_a_user_defined_evaluation_is_loaded_by_its_path() -> None:
+    config = run_config(eval_function_path=f"{__name__}.scores")
+    evaluate = evaluation_function(config, flat_args(config))
     assert evaluate is not None
     source: Any = None
     assert await evaluate(3, source) == {"mine": {"rewards": [3.0]}}

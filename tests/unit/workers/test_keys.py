@@ -23,8 +23,7 @@ from miles_async.errors import EngineLostError, UserError
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.waiting import PATIENCE_SECONDS
-from workers.rollout import ClusterHandles
-from workers.specs import engine_spec, external_router_key, router_spec
+from workers.specs import ClusterHandles, engine_spec, external_router_key, router_spec
 
 KEY = "key-of-the-run"
 Request = tuple[str, str | None, Any]

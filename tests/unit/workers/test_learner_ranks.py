@@ -175,6 +175,9 @@ class Replaced:
 
     async def lead(self, others: Any) -> None: ...
 
+    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        return [await getattr(self, method)(*arguments)]
+
     async def load_state(self, folder: str) -> None: ...
 
     async def begin(self, *counts: Any) -> None: ...

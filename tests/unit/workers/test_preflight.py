@@ -26,11 +26,11 @@ from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.unit.gym import CHAIN_SUM
+from workers.functions import dynamic_filter
 from workers.preflight import (
     HTTP2_PREFACE,
     HTTP2_SETTINGS,
     check_ray,
-    dynamic_filter,
     lock_checkpoints,
     preflight,
 )

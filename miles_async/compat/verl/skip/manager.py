@@ -102,10 +102,6 @@ class SkipManager(metaclass=_CurrentManager):
 
         return decorate
 
-    @property
-    def any_enabled(self) -> bool:
-        return any(map(_enabled, self.skip_instances.values()))
-
     def __enter__(self) -> Self:
         return self
 

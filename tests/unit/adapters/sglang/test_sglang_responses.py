@@ -130,4 +130,4 @@ def test_an_answer_after_tool_output_is_trained_and_has_a_separate_span() -> Non
 def test_the_fake_engine_of_the_benchmarks_returns_all_fields_that_are_read() -> None:
     sample = Sample(tokens=[1])
     extend(sample, fake_answer("a", 1, 5), decode)
-    assert (sample.response_length, sample.status, sample.oldest_version) == (5, SampleStatus.TRUNCATED, 0)
+    assert (sample.response_length, sample.status, sample.spans[0].version) == (5, SampleStatus.TRUNCATED, 0)

@@ -21,7 +21,8 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from tests.configuration import run_config
 from workers import driver
-from workers.preflight import PreflightResult, checkpoint_to_resume, lock_checkpoints
+from workers.beginning import checkpoint_to_resume
+from workers.preflight import PreflightResult, lock_checkpoints
 
 WEIGHTS = "actor/__0_0.distcp"
 

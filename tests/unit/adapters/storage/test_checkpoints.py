@@ -10,7 +10,8 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_prog
 from miles_async.config.checks import problems
 from miles_async.errors import UserError
 from tests.configuration import run_config
-from workers.preflight import checkpoint_to_resume, lock_checkpoints
+from workers.beginning import checkpoint_to_resume
+from workers.preflight import lock_checkpoints
 
 
 def save(root: Path, rollout_id: int, keep: int = 2, folder: CheckpointFolder | None = None) -> Path:

@@ -91,11 +91,11 @@ async def test_groups_return_in_the_order_of_their_last_transitions(store: Sqlit
 async def test_a_prompt_that_is_stored_again_keeps_its_place_and_has_no_tokens(store: SqliteRunStore) -> None:
     for number, names in enumerate([["a", "b", "c"], ["b"], ["d"]], 1):
         prompts = {name: Group([Sample(prompt=f"{name}{number}")], feed_index=name) for name in names}
-        owed = {name: prompt.prompt_dict() for name, prompt in prompts.items()}
-        await store.write(Changes(number=number, owed=owed, forgotten=["c"] if number == 3 else ["unknown"]))
+        tracked = {name: prompt.prompt_dict() for name, prompt in prompts.items()}
+        await store.write(Changes(number=number, prompts={**tracked, "c" if number == 3 else "unknown": None}))
     stored = await store.read()
     assert stored is not None
-    assert [prompt[0].prompt for prompt in stored.owed] == ["a1", "b2", "d3"]
+    assert [prompt[0].prompt for prompt in stored.prompts] == ["a1", "b2", "d3"]
 
 
 async def test_a_group_that_is_recycled_while_it_is_written_is_stored_as_it_finished(store: SqliteRunStore) -> None:

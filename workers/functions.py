@@ -1,25 +1,116 @@
-"""Batches on disk and in hand: prepares each batch for training, and loads the batches that an earlier run saved."""
+"""The functions of a run: those that its settings name, and those that take their place."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.config.generation import rollout_mode, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import EventSink, SamplesRemoved, WarningRaised
 from miles_async.json_values import shown
-from miles_async.pipeline.rollout_source import RolloutSource
-from miles_async.rollout.contract import Arguments, as_groups
+from miles_async.pipeline.evaluate import Scores
+from miles_async.pipeline.journal import Journal
+from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
+from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, leave_unchanged
+from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
+from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import SampleLimits, accept_group, check_stored
-from miles_async.types import Group, VersionSpan
+from miles_async.types import Group, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
+
+if TYPE_CHECKING:
+    from .generators import Generators
+
+
+def run_functions(
+    config: RunConfig, entry: str, generators: Generators, recording: RecordingGenerator | None, journal: Journal
+) -> RunFunctions:
+    """Return what replaces or extends the pipeline. Raises UserError if a function cannot be imported."""
+    args = generators.args
+    return RunFunctions(
+        rollout=_rollout_function(config, entry, generators, recording),
+        prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, journal),
+        evaluate=evaluation_function(config, args),
+    )
+
+
+def _rollout_function(
+    config: RunConfig, entry: str, generators: Generators, recording: RecordingGenerator | None
+) -> RolloutFunction | None:
+    """The rollout function; None if the service takes its batches directly from the queue."""
+    if trains_only(config):
+        return SavedBatches(config, generators.limits)
+    if takes_from_queue(config, entry):
+        return None
+    keeps_groups = rollout_mode(config).keeps_groups
+    return RolloutFunctionAdapter(
+        load_function(config.rollout.rollout_function_path, setting="rollout_function_path"),
+        generators.args,
+        config,
+        score_tokens=generators.engine_client.score_logprobs,
+        recording=None if keeps_groups else recording,
+        limits=generators.limits,
+        keeps_groups=keeps_groups,
+    )
+
+
+def evaluation_function(config: RunConfig, args: Arguments) -> EvaluationFunction | None:
+    """Return the user's evaluation function; None if the run has none."""
+    path = config.rollout.eval_function_path
+    if path is None:
+        return None
+    function = load_function(path, setting="eval_function_path")
+
+    async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+        scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+        if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
+            raise UserError(
+                f"eval_function_path {path} returned {shown(scores)}: return "
+                '{name: {"rewards": [...], "truncated": [...]}}'
+            )
+        return scores
+
+    return evaluate
+
+
+def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
+    """Return the dynamic sampling filter; without one, every generated group is kept.
+
+    Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
+    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
+    """
+    path = config.rollout.dynamic_sampling_filter_path
+    if path is None:
+        return lambda group: Verdict(True)
+    function = load_function(path, setting="dynamic_sampling_filter_path")
+
+    def keep(group: Group) -> Verdict:
+        # A copy, because the filter may change the list.
+        shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
+        try:
+            returned = function(args, shown_group)
+        except USER_CODE_ERRORS as error:
+            # User code can raise any exception. The group counts as failed; the run continues.
+            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
+        finally:
+            accept_group(group)
+        try:
+            return Verdict.of(returned)
+        except TypeError as error:
+            raise TrajectoryError(
+                f"dynamic_sampling_filter_path {path} returned {error}: return True to keep the group or False to drop "
+                "it, or Verdict(keep, reason) of miles_async.types"
+            ) from None
+
+    return keep
 
 
 class BatchPreparation:

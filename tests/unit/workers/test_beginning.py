@@ -21,7 +21,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
 from miles_async.stored_run import Changes
 from tests.configuration import run_config
-from workers.continuation import unfinished_run, write_beginning
+from workers.beginning import unfinished_run, write_beginning
 
 
 def config(tmp_path: Path, **settings: Any) -> RunConfig:
@@ -62,6 +62,7 @@ def test_a_run_that_was_lost_continues_in_its_folder_from_its_newest_checkpoint(
     save(tmp_path, lost.path.name, 1, 3)
     found = unfinished_run(config(tmp_path))
     assert found is not None
+    assert found.position is not None
     assert (found.folder, folder_of(found.starts_from)) == (lost, tmp_path / "save" / "rollout_0000003")
     assert found.position["sample_offset"] == 7
 

@@ -1,10 +1,10 @@
-"""`--resume auto`: finds a run whose driver, machine or job was lost, and decides how to continue it.
+"""Where a run begins: with the model, with a checkpoint (`--load`), or where an unfinished run ended (`--resume auto`).
 
-A run is found by its checkpoint folder: it is the newest run in `--run-dir` that saves to `--save`. It continues in its
-own folder with its own store, from its newest checkpoint; before its first one, from the checkpoint that it began with,
-if any. If its store is lost or does not fit its checkpoints (it was
-on another machine, or the newest checkpoint is damaged), another run begins with the checkpoint, which holds the
-prompts that were not trained.
+A run whose driver, machine or job was lost is found by its checkpoint folder: it is the newest run in `--run-dir` that
+saves to `--save`. It continues in its own folder with its own store, from its newest checkpoint; before its first one,
+from the checkpoint that it began with, if any. If its store is lost or does not fit its checkpoints (it was on another
+machine, or the newest checkpoint is damaged), another run begins with the checkpoint, which holds the prompts that were
+not trained.
 """
 
 from __future__ import annotations
@@ -35,20 +35,57 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """How an unfinished run continues."""
+class Beginning:
+    """How a run begins, or how an unfinished run continues. By default, a new run begins with the model."""
 
-    folder: RunFolder | None
-    """The folder of the run, which goes on in it; None if another run begins with the checkpoint `starts_from`."""
-    began_with: LoadedCheckpoint | None
-    """The checkpoint that the run began with; None if it began with the model."""
-    starts_from: LoadedCheckpoint | None
-    """The checkpoint that the learner starts from; None for the model."""
-    position: Mapping[str, Any]
-    """The position in the data, as `BufferedSource.position` returns it."""
+    folder: RunFolder | None = None
+    """The folder of the unfinished run, which goes on in it; None for a new run."""
+    began_with: LoadedCheckpoint | None = None
+    """The checkpoint of another run that the run begins with, or began with; None if that is the model."""
+    starts_from: LoadedCheckpoint | None = None
+    """The checkpoint that the learner starts from: `began_with`, or a later one of this run."""
+    position: Mapping[str, Any] | None = None
+    """The position in the data, as `BufferedSource.position` returns it; None for the beginning."""
 
 
-def unfinished_run(config: RunConfig) -> Continuation | None:
+def beginning_of(config: RunConfig) -> Beginning:
+    """Find out where the run begins. Raises what `checkpoint_to_resume` and `unfinished_run` raise."""
+    checkpoint = checkpoint_to_resume(config)
+    unfinished = None if config.learner.resume is None else unfinished_run(config)
+    if unfinished is not None:
+        return unfinished
+    if checkpoint is None:
+        return Beginning()
+    return Beginning(None, checkpoint, checkpoint, read_progress(checkpoint.folder)["data"])
+
+
+def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
+    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
+
+    Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged, and says that
+    the folder is empty. Raises UserError if the folder is missing, or holds files but no intact checkpoint, or if the
+    checkpoint was written after the last rollout.
+    """
+    if config.learner.load is None:
+        return None
+    folder = Path(config.learner.load).expanduser().absolute()
+    checkpoints = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums)
+    if checkpoints.is_empty():
+        log.info("the folder of load is empty, so the run starts from the beginning", load=str(folder))
+        return None
+    checkpoint = checkpoints.latest()
+    for sentence in checkpoint.damage:
+        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
+    done = checkpoint.rollout + 1
+    if done >= config.rollout.num_rollout:
+        raise UserError(
+            f"checkpoint {checkpoint.folder} was written after {done} rollouts, and num_rollout is "
+            f"{config.rollout.num_rollout}: raise num_rollout to continue"
+        )
+    return checkpoint
+
+
+def unfinished_run(config: RunConfig) -> Beginning | None:
     """Return the run to continue; None if there is none, or if the newest one has come to its end.
 
     Raises UserError if nothing is left of the run that could be continued.
@@ -84,13 +121,13 @@ def unfinished_run(config: RunConfig) -> Continuation | None:
     if position is None:  # it was lost before its first prompt
         return None if starts_from is None else _another_run(starts_from)
     log.info(f"run {run} is continued", checkpoint=None if starts_from is None else starts_from.rollout)
-    return Continuation(folder, began_with, starts_from, position)
+    return Beginning(folder, began_with, starts_from, position)
 
 
-def _another_run(checkpoint: LoadedCheckpoint) -> Continuation:
+def _another_run(checkpoint: LoadedCheckpoint) -> Beginning:
     """Another run that begins with this checkpoint, whose weight versions are not those of the other run."""
     begins_with = LoadedCheckpoint(checkpoint.folder, checkpoint.rollout)
-    return Continuation(None, begins_with, begins_with, read_progress(checkpoint.folder)["data"])
+    return Beginning(None, begins_with, begins_with, read_progress(checkpoint.folder)["data"])
 
 
 def write_beginning(folder: RunFolder, checkpoint: LoadedCheckpoint) -> None:
