@@ -24,9 +24,9 @@ from miles_async.atomic_files import write_atomically
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
-from miles_async.events import RunEnded
+from miles_async.events import EventsReceived, RunEnded
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.trace.event_log import last_event
+from miles_async.observability.trace.event_log import last_event, read_events
 from miles_async.pipeline.restore import stored_position
 
 from .specs import store_folder
@@ -108,6 +108,8 @@ def unfinished_run(config: RunConfig) -> Beginning | None:
     try:
         position = _stored_position(config, folder, newest)
     except (UserError, FatalError) as error:
+        if starts_from is None and not _has_reported(folder):
+            return None  # it was lost before its rollout worker stored anything
         if starts_from is None:
             raise UserError(
                 f"run {run} cannot be continued, because it has written no checkpoint and its store is not usable "
@@ -162,6 +164,14 @@ def _newest_run(config: RunConfig) -> RunFolder | None:
 def _has_ended(folder: RunFolder) -> bool:
     last = last_event(folder.events)
     return isinstance(last, RunEnded) and last.reason == "done"
+
+
+def _has_reported(folder: RunFolder) -> bool:
+    """Whether the rollout worker has sent events, all of which it had stored before."""
+    try:
+        return any(isinstance(event, EventsReceived) for event in read_events(folder.events))
+    except FileNotFoundError:
+        return False
 
 
 def _stored_position(config: RunConfig, folder: RunFolder, newest: LoadedCheckpoint | None) -> Mapping[str, Any] | None:

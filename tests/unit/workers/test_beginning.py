@@ -16,7 +16,7 @@ from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.config.checks import problems
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.events import EventsReceived, RunEnded, WarningRaised, encode
+from miles_async.events import EventsReceived, RunEnded, StartupChanged, WarningRaised, encode
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
 from miles_async.stored_run import Changes
@@ -154,8 +154,17 @@ def test_without_its_store_a_run_continues_as_another_run_with_the_prompts_of_it
     assert (found.folder, folder_of(found.starts_from)) == (None, tmp_path / "save" / "rollout_0000003")
 
 
-def test_a_run_of_which_neither_checkpoint_nor_store_is_left_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_log", [True, False])
+def test_a_run_that_was_lost_before_its_store_existed_begins_anew(tmp_path: Path, has_log: bool) -> None:
+    lost = RunFolder.create(config(tmp_path))
+    if has_log:
+        lost.events.write_bytes(encode(StartupChanged(time=1.0, part="router", seconds=None)) + b"\n")
+    assert unfinished_run(config(tmp_path)) is None
+
+
+def test_a_run_that_generated_and_left_neither_checkpoint_nor_store_is_refused(tmp_path: Path) -> None:
     lost = run(config(tmp_path))
+    lost.events.write_bytes(encode(EventsReceived(time=1.0, number=1)) + b"\n")
     (lost.store / "run.sqlite").unlink()
     with pytest.raises(UserError, match="unset resume to begin another run"):
         unfinished_run(config(tmp_path))
