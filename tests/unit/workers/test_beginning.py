@@ -155,7 +155,7 @@ def test_without_its_store_a_run_continues_as_another_run_with_the_prompts_of_it
 
 
 @pytest.mark.parametrize("has_log", [True, False])
-def test_a_run_that_was_lost_before_its_store_existed_begins_anew(tmp_path: Path, has_log: bool) -> None:
+def test_a_run_that_was_lost_before_its_store_existed_starts_again(tmp_path: Path, has_log: bool) -> None:
     lost = RunFolder.create(config(tmp_path))
     if has_log:
         lost.events.write_bytes(encode(StartupChanged(time=1.0, part="router", seconds=None)) + b"\n")
