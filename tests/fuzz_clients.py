@@ -264,7 +264,7 @@ async def fuzz_page(findings: Findings, end: float) -> None:
             raw = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/plain\r\n\r\n".encode()
             hostile = damaged(raw, numbers) if numbers.random() < 0.7 else raw
             findings.inputs += 1
-            answer = await asyncio.to_thread(exchange, server.port, hostile)
+            answer = await asyncio.to_thread(exchange, server.server_port, hostile)
             if answer[9:10] == b"5" and answer[9:12] not in (b"501", b"505"):
                 findings.report(f"status {answer[9:12]!r}", hostile)
             if hostile == raw and path == "/" and (MARKUP.encode() in answer or b"200" not in answer[:15]):

@@ -31,51 +31,44 @@ STOP_CHECK_SECONDS = 0.1
 """How often the server checks whether it has been closed."""
 
 
-class HttpServer:
+class HttpServer(ThreadingHTTPServer):
     """Serves requests from construction until `close`, which waits for the responses that are being sent."""
+
+    daemon_threads = False  # `server_close` joins them
+    request_queue_size = 64
 
     def __init__(self, registry: CollectorRegistry, page: LivePage, port: int) -> None:
         """Listen on `port`, or on a free port if it is 0. Raises UserError if the port is already in use."""
-
-        class Handler(_Handler):
-            pass
-
-        Handler.registry, Handler.page = registry, page
+        self.registry = registry
+        self.page = page
+        self._connections: dict[socket, float] = {}
+        """When each connection began (`time.monotonic`), the oldest first."""
         try:
-            self._server = _Server(("127.0.0.1", port), Handler)
+            super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise UserError(
                 f"metrics_port {port} is already in use ({error.strerror}): set --metrics-port to a free port, or to 0"
             ) from error
-        self.port: int = self._server.server_port
-        self._thread = Thread(
-            target=self._server.serve_forever, args=(STOP_CHECK_SECONDS,), name="metrics", daemon=True
-        )
+        self._thread = Thread(target=self.serve_forever, args=(STOP_CHECK_SECONDS,), name="metrics", daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/metrics"
+        return f"{self.page_url}metrics"
 
     @property
     def page_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
+        return f"http://127.0.0.1:{self.server_port}/"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.end_connections(CLOSING_SECONDS)
-        self._server.server_close()
+        self.shutdown()
+        deadline = time.monotonic() + CLOSING_SECONDS
+        while self._connections and time.monotonic() < deadline:
+            time.sleep(STOP_CHECK_SECONDS)
+        for connection in list(self._connections):
+            self._end(connection)
+        self.server_close()
         self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = False  # `server_close` joins them
-    request_queue_size = 64
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._connections: dict[socket, float] = {}
-        """When each connection began (`time.monotonic`), the oldest first."""
-        super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         while len(self._connections) >= MAX_CONNECTIONS:
@@ -93,14 +86,6 @@ class _Server(ThreadingHTTPServer):
             if time.monotonic() - began > CONNECTION_SECONDS:
                 self._end(connection)
 
-    def end_connections(self, within: float) -> None:
-        """Wait at most `within` seconds for the responses that are being sent, and end the other connections."""
-        deadline = time.monotonic() + within
-        while self._connections and time.monotonic() < deadline:
-            time.sleep(STOP_CHECK_SECONDS)
-        for connection in list(self._connections):
-            self._end(connection)
-
     def _end(self, connection: socket) -> None:
         """Let the thread of a connection read its end, whatever the client does."""
         self._connections.pop(connection, None)
@@ -113,8 +98,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_TIMEOUT_SECONDS
-    registry: CollectorRegistry
-    page: LivePage
+    server: HttpServer
 
     def do_GET(self) -> None:
         try:
@@ -126,14 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.FORBIDDEN, reason)
         elif address.path == "/metrics":
             encoder, kind = choose_encoder(self.headers.get("accept", ""))
-            self._answer(encoder(self.registry), kind)
+            self._answer(encoder(self.server.registry), kind)
         elif address.path == "/":
-            self._answer(self.page.html(time.time()), "text/html; charset=utf-8")
+            self._answer(self.server.page.html(time.time()), "text/html; charset=utf-8")
         elif address.path == "/state.json":
             whole_run = parse_qs(address.query).get("span") == ["whole"]
-            self._answer(self.page.state("whole" if whole_run else "recent", time.time()), "application/json")
+            self._answer(self.server.page.state("whole" if whole_run else "recent", time.time()), "application/json")
         elif address.path == "/samples.json":
-            self._answer(self.page.samples(), "application/json")
+            self._answer(self.server.page.samples(), "application/json")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "this server has /, /state.json, /samples.json and /metrics")
 

@@ -13,6 +13,7 @@ from typing import Self
 import structlog
 from prometheus_client import CollectorRegistry
 
+from miles_async.atomic_files import write_atomically
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import Event, RunEnded
@@ -28,7 +29,7 @@ from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.metrics.scrape_targets import ScrapeTargets
 from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
-from miles_async.observability.page.report import RunData, flatten, write
+from miles_async.observability.page.report import RunData, flatten, report
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import summary_text, write_summary
 from miles_async.observability.trace.event_log import EventLogWriter
@@ -159,7 +160,7 @@ class EventSubscribers:
     def _write_report(self) -> None:
         run = RunData(self._folder.path, flatten(redacted_values(self._config)), self._view)
         with self._surviving_loss_of(self._folder.report):
-            write([run], self._folder.report)
+            write_atomically(self._folder.report, report([run]))
 
     @contextmanager
     def _surviving_loss_of(self, file: Path) -> Iterator[None]:

@@ -106,7 +106,7 @@ def drip(client: socket.socket, stop: threading.Event) -> None:
 def test_a_client_that_sends_byte_by_byte_does_not_delay_the_end_of_a_run(page: HttpServer) -> None:
     """The server ends the connection itself: the client would go on for ever."""
     stop = threading.Event()
-    with closing(connect(page.port)) as client:
+    with closing(connect(page.server_port)) as client:
         thread = threading.Thread(target=drip, args=(client, stop))
         thread.start()
         page.close()
@@ -127,7 +127,7 @@ def ended(client: socket.socket) -> bool:
 def test_a_request_to_the_page_has_a_time_limit_as_a_whole(page: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.5)
     stop = threading.Event()
-    with closing(connect(page.port)) as client:
+    with closing(connect(page.server_port)) as client:
         thread = threading.Thread(target=drip, args=(client, stop))
         thread.start()
         assert ended(client)
@@ -139,9 +139,9 @@ def test_many_half_sent_requests_do_not_keep_others_from_the_page(
     page: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
-    clients = [connect(page.port) for _ in range(40)]
+    clients = [connect(page.server_port) for _ in range(40)]
     try:
-        assert answer_of(page.port) == b"HTTP/1.0 200 OK"
+        assert answer_of(page.server_port) == b"HTTP/1.0 200 OK"
         assert ended(clients[0])
     finally:
         for client in clients:
@@ -372,11 +372,11 @@ print('{{"content": "Let me', end="", flush=True)
 
 @pytest.mark.parametrize("address", ["http://[/", "http://[::1", "//["])
 def test_the_page_answers_a_request_with_an_invalid_address(page: HttpServer, address: str) -> None:
-    with closing(connect(page.port, f"GET {address} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n".encode())) as client:
+    with closing(connect(page.server_port, f"GET {address} HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n".encode())) as client:
         assert client.recv(12) in (b"HTTP/1.0 400", b"HTTP/1.0 404")
 
 
 @pytest.mark.parametrize("host", ["evil.com@127.0.0.1", "evil:80@localhost", "evil\\@127.0.0.1", "127.0.0.1/x"])
 def test_a_host_with_more_than_a_name_and_a_port_is_refused(page: HttpServer, host: str) -> None:
-    with closing(connect(page.port, f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())) as client:
+    with closing(connect(page.server_port, f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())) as client:
         assert client.recv(12) == b"HTTP/1.0 403"

@@ -25,12 +25,8 @@ SOURCES = Path(__file__).parent / "html"
 def document(template: str, data: Any) -> bytes:
     """Return `html/<template>` with its style, its scripts and `data` (as JSON) embedded."""
     before, after = _frame(template)
-    return before + json_in_html(data) + after
-
-
-def json_in_html(data: Any) -> bytes:
-    """Encode `data` as JSON without `<`, so that it cannot end a script element or begin a comment."""
-    return encode_json(data).replace(b"<", b"\\u003c")
+    # Without `<`, the data cannot end a script element or begin a comment.
+    return before + encode_json(data).replace(b"<", b"\\u003c") + after
 
 
 @cache
@@ -64,13 +60,8 @@ class LivePage:
         """Return the page with the current state embedded, so that the browser can draw it without a second request."""
         with self._view.lock:
             state = page_state(self._view, "recent", now)
-        return document("page.html", {"state": state, "earlier": self._earlier()})
-
-    def _earlier(self) -> dict[str, Any] | None:
-        run = self._view.run
-        if run is None or self._folder is None:
-            return None
-        return comparison(earlier_runs(run, self._folder))
+        earlier = comparison(earlier_runs(self._view.run, self._folder))
+        return document("page.html", {"state": state, "earlier": earlier})
 
     def state(self, span: Span, now: float) -> bytes:
         """Return the current state as JSON, with the series of `span`."""

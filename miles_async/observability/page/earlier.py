@@ -58,13 +58,14 @@ class EarlierRun(msgspec.Struct, kw_only=True):
     rewards: list[float | None]
 
 
-def earlier_runs(run: RunStarted, folder: Path) -> list[EarlierRun]:
+def earlier_runs(run: RunStarted | None, folder: Path | None) -> list[EarlierRun]:
     """Return the newest runs beside `folder` with the configuration of `run` that began before it, newest first.
 
     Folders whose summary is missing, damaged or of another version are skipped, and so are runs without a batch.
+    Nothing is found for a run that has not started (None), or whose events are of an earlier version.
     """
-    if not run.configuration:
-        return []  # its events are of an earlier version
+    if run is None or folder is None or not run.configuration:
+        return []
     try:
         names = sorted((path for path in folder.resolve().parent.iterdir() if not path.is_symlink()), reverse=True)
     except OSError:

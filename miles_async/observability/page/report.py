@@ -61,7 +61,7 @@ class RunData:
     def values(self) -> dict[str, Any]:
         """Return the data for the scripts of the report."""
         view = self.view
-        earlier = comparison(earlier_runs(view.run, self.folder)) if view.run is not None else None
+        earlier = comparison(earlier_runs(view.run, self.folder))
         with view.lock:
             return {
                 "name": self.folder.name,
@@ -87,15 +87,10 @@ def write_report(folder: RunFolder, other: RunFolder | None, output: Path | None
     runs = [RunData.read(each) for each in (folder, other) if each is not None]
     path = output or (folder.report if other is None else folder.path / f"report-with-{runs[1].folder.name}.html")
     try:
-        write(runs, path)
+        write_atomically(path, report(runs))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): name another file with --output") from error
     return path
-
-
-def write(runs: Sequence[RunData], path: Path) -> None:
-    """Write the report on one or two runs to `path`. Raises OSError if it cannot be written."""
-    write_atomically(path, report(runs))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -279,7 +279,7 @@ def test_one_port_serves_metrics_page_and_state(server: HttpServer) -> None:
 def test_other_host_names_other_origins_and_other_paths_are_refused(
     server: HttpServer, path: str, headers: dict[str, str], status: int
 ) -> None:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=PATIENCE_SECONDS)
     connection.request("GET", path, headers=headers)
     assert connection.getresponse().status == status
     connection.close()
@@ -317,5 +317,5 @@ def test_a_scrape_during_shutdown_is_answered_completely_or_refused() -> None:
 def test_a_silent_client_does_not_delay_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miles_async.observability.http_server._Handler.timeout", 0.05)
     server = HttpServer(CollectorRegistry(), LivePage(RunView()), 0)
-    with socket.create_connection(("127.0.0.1", server.port)):
+    with socket.create_connection(("127.0.0.1", server.server_port)):
         server.close()  # returns while the client is still connected
