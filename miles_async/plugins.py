@@ -100,15 +100,6 @@ def errors_of(plugin: Plugin, action: str) -> Iterator[None]:
 P = TypeVar("P", bound=Plugin)
 
 
-class Problem(NamedTuple):
-    """What is wrong with a plug-in of an installed package."""
-
-    name: str
-    """The name of the plug-in."""
-    sentence: str
-    """Names the distribution and the entry point, and says what to do."""
-
-
 class _Found(NamedTuple, Generic[P]):
     plugin: P | None
     """None if the plug-in cannot be used."""
@@ -171,15 +162,18 @@ class Kind(Generic[P]):
             **{name: found.plugin for name, found in self._installed() if found.plugin is not None},
         }
 
-    def problems(self) -> Iterator[Problem]:
-        """What is wrong with the plug-ins of installed packages."""
-        for name, found in self._installed():
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the plug-ins of installed packages.
+
+        Each sentence names the distribution and the entry point, and says what to do.
+        """
+        for _, found in self._installed():
             if found.problem is not None:
-                yield Problem(name, found.problem)
+                yield found.problem
         entries = self._entries()
         for name in sorted(self.shipped.keys() & entries.keys()) if entries else ():
             taken = f"declares the name of a {self.title} of miles_async, which is used: give it another name"
-            yield Problem(name, f"{_origins(entries[name])} {taken}")
+            yield f"{_origins(entries[name])} {taken}"
 
     def origin(self, name: str) -> str:
         """What messages say about where the plug-in with this name comes from."""

@@ -9,7 +9,8 @@
     skip.reward.enable=true                   a setting of a user-defined skip role
 
 argparse is not used because `parse_known_args` returns unknown flags and stray words in one list without their
-positions, so a stray word would silently become the value of an unrelated `--sglang-…` flag.
+positions, so a stray word would silently become the value of an unrelated `--sglang-…` flag. pydantic-settings parses
+command lines with argparse.
 """
 
 from __future__ import annotations

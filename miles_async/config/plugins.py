@@ -75,5 +75,4 @@ class PluginSettings:
 def plugin_problems() -> Iterator[str]:
     """One sentence for each plug-in of an installed package that cannot be used, or that is slow to import."""
     for kind in KINDS:
-        for problem in kind.problems():
-            yield problem.sentence
+        yield from kind.problems()

@@ -104,7 +104,7 @@ def is_secret(name: str) -> bool:
 def secret_values(variables: Mapping[str, str], command: Sequence[str] = ()) -> set[str]:
     """The secrets among environment variables and the arguments of a command (`--api-key VALUE`).
 
-    Values of fewer than `MIN_SECRET_LENGTH` characters are left out, because words such as `true` are no secrets.
+    Values of fewer than `MIN_SECRET_LENGTH` characters are left out, because words such as `true` are not secrets.
     """
     arguments = {flag.removeprefix("--"): value for flag, value in pairwise(command) if flag.startswith("--")}
     named = (*variables.items(), *arguments.items())

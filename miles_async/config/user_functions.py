@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
@@ -20,41 +20,40 @@ from miles_async.guests import GUESTS
 from miles_async.json_values import shown_error
 
 _ROLLOUT = "args, rollout_id, data_source, evaluation=False"
-PARAMETERS = {
-    "buffer_filter_path": "args, rollout_id, buffer, num_samples",
-    "custom_advantage_function_path": "args, rollout_data",
-    "custom_generate_function_path": "args, sample, sampling_params",
-    "custom_loss_function_path": "args, tokens",
-    "custom_pg_loss_reducer_function_path": "total_lengths, response_lengths, loss_masks, calculate_per_token_loss",
-    "custom_rm_path": "args, sample",
-    "custom_tis_function_path": (
+
+
+class Form(NamedTuple):
+    """How the run calls the function that a setting names."""
+
+    parameters: str
+    may_be_async: bool = False
+    """Whether the run awaits what the function returns."""
+    may_yield: bool = False
+    """Whether the function may yield what it returns."""
+
+
+FORMS = {
+    "buffer_filter_path": Form("args, rollout_id, buffer, num_samples", may_yield=True),
+    "custom_advantage_function_path": Form("args, rollout_data"),
+    "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
+    "custom_loss_function_path": Form("args, tokens"),
+    "custom_pg_loss_reducer_function_path": Form(
+        "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
+    ),
+    "custom_rm_path": Form("args, sample", may_be_async=True),
+    "custom_tis_function_path": Form(
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
     ),
-    "dynamic_sampling_filter_path": "args, group",
-    "eval_function_path": _ROLLOUT,
-    "over_sampling_filter_path": "args, groups",
-    "rollout_function_path": _ROLLOUT,
-    "rollout_sample_filter_path": "args, groups",
-    "warm_start_examples_path": "sample",
+    "dynamic_sampling_filter_path": Form("args, group"),
+    "eval_function_path": Form(_ROLLOUT, may_be_async=True),
+    "over_sampling_filter_path": Form("args, groups", may_yield=True),
+    "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
+    "rollout_sample_filter_path": Form("args, groups"),
+    "warm_start_examples_path": Form("sample", may_yield=True),
 }
-"""The parameters of the function that a setting names. With group_rm, a reward gets the samples of a group instead of
-one sample."""
+"""By setting. With group_rm, a reward gets the samples of a group instead of one sample."""
 LOGITS_PARAMETERS = "args, batch, logits, sum_of_sample_mean"
 """The parameters of slime's form of a loss, which gets the logits of a micro-batch."""
-_PLAIN = (
-    "buffer_filter_path",
-    "custom_advantage_function_path",
-    "custom_loss_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "custom_tis_function_path",
-    "dynamic_sampling_filter_path",
-    "over_sampling_filter_path",
-    "rollout_sample_filter_path",
-    "warm_start_examples_path",
-)
-"""Settings whose functions are not awaited."""
-_LAZY = ("buffer_filter_path", "over_sampling_filter_path", "warm_start_examples_path")
-"""Settings whose functions may yield what they return."""
 
 
 def install_guests(settings: Mapping[str, Any]) -> None:
@@ -72,7 +71,7 @@ def check_functions(config: RunConfig) -> None:
     """
     settings = values_of(config)
     install_guests(settings)
-    named: dict[str, str | None] = {setting: settings[setting] for setting in PARAMETERS}
+    named: dict[str, str | None] = {setting: settings[setting] for setting in FORMS}
     for of_set, dataset in config.rollout.eval_datasets.items():
         named[f"eval_datasets.{of_set}.custom_rm_path"] = dataset.custom_rm_path
     problems: list[str] = []
@@ -105,7 +104,7 @@ def _is_defined_here(path: str) -> bool:
 def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the function at `path`, which is written as `module.function`.
 
-    `setting` is the setting that holds the path: its function has the parameters in `PARAMETERS`.
+    `setting` is the setting that holds the path: its function has the form in `FORMS`.
     Raises UserError if the module does not exist or fails to import, has no such function, or the run cannot call the
     function in this way.
     """
@@ -131,25 +130,27 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
 
 def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
     """Raises UserError if the run cannot call a function as it calls those of `setting`. `name` begins the sentence."""
-    is_async = inspect.iscoroutinefunction(function)
-    if setting in _PLAIN and is_async:
+    form, is_async = FORMS.get(setting), inspect.iscoroutinefunction(function)
+    if form is None:
+        return
+    if is_async and not form.may_be_async:
         raise UserError(f"{name} is async: write it with a plain def, because it is not awaited")
-    if setting in PARAMETERS and setting not in _LAZY and _yields(function):
+    if _yields(function) and not form.may_yield:
         raise UserError(f"{name} yields its results: write a function that returns them")
     if setting == "custom_generate_function_path" and not is_async:
         raise UserError(f"{name} is not an async function: define it with async def")
     # A class is not called itself if processes create an object of it (`custom_rm_isolated`).
-    if setting not in PARAMETERS or isinstance(function, type):
+    if isinstance(function, type):
         return
     try:
         # A decorator may pass other arguments than it gets, so what it wraps does not count.
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
-    error = _binding_error(signature, PARAMETERS[setting])
+    error = _binding_error(signature, form.parameters)
     if error is None or (setting == "custom_loss_function_path" and takes_logits(function)):
         return
-    forms = f"fn({PARAMETERS[setting]})"
+    forms = f"fn({form.parameters})"
     if setting == "custom_loss_function_path":
         forms += f" or fn({LOGITS_PARAMETERS})"
     raise UserError(f"{name} has the signature {signature} ({error}): write {forms}")

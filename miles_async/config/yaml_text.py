@@ -29,7 +29,7 @@ _CORE_SCHEMA = (
         list("-+.0123456789"),
     ),
 )
-"""Tag, pattern and first characters of the texts that are no strings. The first pattern that matches counts."""
+"""Tag, pattern and first characters of the texts that are not strings. The first pattern that matches counts."""
 _NEVER_OCTAL = re.compile(r"^[-+]?0[0-9]*[89][0-9]*$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _TAB = r"found character '\t' that cannot start any token"

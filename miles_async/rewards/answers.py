@@ -212,7 +212,7 @@ _JOINED = re.compile(r"\d+(?::\d+){2,}|\d{4}-\d{1,2}-\d{1,2}")
 
 
 def numerals(formula: str) -> tuple[str, ...] | None:
-    """Return the numbers in a notation that is no formula, and None for any formula.
+    """Return the numbers in a notation that is not a formula, and None for any formula.
 
     These are the digits and the base of `12_8`, the numbers of a date (`2020-01-31`) and those of a ratio (`1:2:3`).
     """

@@ -95,7 +95,7 @@ def protect() -> None:
 def python_files() -> list[str]:
     """Return the files and folders that Python and the imported packages may read, without those inside of others.
 
-    A folder that contains the home folder of the user is none of them.
+    A folder that contains the home folder of the user is left out.
     """
     packages = (
         path

@@ -1,8 +1,8 @@
 """The program of a grader process: `python -m miles_async.rewards.grader`.
 
 The process reads pickled requests from standard input, each behind a nonce, and answers with one JSON object per line
-on standard output. Each line begins with the nonce of its request, so that what a reward writes to the pipe is no
-answer to a later request. Pickle keeps every type of a sample's metadata; only the parent process writes requests.
+on standard output. Each line begins with the nonce of its request, so that what a reward writes to the pipe does not
+answer a later request. Pickle keeps every type of a sample's metadata; only the parent process writes requests.
 Answers are JSON, because the parent does not trust them. The first request is a dictionary with the fields of
 `GraderPool`; the answer, `Started`, is sent once the function is imported. Every further request is a list of samples,
 and has one `Answer` for each sample, or one for all with `whole_groups`. The process ends when its standard input is

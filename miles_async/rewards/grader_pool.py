@@ -11,7 +11,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -195,17 +195,7 @@ class GraderPool:
                 start_new_session=True,
             )
         self._all = {other for other in self._all if other.returncode is None} | {process}
-        task = {
-            "path": self.path,
-            "setting": self.setting,
-            "args": self.args,
-            "timeout_seconds": self.timeout_seconds,
-            "whole_groups": self.whole_groups,
-            "is_async": self.is_async,
-            "memory_bytes": self.memory_bytes,
-            "evaluates": self.evaluates,
-            "allow_unconfined": self.allow_unconfined,
-        }
+        task = {entry.name: getattr(self, entry.name) for entry in fields(self) if not entry.name.startswith("_")}
         nonce = _nonce()
         request = pickle.dumps(nonce) + pickle.dumps(task)
         started = await self._request(process, nonce, request, Started, START_SECONDS, "limit for starting")

@@ -10,7 +10,7 @@ from typing import Any
 
 from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
-from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Keys, Problem, Problems
+from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Problem, Problems
 from miles_async.adapters.datasets.rows import open_rows, split_slice
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -125,8 +125,7 @@ def _problems(config: RunConfig, rows_choose_reward: bool) -> tuple[Problems, Pr
         blank = data.reasoning_gym_task is None and (data.disable_rollout_global_dataset or trains_only(config))
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
-    keys = Keys(prompt=data.input_key, label=data.label_key, metadata=data.metadata_key, tools=data.tool_key)
-    problems = FileProblems(rows, keys, complaint=_reward_complaint(config, rows_choose_reward))
+    problems = FileProblems(rows, data, complaint=_reward_complaint(config, rows_choose_reward))
     return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
 
 
@@ -166,15 +165,14 @@ def _content(config: RunConfig) -> str:
 
 
 def _gym(data: Data) -> tuple[Problems, Problems, list[Problem]]:
-    task, settings, template = data.reasoning_gym_task, data.reasoning_gym_settings, data.prompt_template
-    if task is None:
+    if data.reasoning_gym_task is None:
         raise UserError(
             "no data: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as chain_sum, or "
             "disable_rollout_global_dataset if the rollout function provides its own data"
         )
-    problems = GymProblems(task, settings, template, seed=data.rollout_seed, size=data.reasoning_gym_size)
-    warm_start = GymProblems(task, settings, template, seed=WARM_START_SEED, size=data.reasoning_gym_size)
-    return problems, warm_start, hold_out(task, settings, template, data.eval_size) if data.eval_size else []
+    problems = GymProblems(data, seed=data.rollout_seed, size=data.reasoning_gym_size)
+    warm_start = GymProblems(data, seed=WARM_START_SEED, size=data.reasoning_gym_size)
+    return problems, warm_start, hold_out(data) if data.eval_size else []
 
 
 def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats: bool) -> Render:

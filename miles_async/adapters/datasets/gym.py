@@ -14,6 +14,7 @@ from zlib import crc32
 
 from miles_async.adapters.datasets.problems import Problem
 from miles_async.config.fields import nearest
+from miles_async.config.schema import Data
 from miles_async.errors import UserError
 
 HELD_OUT_SEED = 3_000_000_000
@@ -46,18 +47,18 @@ def _dataset(task: str, settings: Mapping[str, Any], *, seed: int, size: int) ->
 
 
 class GymProblems:
-    """Problems of one task. In the prompt template, `{question}` is replaced by the question, and `{expression}` by the
-    text after the last colon of the question.
+    """Problems of the task of `data`. In the prompt template, `{question}` is replaced by the question, and
+    `{expression}` by the text after the last colon of the question.
 
     The metadata holds the complete reasoning-gym entry, because scoring a response needs it.
     """
 
-    def __init__(self, task: str, settings: Mapping[str, Any], template: str, *, seed: int, size: int) -> None:
+    def __init__(self, data: Data, *, seed: int, size: int) -> None:
         """Raises UserError if the task is unknown or does not accept the settings."""
-        self._dataset = _dataset(task, settings, seed=seed, size=size)
-        self._task = task
-        self._template = template
+        self._task = str(data.reasoning_gym_task)
+        self._template = data.prompt_template
         self._size = size
+        self._dataset = _dataset(self._task, data.reasoning_gym_settings, seed=seed, size=size)
 
     def __len__(self) -> int:
         return self._size
@@ -70,13 +71,14 @@ class GymProblems:
         return Problem(question, prompt, entry["answer"], {"task": self._task, "entry": entry})
 
 
-def hold_out(task: str, settings: Mapping[str, Any], template: str, size: int) -> list[Problem]:
-    """Return `size` problems with different questions; they do not depend on the seed of the run.
+def hold_out(data: Data) -> list[Problem]:
+    """Return `eval_size` problems with different questions; they do not depend on the seed of the run.
 
     Raises UserError if the task has too few different questions.
     """
+    size = data.eval_size
     max_draws = _MAX_DRAWS_PER_HELD_OUT * size
-    draws = GymProblems(task, settings, template, seed=HELD_OUT_SEED, size=max_draws)
+    draws = GymProblems(data, seed=HELD_OUT_SEED, size=max_draws)
     first = {problem.question: problem for problem in map(draws.__getitem__, range(size))}
     if len(first) == size:
         return list(first.values())
@@ -91,6 +93,6 @@ def hold_out(task: str, settings: Mapping[str, Any], template: str, size: int) -
         if len(held_out) == size:
             return list(held_out.values())
     raise UserError(
-        f"{task} with these settings has too few different questions to hold out {size}: "
+        f"{data.reasoning_gym_task} with these settings has too few different questions to hold out {size}: "
         f"set eval_size to at most {len(held_out)}, or widen reasoning_gym_settings"
     )

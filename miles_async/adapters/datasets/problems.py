@@ -10,6 +10,7 @@ import msgspec
 
 from miles_async.adapters.datasets.permutation import Permutation
 from miles_async.adapters.datasets.rows import Rows
+from miles_async.config.schema import Data
 from miles_async.errors import DataRowError, UserError
 from miles_async.json_values import UnrepresentableError, json_value
 from miles_async.types import Prompt
@@ -41,33 +42,23 @@ class Problems(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """The keys of a row. With `label=None`, rows have no answers. A row may lack the metadata and tools keys."""
-
-    prompt: str
-    label: str | None
-    metadata: str
-    tools: str
-
-
 class FileProblems:
     """The rows of a data file as problems. A prompt is text or a list of chat messages."""
 
     def __init__(
         self,
         rows: Rows,
-        keys: Keys,
+        data: Data,
         *,
         complaint: Callable[[Mapping[str, Any], Any], str | None] = lambda metadata, label: None,
     ) -> None:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
-        A later invalid row raises DataRowError when it is read. `complaint` returns what is wrong with the metadata
-        and the label of a row.
+        A later invalid row raises DataRowError when it is read. `data` names the keys of a row, which may lack those of
+        metadata and tools. `complaint` returns what is wrong with the metadata and the label of a row.
         """
         self._rows = rows
-        self._keys = keys
+        self._data = data
         self._complaint = complaint
         self.has_chats = False
         """Whether a prompt of the first `CHECKED_AT_START` rows is a list of messages."""
@@ -81,11 +72,11 @@ class FileProblems:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> Problem:
-        values, keys = self._rows[row], self._keys
-        prompt = self._required(values, keys.prompt, "input_key", row)
-        label = None if keys.label is None else self._required(values, keys.label, "label_key", row)
-        metadata, tools = values.get(keys.metadata), values.get(keys.tools)
-        for key, value, kind in ((keys.metadata, metadata, dict), (keys.tools, tools, list)):
+        values, data = self._rows[row], self._data
+        prompt = self._required(values, data.input_key, "input_key", row)
+        label = None if data.label_key is None else self._required(values, data.label_key, "label_key", row)
+        metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
+        for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
                 raise self._invalid(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
         if complaint := self._complaint(metadata or {}, label):
@@ -125,13 +116,13 @@ class FileProblems:
             return prompt
         if not isinstance(prompt, list):
             kind = type(prompt).__name__
-            raise self._invalid(row, f"{self._keys.prompt!r} is a {kind}, not a string or a list of messages")
+            raise self._invalid(row, f"{self._data.input_key!r} is a {kind}, not a string or a list of messages")
         if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
-            raise self._invalid(row, f"{self._keys.prompt!r} is not a list of messages, each with a role")
+            raise self._invalid(row, f"{self._data.input_key!r} is not a list of messages, each with a role")
         try:
             return msgspec.json.encode(json_value(prompt)).decode()
         except UnrepresentableError as error:
-            raise self._invalid(row, f"{self._keys.prompt!r} {error}") from error
+            raise self._invalid(row, f"{self._data.input_key!r} {error}") from error
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")

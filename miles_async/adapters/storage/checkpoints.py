@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,15 +82,9 @@ class CheckpointFolder:
             # A user who goes back by hand may change only the first line; later rollouts were given up then.
             self._names = [resumed_from.name, *(name for name in older if name < resumed_from.name)]
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other runs from writing to the folder inside the block; creates the folder.
-
-        The operating system releases the lock when the process ends, however it ends. Raises UserError that names the
-        other run if there is one. On a file system without locks, a warning replaces the lock.
-        """
-        with lock_folder(self._root, "save"):
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """Keep other runs from writing to the folder; see `lock_folder`."""
+        return lock_folder(self._root, "save")
 
     def begin(self, rollout_id: int) -> Path:
         """Create and return an empty draft folder for the checkpoint after `rollout_id`.
@@ -204,7 +198,8 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not even text
         raise UserError(f"checkpoint {checkpoint}: {_PROGRESS} is broken: {error}; load another checkpoint") from error
     kinds = {"rollout": int, "data": dict, "owed": list}
-    wrong = [name for name, kind in kinds.items() if not (isinstance(progress, dict) and _has(progress, name, kind))]
+    values = progress if isinstance(progress, dict) else {}
+    wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
     if wrong:
         raise UserError(
             f"checkpoint {checkpoint}: {_PROGRESS} is broken: no valid {', '.join(wrong)}; load another checkpoint"
@@ -233,10 +228,6 @@ def json_pieces(value: Any, depth: int = 3) -> Iterator[str]:
         yield "]"
     else:
         yield json.dumps(value)
-
-
-def _has(values: dict[str, Any], name: str, kind: type[Any]) -> bool:
-    return isinstance(values.get(name), kind)
 
 
 def _check_files(checkpoint: Path, on_read: OnRead, *, checksums: bool) -> None:

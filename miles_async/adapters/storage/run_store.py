@@ -81,7 +81,11 @@ class SqliteRunStore:
         self._path = folder / FILE
         with ExitStack() as stack:
             if not read_only:
-                stack.enter_context(_writable(folder))
+                try:
+                    stack.enter_context(lock_folder(folder, "--store-dir"))
+                    folder.chmod(0o700)  # prompts and samples are for the user alone
+                except OSError as error:
+                    raise _unusable(folder, error) from error
             self._thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="run store"))
             self._file = self._thread.submit(_open, self._path, run_id, read_only, mounts).result()
             stack.callback(lambda: self._thread.submit(self._file.close).result())
@@ -130,18 +134,6 @@ class SqliteRunStore:
     def close(self) -> None:
         """Wait for the batches that are being written, close the file and unlock the folder."""
         self._resources.close()
-
-
-@contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Lock the folder. Raises UserError if another process has locked it or if it is not writable."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock_folder(folder, "--store-dir"))
-            folder.chmod(0o700)  # prompts and samples are for the user alone
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        yield
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
@@ -220,10 +212,6 @@ class _Table:
     @property
     def select_row(self) -> str:
         return f"SELECT {self._names} FROM {self.name} WHERE {self.key} = ?"
-
-    @property
-    def select_checksums(self) -> str:
-        return f"SELECT {self.key}, checksum FROM {self.name}"
 
     @property
     def _names(self) -> str:
@@ -358,7 +346,10 @@ class _RunFile:
         """Load what `write` needs. Raises FatalError if the checksums do not add up to the stored sum."""
         _, _, rows_checksum = self._run_row()
         select = self._connection.execute
-        self._checksums = {table: _as_numbers(select(table.select_checksums)) for table in _TABLES}
+        self._checksums = {
+            table: {key: int(text, 16) for key, text in select(f"SELECT {table.key}, checksum FROM {table.name}")}
+            for table in _TABLES
+        }
         self._sum = sum(number for rows in self._checksums.values() for number in rows.values())
         self._owed_positions = dict(select("SELECT feed_index, position FROM owed ORDER BY position"))
         if _sum_text(self._sum) != rows_checksum:
@@ -424,7 +415,12 @@ class _RunFile:
         self._put(
             _CONTENTS,
             (
-                (sequence, _encode(_versions(samples)), _response_tokens(samples), _encode_samples(samples))
+                (
+                    sequence,
+                    _encode(_versions(samples)),
+                    sum(one[_RESPONSE_LENGTH] for one in samples),
+                    _encode_samples(samples),
+                )
                 for sequence, samples in contents.items()
             ),
         )
@@ -572,10 +568,6 @@ def _sum_text(total: int) -> str:
     return f"{total % (1 << 128):032x}"
 
 
-def _as_numbers(rows: Iterable[tuple[Any, str]]) -> dict[Any, int]:
-    return {key: int(text, 16) for key, text in rows}
-
-
 _FIELDS = tuple(entry.name for entry in fields(Sample))
 _field_values = attrgetter(*_FIELDS)
 """The values of `_FIELDS` of a sample, as a tuple."""
@@ -594,10 +586,6 @@ def _versions(samples: _SampleValues) -> list[int]:
     """The weight versions of a group in ascending order. Empty if a sample has none."""
     spans = [values[_SPANS] for values in samples]
     return sorted({span.version for one in spans for span in one}) if all(spans) else []
-
-
-def _response_tokens(samples: _SampleValues) -> int:
-    return sum(values[_RESPONSE_LENGTH] for values in samples)
 
 
 def _encode_samples(samples: _SampleValues) -> bytes:

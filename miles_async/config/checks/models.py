@@ -22,8 +22,8 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         return  # it is checked again after its conversion or download
     elif not Path(checkpoint).expanduser().is_dir():
         yield f"hf_checkpoint {checkpoint}: no such folder; set it to the folder of a Hugging Face checkpoint"
-    elif (complaint := _unusable("hf_checkpoint", checkpoint)) is not None:
-        yield complaint
+    elif found := list(_unusable("hf_checkpoint", checkpoint)):
+        yield from found
     else:
         yield from _context(config)
         model_type = model_type_of(checkpoint)
@@ -31,14 +31,14 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
             yield f"hf_checkpoint {checkpoint} has the model_type {model_type}: {MODELS.missing(model_type)}"
 
 
-def _unusable(setting: str, folder: str) -> str | None:
-    """Why the folder that a setting names is not a checkpoint; None if it is one."""
+def _unusable(setting: str, folder: str | None) -> Iterator[str]:
+    """Why the folder that a setting names is not a checkpoint. Names of the Hub are checked after the download."""
+    if folder is None or hub_name(folder) is not None:
+        return
     if not (Path(folder).expanduser() / "config.json").is_file():
-        return (
-            f"{setting} {folder} is not a Hugging Face checkpoint: it contains no config.json; set a different folder"
-        )
-    complaint = config_complaint(folder)
-    return None if complaint is None else f"{setting} {folder}: {complaint}"
+        yield f"{setting} {folder} is not a Hugging Face checkpoint: it contains no config.json; set a different folder"
+    elif (complaint := config_complaint(folder)) is not None:
+        yield f"{setting} {folder}: {complaint}"
 
 
 def _context(config: RunConfig) -> Iterator[str]:
@@ -75,19 +75,14 @@ def _tiny_model(config: RunConfig) -> Iterator[str]:
 
 def _reference(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.ref_load is None:
-        return
-    if hub_name(algorithm.ref_load) is None and (complaint := _unusable("ref_load", algorithm.ref_load)) is not None:
-        yield complaint
-    if not config.keeps_reference:
+    yield from _unusable("ref_load", algorithm.ref_load)
+    if algorithm.ref_load is not None and not config.keeps_reference:
         yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
 
 
 def _critic(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    critic = algorithm.critic_load
-    if critic is not None and hub_name(critic) is None and (complaint := _unusable("critic_load", critic)) is not None:
-        yield complaint
+    yield from _unusable("critic_load", algorithm.critic_load)
     if estimator_of(algorithm).trains_critic:
         if config.learner.loss_type == "sft_loss":
             estimator = f"advantage_estimator {algorithm.advantage_estimator}"

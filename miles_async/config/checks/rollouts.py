@@ -8,7 +8,7 @@ from pathlib import Path
 from miles_async.config.fields import nearest
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.model_shape import shape_of
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import EvalDataset, Rollout, RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import known_parsers
@@ -98,20 +98,17 @@ def _reward(config: RunConfig) -> Iterator[str]:
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
     if not environment and rollout.rm_type is None and rollout.custom_rm_path is None and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
-    if rollout.rm_type is not None:
-        yield from complaints(rollout.rm_type, config)
-        if rollout.custom_rm_path is not None:
-            yield "rm_type and custom_rm_path are both set: unset one of them"
-        reward = usable_reward(rollout.rm_type)
-        if reward is not None and reward.keys and rollout.reward_key not in reward.keys:
-            keys = " or ".join(reward.keys)
-            yield f"rm_type {rollout.rm_type} has no reward_key {rollout.reward_key!r}: set it to {keys}"
-    for name, dataset in rollout.eval_datasets.items():
-        if dataset.rm_type is not None:
-            for complaint in complaints(dataset.rm_type, config):
-                yield f"eval_datasets.{name}: {complaint}"
-            if dataset.custom_rm_path is not None:
-                yield f"eval_datasets.{name}: rm_type and custom_rm_path are both set: unset one of them"
+    reward = usable_reward(rollout.rm_type)
+    if reward is not None and reward.keys and rollout.reward_key not in reward.keys:
+        keys = " or ".join(reward.keys)
+        yield f"rm_type {rollout.rm_type} has no reward_key {rollout.reward_key!r}: set it to {keys}"
+    choices: dict[str, Rollout | EvalDataset] = {"": rollout}
+    choices |= {f"eval_datasets.{name}: ": dataset for name, dataset in rollout.eval_datasets.items()}
+    for prefix, chosen in choices.items():
+        for complaint in () if chosen.rm_type is None else complaints(chosen.rm_type, config):
+            yield f"{prefix}{complaint}"
+        if chosen.rm_type is not None and chosen.custom_rm_path is not None:
+            yield f"{prefix}rm_type and custom_rm_path are both set: unset one of them"
     if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
         yield "custom_rm_isolated has no effect without custom_rm_path: set custom_rm_path, or unset custom_rm_isolated"
 
