@@ -178,14 +178,13 @@ class Generators:
 
     def training(self) -> SGLangGenerator | FunctionGenerator:
         """The generator of the training data."""
-        return self._with_user_function(
-            self.engine_client, sampling_of(self._config), self.limits, self._report_discarded
-        )
+        return self._with_user_function(self.engine_client, self.limits, self._report_discarded)
 
     def evaluation(self, sampling: SamplingParams) -> SGLangGenerator | FunctionGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
-        return self._with_user_function(self._evaluation, sampling, replace(self.limits, sampling_masks=None))
+        engine, limits = self._evaluation.with_sampling(sampling), replace(self.limits, sampling_masks=None)
+        return self._with_user_function(engine, limits)
 
     def connect(self, live: SGLangGenerator | FunctionGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
@@ -215,22 +214,18 @@ class Generators:
         )
 
     def _with_user_function(
-        self,
-        engine: SGLangGenerator,
-        sampling: SamplingParams,
-        limits: SampleLimits,
-        on_discarded: OnDiscarded | None = None,
+        self, engine: SGLangGenerator, limits: SampleLimits, on_discarded: OnDiscarded | None = None
     ) -> SGLangGenerator | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
         if path is None:
-            return engine.with_sampling(sampling)
+            return engine
         turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
             load_function(path, setting="custom_generate_function_path"),
             self.args.with_values(turns=turns, agents=agents),
-            sampling,
+            engine.sampling,
             engine,
             turns,
             live_version=self._live_version,

@@ -6,11 +6,8 @@ checkpoint's `config.json`:
     [project.entry-points."miles_async.models"]
     gemma = "my_package.gemma:Gemma"
 
-slime divides the same task between a layer spec per model in `slime_plugins/models`, which `--spec` names, and a
-conversion of weights per model in `megatron_to_hf`.
-
-`--check-config` imports the plug-in too, and reads only `shape`. A plug-in whose module imports neither torch nor
-Megatron keeps that fast; import them inside the methods that need them.
+`--check-config` imports the plug-in and reads only `shape`. Import torch and Megatron inside the methods that need
+them, so that the check stays fast.
 """
 
 from __future__ import annotations

@@ -91,19 +91,6 @@ class Plan:
     """The lengths that the plan was made for, to recognise another batch."""
     buckets: tuple[Bucket, ...]
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        scaling: float | None,
-    ) -> torch.Tensor:
-        """Attend with all queries of the batch. Writes to `output` and returns it."""
-        for bucket in self.buckets:
-            bucket.attend(query, output, k_cache, v_cache, scaling)
-        return output
-
 
 def forget_plan(_: None, backend: Any, *__: Any, **___: Any) -> None:
     """Run after `init_forward_metadata`, at the start of every forward pass."""
@@ -141,8 +128,9 @@ def extend(
             extend_seq_lens, encoder_lens, scaling=scaling, enable_gqa=enable_gqa, causal=causal,
             is_cross_attn=is_cross_attn, sliding_window_size=sliding_window_size,
         )  # fmt: skip
-    plan = _plan(backend, req_to_token, req_pool_indices, seq_lens, extend_seq_lens)
-    return plan.attend(query, output, k_cache, v_cache, scaling)
+    for bucket in _buckets(backend, req_to_token, req_pool_indices, seq_lens, extend_seq_lens):
+        bucket.attend(query, output, k_cache, v_cache, scaling)
+    return output
 
 
 def decode(
@@ -166,39 +154,36 @@ def decode(
             backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
             scaling=scaling, sliding_window_size=sliding_window_size, **others,
         )  # fmt: skip
-    plan = _plan(backend, req_to_token, req_pool_indices, seq_lens, None)
-    return plan.attend(query, output, k_cache, v_cache, scaling)
+    for bucket in _buckets(backend, req_to_token, req_pool_indices, seq_lens, None):
+        bucket.attend(query, output, k_cache, v_cache, scaling)
+    return output
 
 
 def _is_window(size: int | None) -> bool:
     return size is not None and size > -1
 
 
-def _plan(
+def _buckets(
     backend: Any,
     req_to_token: torch.Tensor,
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     extend_seq_lens: torch.Tensor | None,
-) -> Plan:
-    """Return the plan of this forward pass, which its first layer makes. `extend_seq_lens` is None while decoding."""
-    if backend.forward_metadata is None or backend.forward_metadata.seq_lens is not seq_lens:
-        new_tokens = [1] * len(seq_lens) if extend_seq_lens is None else extend_seq_lens.tolist()
-        backend.forward_metadata = make_plan(req_to_token, req_pool_indices, seq_lens, new_tokens)
-    plan: Plan = backend.forward_metadata
-    return plan
+) -> tuple[Bucket, ...]:
+    """Return the buckets of this forward pass, which its first layer makes. `extend_seq_lens` is None while decoding.
 
-
-def make_plan(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, new_tokens: Sequence[int]
-) -> Plan:
-    """Divide a batch into buckets. The last `new_tokens` tokens of each sequence are its queries."""
-    lengths: list[int] = seq_lens.tolist()
-    buckets = tuple(
-        _make_bucket(members, lengths, new_tokens, req_to_token, req_pool_indices)
-        for members in divide(lengths, new_tokens)
-    )
-    return Plan(seq_lens, buckets)
+    The last `extend_seq_lens` tokens of each sequence are its queries.
+    """
+    plan: Plan | None = backend.forward_metadata
+    if plan is None or plan.seq_lens is not seq_lens:
+        lengths: list[int] = seq_lens.tolist()
+        new_tokens = [1] * len(lengths) if extend_seq_lens is None else extend_seq_lens.tolist()
+        buckets = tuple(
+            _make_bucket(members, lengths, new_tokens, req_to_token, req_pool_indices)
+            for members in divide(lengths, new_tokens)
+        )
+        plan = backend.forward_metadata = Plan(seq_lens, buckets)
+    return plan.buckets
 
 
 def divide(lengths: Sequence[int], new_tokens: Sequence[int]) -> Iterator[list[int]]:
