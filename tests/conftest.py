@@ -24,6 +24,21 @@ REAL_TIMEOUT_SECONDS = 4 * START_SECONDS
 """Ends such a test if it hangs. The test's own limits are shorter and name what did not happen."""
 SHARED = ("tests.stack.conftest", "tests.stack.engine_fixtures", "tests.unit.gym")
 """Each keeps a cluster, an engine or a slow import for the whole session, which all test files that name it share."""
+LONGEST = (
+    "tests.stack.engine_fixtures",
+    "tests.stack.conftest",
+    "tests/stack/test_chaos.py",
+    "tests/stack/test_tutorial.py",
+    "tests/run/test_run_with_faults.py",
+    "tests/stack/test_endings.py",
+    "tests/stack/test_broken_link.py",
+    "tests/stack/test_learner_parallel.py",
+    "tests/stack/test_debug_runs.py",
+    "tests/stack/test_posted_groups.py",
+    "tests/stack/test_recipe.py",
+)
+"""Files, and names in `SHARED`, whose tests take longest together. They come first, so that several processes end at
+nearly the same time."""
 
 
 @pytest.fixture
@@ -43,6 +58,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     for item in items:
         if any(folder in item.path.parents for folder in REAL):
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_SECONDS))
@@ -62,6 +78,11 @@ class WholeFiles(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFiles:
     return WholeFiles(config, log)
+
+
+def _turn(item: pytest.Item) -> int:
+    together = _shared_by(item.nodeid.partition("::")[0])
+    return LONGEST.index(together) if together in LONGEST else len(LONGEST)
 
 
 @cache

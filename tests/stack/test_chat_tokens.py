@@ -110,7 +110,9 @@ async def test_a_prompt_that_is_text_is_rendered_or_gets_the_tokenizers_special_
 
 
 @pytest.mark.parametrize("renders", [True, False])
-def test_examples_of_the_warm_start(family: Path, renders: bool) -> None:
+def test_examples_of_the_warm_start(family: Path, renders: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in ("WARM_START_EXAMPLES", "WARM_START_CHECKS"):
+        monkeypatch.setattr(f"workers.preflight.{number}", 1)
     (family / "config.json").write_text(json.dumps({"model_type": "llama"}))
     config = run_of(family, [QUESTION], warm_start_max_steps=1, apply_chat_template=renders)
     example = preflight(config).sft_examples.problems[0]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,136 +34,84 @@ from tests.stack.learning import create_experts, learning, prompted_groups, save
 from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
-DENSE: dict[str, tuple[int, dict[str, Any]]] = {
-    "tensor parallel": (2, {"tensor_model_parallel_size": 2}),
-    "data parallel": (2, {}),
-    "distributed optimizer": (2, {"use_distributed_optimizer": True}),
-    "virtual pipeline": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    "context parallel": (2, {"context_parallel_size": 2}),
-    "context and data parallel, in rows": (
-        4,
-        {"context_parallel_size": 2, "use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8},
-    ),
-    "virtual pipeline, context parallel": (
-        4,
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "context_parallel_size": 2},
-    ),
-    "tensor, sequence and context parallel": (
-        4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
-    ),
-}
-EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "expert and context parallel": (4, {"expert_model_parallel_size": 2, "context_parallel_size": 2}),
-    "expert parallel, pipeline": (4, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
-    "experts dealt to tensor-parallel ranks": (
-        2,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-        },
-    ),
-    "experts shared and dealt": (
-        4,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
-    ),
-}
-LAYOUTS = {name: ("dense", *layout) for name, layout in DENSE.items()} | {
-    name: ("experts", *layout) for name, layout in EXPERTS.items()
-}
-BF16 = {"precision": "bf16"}
-MIXED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "bf16, one rank": ("dense", 1, BF16),
-    "bf16, distributed optimizer": ("dense", 2, BF16 | {"use_distributed_optimizer": True}),
-    "bf16, pipeline and context parallel": (
-        "dense",
-        4,
-        BF16 | {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
-    ),
-    "bf16, experts shared and dealt": (
-        "experts",
-        4,
-        BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2},
-    ),
-}
-"""With weights and activations in bfloat16, which gloo carries too."""
-TOGETHER: dict[str, tuple[str, int, dict[str, Any]]] = {
-    f"{model}, one rank, prefixes shared": (model, 1, {}) for model in ("dense", "experts")
-}
-ALONE: dict[str, tuple[str, int, dict[str, Any]]] = {
-    f"{model}, one rank": (model, 1, {}) for model in ("dense", "experts")
-}
+
+
+class Layout(NamedTuple):
+    model: str
+    loss: str
+    """A key of `LOSSES`."""
+    ranks: int
+    settings: dict[str, Any]
+
+
 M2PO = {"policy_objective": "m2po", "off_policy_correction": "none"}
 RETURNS = {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.5}
-COMPARING: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "m2po, one rank": ("dense", 1, M2PO),
-    "m2po, data parallel": ("dense", 2, M2PO),
-    "returns, one rank": ("dense", 1, RETURNS),
-    "returns, data parallel": ("dense", 2, RETURNS),
+ONLY_ADVANTAGES = {"entropy_coef": 0.0, "use_kl_loss": False}
+LOSSES: dict[str, dict[str, Any]] = {"usual": {}, "m2po": M2PO, "returns": RETURNS, "skipping": ONLY_ADVANTAGES}
+"""m2po has a bound, and returns have a normalization, over the tokens of all ranks. Without terms other than those of
+advantages, ranks skip groups without an advantage, which a rank alone computes."""
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+EXPERT = {"expert_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
+ALL_ROWS = ROWS | {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 4}
+DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
+"""Experts are dealt to the tensor-parallel ranks, which otherwise share each of them."""
+LAYOUTS = {
+    "data parallel": Layout("dense", "usual", 2, {}),
+    "tensor parallel": Layout("dense", "usual", 2, TENSOR),
+    "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
+    "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
+    "returns, context and data parallel, in rows": Layout("dense", "returns", 4, CONTEXT | ROWS),
+    "skipping, virtual pipeline, in rows": Layout("dense", "skipping", 2, VIRTUAL | ALL_ROWS),
+    "skipping, tensor, sequence and context parallel": Layout("dense", "skipping", 4, SEQUENCE | CONTEXT),
+    "expert parallel, pipeline": Layout("experts", "usual", 4, EXPERT | PIPELINE),
+    "experts dealt to tensor-parallel ranks, pipeline": Layout("experts", "usual", 4, DEALT | PIPELINE),
+    "experts shared and dealt": Layout("experts", "usual", 4, SEQUENCE | EXPERT),
+    "skipping, expert and context parallel": Layout("experts", "skipping", 4, EXPERT | CONTEXT),
 }
-"""With a bound or a normalization over the tokens of all ranks."""
-ROWS = {
-    "use_dynamic_batching_in_train": True,
-    "sequence_length_round_in_train": 4,
-    "use_dynamic_batching_in_infer": True,
-    "sequence_length_round_in_infer": 8,
+"""Each two ways to divide the work are in a layout together."""
+ALONE = {
+    f"{model}, {loss}, one rank": Layout(model, loss, 1, {})
+    for model, loss in dict.fromkeys((layout.model, layout.loss) for layout in LAYOUTS.values())
 }
-MASKED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "masked, one rank": ("dense", 1, {}),
-    "masked, tensor parallel": ("dense", 2, DENSE["tensor parallel"][1]),
-    "masked, virtual pipeline, in rows": ("dense", 2, DENSE["virtual pipeline"][1] | ROWS),
-    "masked, tensor, sequence and context parallel": (
-        "dense",
-        4,
-        DENSE["tensor, sequence and context parallel"][1],
+"""What the layouts are compared with."""
+TOGETHER = {f"{model}, one rank, prefixes shared": Layout(model, "usual", 1, {}) for model in ("dense", "experts")}
+BF16 = {"precision": "bf16"}
+MIXED = {
+    "bf16, one rank": Layout("dense", "usual", 1, BF16),
+    "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | DISTRIBUTED),
+    "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | PIPELINE | CONTEXT),
+    "bf16, experts shared and dealt": Layout("experts", "usual", 4, BF16 | SEQUENCE | EXPERT),
+}
+"""With weights and activations in bfloat16, which gloo carries too."""
+WHOLE = {"share_prefixes": False}
+AUXILIARY = {
+    "auxiliary loss, one rank": Layout("experts", "usual", 1, WHOLE),
+    "auxiliary loss, experts shared and dealt": Layout("experts", "usual", 4, WHOLE | SEQUENCE | EXPERT),
+    "auxiliary loss, expert and context parallel, pipeline": Layout(
+        "experts", "usual", 4, WHOLE | EXPERT | CONTEXT | PIPELINE
     ),
-    "masked, expert and context parallel": ("experts", 4, EXPERTS["expert and context parallel"][1]),
-    "masked, experts, one rank": ("experts", 1, {}),
-    "masked, data parallel": ("dense", 2, {}),
-}
-"""With samples that top-p or top-k sampling drew."""
-ONLY_ADVANTAGES: dict[str, Any] = {"entropy_coef": 0.0, "use_kl_loss": False}
-SKIPPING: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "skipping, one rank": ("dense", 1, ONLY_ADVANTAGES),
-    "skipping, data parallel": ("dense", 2, ONLY_ADVANTAGES),
-    "skipping, virtual pipeline, in rows": ("dense", 2, ONLY_ADVANTAGES | DENSE["virtual pipeline"][1] | ROWS),
-    "skipping, tensor, sequence and context parallel": (
-        "dense",
-        4,
-        ONLY_ADVANTAGES | DENSE["tensor, sequence and context parallel"][1],
-    ),
-    "skipping, expert and context parallel": (
-        "experts",
-        4,
-        ONLY_ADVANTAGES | EXPERTS["expert and context parallel"][1],
-    ),
-    "skipping, experts, one rank": ("experts", 1, ONLY_ADVANTAGES),
-}
-"""With groups without an advantage, which only one rank computes."""
-WHOLE: dict[str, Any] = {"share_prefixes": False}
-AUXILIARY: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "auxiliary loss, one rank": ("experts", 1, WHOLE),
-    "auxiliary loss, experts shared and dealt": ("experts", 4, WHOLE | EXPERTS["experts shared and dealt"][1]),
-    "auxiliary loss, expert parallel, pipeline": ("experts", 4, WHOLE | EXPERTS["expert parallel, pipeline"][1]),
-    "auxiliary loss, expert and context parallel": ("experts", 4, WHOLE | EXPERTS["expert and context parallel"][1]),
 }
 """With a z-loss of the routers, whose mean over tokens does not depend on how the tokens are divided."""
-ALL = LAYOUTS | MIXED | ALONE | COMPARING | MASKED | SKIPPING | TOGETHER | AUXILIARY
+ALL = LAYOUTS | ALONE | TOGETHER | MIXED | AUXILIARY
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
 
 
-def config(root: Path, model: str, layout: dict[str, Any], ranks: int = 1) -> RunConfig:
+def config(root: Path, layout: Layout) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
-    other_terms = {"entropy_coef": 0.01, "use_kl_loss": True, "ref_load": str(root / f"{model} reference")}
+    other_terms = {"entropy_coef": 0.01, "use_kl_loss": True, "ref_load": str(root / f"{layout.model} reference")}
     return run_config(
         lr=0.0001,
         max_tokens_per_gpu=40,
-        actor_num_gpus_per_node=ranks,
+        actor_num_gpus_per_node=layout.ranks,
         grpo_std_normalization=False,
-        **other_terms | layout,
+        **other_terms | LOSSES[layout.loss] | layout.settings,
     )
 
 
@@ -195,20 +144,21 @@ def even_groups() -> list[Group]:
     return groups
 
 
-def steps_of(name: str, settings: RunConfig, ranks: int) -> list[list[TrainStep]]:
+def steps_of(name: str, settings: RunConfig) -> list[list[TrainStep]]:
     """The optimizer steps of each rank of a layout."""
+    layout = ALL[name]
     if name in AUXILIARY:
-        return rank_batches(even_groups(), settings, ranks)
-    if name not in SKIPPING:
-        return rank_batches(masked_groups() if name in MASKED else uneven_groups(0), settings, ranks)
+        return rank_batches(even_groups(), settings, layout.ranks)
+    if layout.loss != "skipping":
+        return rank_batches(uneven_groups(0), settings, layout.ranks)
     groups = groups_without_advantage(2)
-    if ranks == 1:
+    if layout.ranks == 1:
         return policy_steps(groups, settings, ranks=1, computes_all=True)
-    return rank_batches(groups, settings, ranks)
+    return rank_batches(groups, settings, layout.ranks)
 
 
 def learn(root: Path, name: str, rank: int, port: int) -> None:
-    """Trains one batch; rank 0 writes the observable results to a file."""
+    """Trains batches; rank 0 writes the observable results to files."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         if name in AUXILIARY:
@@ -218,19 +168,21 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
 
 
 def _learn(root: Path, name: str, rank: int, port: int) -> None:
-    model, ranks, layout = ALL[name]
-    settings, out = config(root, model, layout, ranks), root / name
-    learner = MegatronLearner(settings, str(root / model), rank, ranks, "127.0.0.1", port)
-    steps = steps_of(name, settings, ranks)[rank]
+    layout, out = ALL[name], root / name
+    settings, ranks = config(root, layout), layout.ranks
+    learner = MegatronLearner(settings, str(root / layout.model), rank, ranks, "127.0.0.1", port)
+    steps = steps_of(name, settings)[rank]
     sequences = [sample.tokens for group in uneven_groups(0) for sample in group]
     before = learner.logprobs(sequences)
     greedy = learner.greedy(PROMPTS, 2, eos=256)
-    gradients = gradients_of(learner, steps[0])
     # Only one rank alone computes every sample as a whole; the others are compared with it.
     prompted = rank_batches(prompted_groups(0), settings, ranks, share_prefixes=name not in ALONE)[rank]
-    with_prompts = gradients_of(learner, prompted[0])
+    masked = rank_batches(masked_groups(), settings, ranks)[rank]
+    further = {"prompted": prompted, "masked": masked} if name in LAYOUTS | ALONE | TOGETHER else {}
+    batches = {"gradients": steps} | further
+    gradients = {batch: gradients_of(learner, its_steps[0]) for batch, its_steps in batches.items()}
     report = learner.train(0, steps)
-    if name in SKIPPING:
+    if layout.loss == "skipping":
         # Nothing changes, not even by the momentum of the step before.
         learner.train(1, rank_batches(groups_without_advantage(3), settings, ranks)[rank])
     states = [state for optimizer in learner._model.optimizer.chained_optimizers for state in optimizer.state.values()]
@@ -238,12 +190,14 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
     after = learner.logprobs(sequences)
     learner.save_hf(str(out / "saved"))
     save_state(learner, out / "state")
+    of_masked = learner.train(2, masked)
     learner.close()
     if rank == 0:
-        save_file(gradients, out / "gradients.safetensors")
-        save_file(with_prompts, out / "prompted.safetensors")
+        for batch, its_gradients in gradients.items():
+            save_file(its_gradients, out / f"{batch}.safetensors")
+        metrics = {"metrics": dict(report.metrics), "of_masked": dict(of_masked.metrics)}
         seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
-        (out / "facts.json").write_text(json.dumps({"metrics": dict(report.metrics), **seen}))
+        (out / "facts.json").write_text(json.dumps(metrics | seen))
 
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
@@ -286,46 +240,61 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def compared_with(layout: Layout) -> str:
+    """The same model and loss on one rank."""
+    return f"{layout.model}, {layout.loss}, one rank"
+
+
+def test_each_two_ways_to_divide_the_work_are_in_a_layout_together() -> None:
+    sizes = ("tensor", "pipeline", "context", "expert", "data")
+    together = set[tuple[str, str]]()
+    for layout in LAYOUTS.values():
+        divided = {name for name in sizes[:4] for setting in layout.settings if setting.startswith(f"{name}_")}
+        if 2 ** len(divided - {"expert"}) < layout.ranks:
+            divided.add("data")
+        together |= set(permutations(divided, 2))
+    assert together == set(permutations(sizes, 2))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank(runs: Path, layout: str) -> None:
-    alone = runs / f"{LAYOUTS[layout][0]}, one rank"
-    assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
-    assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
+    found, expected = runs / layout, runs / compared_with(LAYOUTS[layout])
+    assert most_apart(found / "gradients.safetensors", expected / "gradients.safetensors") < 1e-5
+    assert most_apart(found / "saved/model.safetensors", expected / "saved/model.safetensors") < 1e-5
 
 
 @pytest.mark.parametrize("layout", LAYOUTS | TOGETHER)
 def test_gradients_are_the_same_if_prompts_are_computed_once(runs: Path, layout: str) -> None:
-    alone = runs / f"{(LAYOUTS | TOGETHER)[layout][0]}, one rank"
-    expected = load_file(alone / "prompted.safetensors")
-    largest = max(tensor.abs().max().item() for tensor in expected.values())
-    assert most_apart(runs / layout / "prompted.safetensors", alone / "prompted.safetensors") < 1e-5 * largest
+    expected = runs / compared_with((LAYOUTS | TOGETHER)[layout]) / "prompted.safetensors"
+    largest = max(tensor.abs().max().item() for tensor in load_file(expected).values())
+    assert most_apart(runs / layout / "prompted.safetensors", expected) < 1e-5 * largest
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parallel_ranks_compute_the_probabilities_metrics_and_answers_of_one_rank(runs: Path, layout: str) -> None:
-    expected, found = facts(runs / f"{LAYOUTS[layout][0]}, one rank"), facts(runs / layout)
-    of_the_layout = {"micro_batches", "micro_batches_lower_bound", "flop_imbalance", "memory_gib", "padding"}
-    ours, theirs = (
-        {name: value for name, value in metrics["metrics"].items() if name not in of_the_layout}
-        for metrics in (found, expected)
-    )
-    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+def test_parallel_ranks_compute_the_probabilities_and_answers_of_one_rank(runs: Path, layout: str) -> None:
+    expected, found = facts(runs / compared_with(LAYOUTS[layout])), facts(runs / layout)
     for logprobs, reference in zip(found["logprobs"], expected["logprobs"], strict=True):
         assert logprobs == pytest.approx(reference, abs=1e-5)
     assert found["greedy"] == expected["greedy"]
 
 
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.loss != "skipping"])
+def test_parallel_ranks_compute_the_metrics_of_one_rank(runs: Path, layout: str) -> None:
+    of_the_layout = {"micro_batches", "micro_batches_lower_bound", "flop_imbalance", "memory_gib", "padding"}
+    ours, theirs = (
+        {name: value for name, value in facts(runs / folder)["metrics"].items() if name not in of_the_layout}
+        for folder in (layout, compared_with(LAYOUTS[layout]))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 def test_data_parallel_ranks_select_the_tokens_that_one_rank_selects(runs: Path) -> None:
-    alone, shared = runs / "m2po, one rank", runs / "m2po, data parallel"
-    assert most_apart(shared / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
-    excluded = facts(alone)["metrics"]["clip_fraction"]
+    shared, excluded = (
+        facts(runs / folder)["metrics"]["clip_fraction"]
+        for folder in ("m2po, distributed optimizer", "dense, m2po, one rank")
+    )
     assert 0 < excluded < 1
-    assert facts(shared)["metrics"]["clip_fraction"] == pytest.approx(excluded)
-
-
-def test_data_parallel_ranks_normalize_returns_with_a_penalty_like_one_rank(runs: Path) -> None:
-    alone, shared = runs / "returns, one rank", runs / "returns, data parallel"
-    assert most_apart(shared / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
+    assert shared == pytest.approx(excluded)
 
 
 @pytest.mark.parametrize("layout", AUXILIARY)
@@ -333,25 +302,25 @@ def test_parallel_ranks_add_an_auxiliary_loss_at_the_scale_of_one_rank(runs: Pat
     alone = runs / "auxiliary loss, one rank"
     assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
     router = load_file(alone / "gradients.safetensors")["model.layers.0.mlp.gate.weight"]
-    usual = load_file(runs / "experts, one rank/gradients.safetensors")["model.layers.0.mlp.gate.weight"]
+    usual = load_file(runs / "experts, usual, one rank/gradients.safetensors")["model.layers.0.mlp.gate.weight"]
     assert (router - usual).abs().max() > 1e-3, "the loss is large enough to be seen"
 
 
-@pytest.mark.parametrize("layout", MASKED)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_parallel_ranks_renormalize_over_the_kept_tokens_like_one_rank(runs: Path, layout: str) -> None:
-    alone = "masked, one rank" if MASKED[layout][0] == "dense" else "masked, experts, one rank"
-    assert most_apart(runs / layout / "gradients.safetensors", runs / alone / "gradients.safetensors") < 1e-5
-    ours, theirs = facts(runs / layout)["metrics"], facts(runs / alone)["metrics"]
-    for name in ("loss", "entropy", "kl", "logprob_gap_mean", "logprob_gap_max", "grad_norm"):
+    """With samples that top-p or top-k sampling drew."""
+    found, expected = runs / layout, runs / compared_with(LAYOUTS[layout])
+    assert most_apart(found / "masked.safetensors", expected / "masked.safetensors") < 1e-5
+    ours, theirs = facts(found)["of_masked"], facts(expected)["of_masked"]
+    of_reference = [] if LAYOUTS[layout].loss == "skipping" else ["kl"]
+    for name in ("loss", "entropy", "logprob_gap_mean", "logprob_gap_max", "grad_norm", *of_reference):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("layout", [name for name, (_, ranks, _) in SKIPPING.items() if ranks > 1])
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.loss == "skipping"])
 def test_parallel_ranks_that_skip_samples_learn_what_one_rank_learns_from_all(runs: Path, layout: str) -> None:
-    alone = runs / ("skipping, one rank" if SKIPPING[layout][0] == "dense" else "skipping, experts, one rank")
-    assert most_apart(runs / layout / "gradients.safetensors", alone / "gradients.safetensors") < 1e-5
-    assert most_apart(runs / layout / "saved/model.safetensors", alone / "saved/model.safetensors") < 1e-5
-    ours, theirs = facts(runs / layout)["metrics"], facts(alone)["metrics"]
+    """Gradients and weights are compared above."""
+    ours, theirs = facts(runs / layout)["metrics"], facts(runs / compared_with(LAYOUTS[layout]))["metrics"]
     assert ours["computed_fraction"] < 0.5
     assert theirs["computed_fraction"] == 1
     for name in ("loss", "loss_tokens", "grad_norm"):
@@ -360,9 +329,7 @@ def test_parallel_ranks_that_skip_samples_learn_what_one_rank_learns_from_all(ru
 
 @pytest.mark.parametrize("layout", MIXED)
 def test_ranks_in_bfloat16_compute_nearly_the_gradients_of_one_rank_in_float32(runs: Path, layout: str) -> None:
-    ours, theirs = (
-        load_file(runs / name / "gradients.safetensors") for name in (layout, f"{MIXED[layout][0]}, one rank")
-    )
+    ours, theirs = (load_file(runs / name / "gradients.safetensors") for name in (layout, compared_with(MIXED[layout])))
     assert ours.keys() == theirs.keys()
     apart = sum((ours[name].float() - tensor).square().sum().item() for name, tensor in theirs.items())
     whole = sum(tensor.square().sum().item() for tensor in theirs.values())
@@ -370,8 +337,8 @@ def test_ranks_in_bfloat16_compute_nearly_the_gradients_of_one_rank_in_float32(r
 
 
 def test_a_checkpoint_in_bfloat16_restores_float32_weights_in_another_layout(runs: Path) -> None:
-    run = config(runs, "dense", BF16)
-    full = load_file(runs / "dense, one rank/saved/model.safetensors")
+    run = config(runs, MIXED["bf16, one rank"])
+    full = load_file(runs / "dense, usual, one rank/saved/model.safetensors")
     for layout in ("bf16, distributed optimizer", "bf16, pipeline and context parallel"):
         saved = load_file(runs / layout / "saved/model.safetensors")
         with learning(runs / "dense", run) as learner:
@@ -406,16 +373,17 @@ def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_expert
 
 
 def test_the_distributed_optimizer_shards_its_moments_over_the_ranks(runs: Path) -> None:
-    parts, all_of_them = facts(runs / "distributed optimizer"), facts(runs / "data parallel")
+    parts, all_of_them = facts(runs / "m2po, distributed optimizer"), facts(runs / "data parallel")
     assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
 
 
 def test_one_rank_resumes_a_checkpoint_of_two_data_parallel_ranks(runs: Path) -> None:
     expected = load_file(runs / "data parallel/saved/model.safetensors")
-    with learning(runs / "dense", config(runs, "dense", {})) as learner:
+    run = config(runs, ALONE["dense, usual, one rank"])
+    with learning(runs / "dense", run) as learner:
         learner.load_state(str(runs / "data parallel" / "state"))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in learner.weights())
-        [steps] = rank_batches(uneven_groups(0), config(runs, "dense", {}), 1)
+        [steps] = rank_batches(uneven_groups(0), run, 1)
         assert learner.train(1, steps).finite
 
 
@@ -426,9 +394,9 @@ def layouts_by_process() -> list[list[tuple[str, int]]]:
     reach it together. A rank that arrives early retries the connection to rank 0 at intervals that grow to seconds.
     """
     processes: list[list[tuple[str, int]]] = [[] for _ in range(RANKS)]
-    for name, (_, ranks, _) in sorted(ALL.items(), key=lambda layout: -layout[1][1]):
-        first = min(range(0, RANKS, ranks), key=lambda process: len(processes[process]))
-        for rank in range(ranks):
+    for name, layout in sorted(ALL.items(), key=lambda named: -named[1].ranks):
+        first = min(range(0, RANKS, layout.ranks), key=lambda process: len(processes[process]))
+        for rank in range(layout.ranks):
             processes[first + rank].append((name, rank))
     return processes
 

@@ -75,13 +75,15 @@ for name in sys.argv[1:]:
 
 ASK = """
 import http.client, sys
+from concurrent.futures import ThreadPoolExecutor
 READS = "/", "/metrics", "/health", "/health_generate", "/liveness", "/readiness", "/get_model_info", "/v1/models"
 READS += "/engine_metrics", "/get_server_info", "/workers", "/list_workers", "/state.json", "/samples.json", "/logs"
 CHANGES = "/flush_cache", "/abort_request", "/pause_generation", "/update_weights_from_disk", "/generate", "/workers"
 CHANGES += "/sessions", "/trajectories", "/api/jobs/", "/update_weights_from_tensor", "/open_session", "/start_profile"
-for port in map(int, sys.argv[1:]):
+def answered(port):
+    found = []
     for method, path in [*(("GET", path) for path in READS), *(("POST", path) for path in CHANGES)]:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5.0)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
         try:
             client.request(method, path, body="{}" if method == "POST" else None)
             answer = client.getresponse()
@@ -92,9 +94,16 @@ for port in map(int, sys.argv[1:]):
         finally:
             client.close()
         if answer.status < 400 or answer.status == 422:
-            print(port, method, path, flush=True)
+            found.append(f"{port} {method} {path}")
+    return found
+ports = list(map(int, sys.argv[1:]))
+with ThreadPoolExecutor(len(ports)) as threads:
+    for found in threads.map(answered, ports):
+        for line in found:
+            print(line)
 """
-"""Sends requests without a key. A request that is refused for its content (422) was not refused for want of a key."""
+"""Sends requests without a key. Most ports speak another protocol and never answer, so all are asked at once. A request
+that is refused for its content (422) was not refused for want of a key."""
 
 ATTACK_OF_A_PAGE = """async (ports) => {
   const read = [], limit = () => ({ signal: AbortSignal.timeout(3000) });
