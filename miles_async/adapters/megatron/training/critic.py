@@ -48,7 +48,8 @@ class Critic:
 
         `penalties` [m] per micro-batch are subtracted from the rewards of single tokens.
         """
-        values, device = inference.batch_values(self.model, step.micro_batches), self.model.device
+        values = inference.read_targets(self.model, step.micro_batches, inference.target_values)
+        device = self.model.device
         advantages, returns = [], []
         for i, (batch, batch_values) in enumerate(zip(step.micro_batches, values, strict=True)):
             sequences = torch.from_numpy(batch.sequences).to(device)

@@ -103,17 +103,13 @@ def batch_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, temp
     def read(model_input: ModelInput, output: Tensor) -> Tensor:
         return target_logprobs(model, model_input, output, temperature)[0]
 
-    return _read_targets(model, batches, read)
+    return read_targets(model, batches, read)
 
 
-def batch_values(critic: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
-    """[m] a critic's values before each micro-batch's targets, without gradients, on the ranks of every stage."""
-    return _read_targets(critic, batches, target_values)
-
-
-def _read_targets(
+def read_targets(
     model: MegatronModel, batches: Sequence[PackedBatch], read: Callable[[ModelInput, Tensor], Tensor]
 ) -> list[Tensor]:
+    """[m] what `read(input, output)` returns for each micro-batch's targets, on the ranks of every stage."""
     # Expert parallelism may have appended empty micro-batches.
     results = run_forward(model, model_inputs(model, batches), read)[: len(batches)]
     counts = [len(batch.targets) for batch in batches]
