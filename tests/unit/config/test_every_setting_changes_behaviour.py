@@ -346,7 +346,8 @@ NAMED: dict[str, str] = {
     ),
     # the rollout worker
     "max_restarts": (
-        "stack/test_posted_groups.py::test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_between_them"
+        "unit/workers/test_rollout_workers.py::"
+        "test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_between_them"
     ),
     "resume": "stack/test_chaos.py::test_a_run_that_is_started_again_continues_in_its_folder",
     "off_lineage": "sim/test_lost_workers.py::test_learner_and_rollout_worker_may_be_lost_together",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from miles_async.events import Event, WarningRaised
+from miles_async.errors import FatalError
+from miles_async.events import Event, StepEnded, WarningRaised
 from workers.rollout_supervisor import RolloutSupervisor
 
 
@@ -24,24 +26,31 @@ class Method:
         return self._call(*arguments)
 
 
-class Worker:
-    """An actor. The first one dies when it has delivered a batch of events that is not in the store."""
+NOT_STORED = WarningRaised(time=0.0, text="an event that is not stored")
+TRAINED = StepEnded(
+    time=0.0, rollout=0, seconds=1.0, tokens=1, finite=True, reward=0.0, response_length=1.0, metrics={}
+)
 
-    def __init__(self, lives: list[Worker]) -> None:
-        self._first = not lives
+
+class Worker:
+    """An actor. The first ones die when they have delivered a batch of events that is not in the store."""
+
+    def __init__(self, lives: list[Worker], *, deaths: int = 1, event: Event = NOT_STORED) -> None:
+        self._dies = len(lives) < deaths
+        self._event = event
         self.received: list[int] = []
         self.run, self.heartbeat, self.events = Method(self._run), Method(self._heartbeat), Method(self._events)
         lives.append(self)
 
     def _run(self, handles: Any, received: int) -> None:
         self.received.append(received)
-        if self._first:
+        if self._dies:
             raise RayActorError
 
     def _heartbeat(self) -> None: ...
 
     def _events(self, received: int) -> Sequence[Any]:
-        return [(20, [WarningRaised(time=0.0, text="an event that is not stored")])]
+        return [(20, [self._event])]
 
 
 async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_events(
@@ -63,6 +72,32 @@ async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_
     await workers.run(handles, learner_death, replace_learner)
     first, second = lives
     assert (first.received, second.received) == ([0], [20])
+
+
+@pytest.mark.parametrize("event, started", [(NOT_STORED, 2), (TRAINED, 3)], ids=["no batch", "a batch"])
+async def test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_between_them(
+    event: Event, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    lives: list[Worker] = []
+
+    def create(name: str) -> Any:
+        return Worker(lives, deaths=2, event=event)
+
+    workers = RolloutSupervisor(create, emit=lambda event: None, max_restarts=1)
+
+    async def handles() -> Any:
+        if len(lives) == 2:
+            await workers.events()
+
+    async def learner_death() -> None: ...
+
+    async def replace_learner() -> None: ...
+
+    workers.start()
+    with nullcontext() if event is TRAINED else pytest.raises(FatalError, match="died"):
+        await workers.run(handles, learner_death, replace_learner)
+    assert len(lives) == started
 
 
 class Call:
