@@ -27,11 +27,11 @@ from miles_async.types import Group, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
-    from .generators import Generators
+    from .generators import GeneratorFactory
 
 
 def run_functions(
-    config: RunConfig, entry: str, generators: Generators, recording: RecordingGenerator | None, journal: Journal
+    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None, journal: Journal
 ) -> RunFunctions:
     """Return what replaces or extends the pipeline. Raises UserError if a function cannot be imported."""
     args = generators.args
@@ -43,7 +43,7 @@ def run_functions(
 
 
 def _rollout_function(
-    config: RunConfig, entry: str, generators: Generators, recording: RecordingGenerator | None
+    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None
 ) -> RolloutFunction | None:
     """The rollout function; None if the service takes its batches directly from the queue."""
     if trains_only(config):

@@ -50,7 +50,7 @@ async def open_generators(
     stored: StoredRun | None,
     live_version: Callable[[], int],
     agent_key_file: Path,
-) -> AsyncIterator[Generators]:
+) -> AsyncIterator[GeneratorFactory]:
     """Yield the generators of a run, with the tokenizer of its checkpoint and the parser of answers to agents."""
     tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
     parser: AnswerParser | None = None
@@ -60,7 +60,7 @@ async def open_generators(
             await asyncio.to_thread(getattr, tokenizer, "transformers")
             choice = answer_parsers(config, handles.checkpoint)
             parser = await stack.enter_async_context(AnswerParserProcess(choice))
-        generators = Generators(
+        generators = GeneratorFactory(
             config,
             handles,
             fleet,
@@ -75,7 +75,7 @@ async def open_generators(
         yield await stack.enter_async_context(generators)
 
 
-class Generators:
+class GeneratorFactory:
     """Builds the generator for training and those for evaluations, which use the same engines.
 
     The endpoint for agents is served inside the `async with` block.
@@ -159,7 +159,7 @@ class Generators:
         if serves_agents(self._config):
             await self._endpoint.start(self._config.rollout.agent_port)
         if self._external:
-            # Generators use the same key after the rollout worker was replaced.
+            # External generators use the same key after the rollout worker was replaced.
             if self._agent_key_file.exists() and (key := self._agent_key_file.read_text()):
                 self._endpoint.key = key
             else:

@@ -51,7 +51,7 @@ from miles_async.stored_run import StoredRun
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
 from .functions import dynamic_filter, run_functions
-from .generators import Generators, open_generators
+from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
 from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
 
@@ -212,7 +212,7 @@ class RolloutWorker:
             self._outbox.put(number, events)
         return stored
 
-    async def _open_data(self, generators: Generators, began_with: LoadedCheckpoint | None) -> BufferedSource:
+    async def _open_data(self, generators: GeneratorFactory, began_with: LoadedCheckpoint | None) -> BufferedSource:
         """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
         # In a thread, because this scans the file and imports transformers if prompts are chats.
         data = await asyncio.to_thread(
@@ -229,7 +229,7 @@ class RolloutWorker:
         cleanup.callback(retries.cancel)
         return dead_letters
 
-    def _eval_sets(self, data: BufferedSource, generators: Generators, rewarder: RunRewards) -> list[EvalSet]:
+    def _eval_sets(self, data: BufferedSource, generators: GeneratorFactory, rewarder: RunRewards) -> list[EvalSet]:
         """The held-out problems of the training data, and the data sets for evaluations."""
         config = self._config
         held_out = EvalSet(

@@ -124,16 +124,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         watchers={
             "monitor": _monitor(config, ports, run_state, lifecycle, producer, collector, held).run,
             "work": partial(follow_learner_work, run_state, ports.learner),
-            "load": partial(
-                follow_engine_load,
-                run_state,
-                lifecycle.ledger,
-                ports.fleet,
-                # Whether the engines may be answering requests of this run.
-                lambda: bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken),
-                config.engine.sglang_router_request_timeout_secs,
-                adaptive,
-            ),
+            "load": _load_watcher(config, ports, run_state, lifecycle, producer, held, adaptive),
         },
         checkpointer=Checkpointer(
             run_state=run_state,
@@ -230,6 +221,23 @@ def _monitor(
         ),
         taken=lambda: len(held.taken),
     )
+
+
+def _load_watcher(
+    config: RunConfig,
+    ports: Ports,
+    run_state: RunState,
+    lifecycle: GroupLifecycle,
+    producer: Producer,
+    held: HeldPrompts,
+    adaptive: AdaptiveConcurrency | None,
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    def may_answer() -> bool:
+        """Whether the engines may be answering requests of this run."""
+        return bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken)
+
+    limit = config.engine.sglang_router_request_timeout_secs
+    return partial(follow_engine_load, run_state, lifecycle.ledger, ports.fleet, may_answer, limit, adaptive)
 
 
 def _evaluator(config: RunConfig, ports: Ports, run_state: RunState, lifecycle: GroupLifecycle) -> Evaluator:

@@ -24,7 +24,7 @@ from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.unit.byte_tokenizer import Bytes
 from workers.functions import evaluation_function
-from workers.generators import Generators
+from workers.generators import GeneratorFactory
 from workers.specs import ClusterHandles
 
 NOBODY = "http://127.0.0.1:1"
@@ -37,7 +37,7 @@ async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> S
 
 
 @asynccontextmanager
-async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[Generators]:
+async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[GeneratorFactory]:
     """`agent_key` is the key that a lost rollout worker has left in the run folder."""
     config = run_config(**settings)
     fleet = SGLangFleet(NOBODY)
@@ -58,7 +58,7 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
     with TemporaryDirectory() as folder:
         if agent_key:
             (Path(folder) / "agent_key").write_text(agent_key)
-        made = Generators(
+        made = GeneratorFactory(
             config,
             handles,
             fleet,

@@ -35,8 +35,8 @@ TRAINED = StepEnded(
 class Worker:
     """An actor. The first ones die when they have delivered a batch of events that is not in the store."""
 
-    def __init__(self, lives: list[Worker], *, deaths: int = 1, event: Event = NOT_STORED) -> None:
-        self._dies = len(lives) < deaths
+    def __init__(self, lives: list[Worker], *, losses: int = 1, event: Event = NOT_STORED) -> None:
+        self._dies = len(lives) < losses
         self._event = event
         self.received: list[int] = []
         self.run, self.heartbeat, self.events = Method(self._run), Method(self._heartbeat), Method(self._events)
@@ -82,7 +82,7 @@ async def test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_betw
     lives: list[Worker] = []
 
     def create(name: str) -> Any:
-        return Worker(lives, deaths=2, event=event)
+        return Worker(lives, losses=2, event=event)
 
     workers = RolloutSupervisor(create, emit=lambda event: None, max_restarts=1)
 
