@@ -53,8 +53,8 @@ POINTS: Mapping[str, Sequence[str]] = {port: _methods(port) for port in _PORTS} 
 }
 """The methods with points, by port (`pipeline/run_ports.py`). `functions` are the user's functions.
 
-`ranks` are the calls of which a call to the learner consists (`adapters/ray/learner.py`): a rollout worker may die when
-some ranks have received their part of a batch and others have not.
+`ranks` are the calls to single ranks of the learner (`adapters/ray/learner.py`): a rollout worker may die when some
+ranks have received their part of a batch and others have not.
 """
 
 Reached = Callable[[str, Sequence[Any]], float]

@@ -89,7 +89,7 @@ class Sample:
     index: int | None = None
     """Position of the sample in the data, counted over all groups; None if a rollout function set none."""
     trajectory: int | None = None
-    """The number of the trajectory of which this sample is a segment: samples of a group with the same number are
+    """The number of the trajectory that this sample is a segment of: samples of a group with the same number are
     segments of one trajectory. None if the sample is a trajectory by itself."""
     prompt: Prompt = ""
     """The prompt as text or as chat messages."""

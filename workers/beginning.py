@@ -86,8 +86,10 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
 
 
 def unfinished_run(config: RunConfig) -> Beginning | None:
-    """Return the run to continue; None if there is none, or if the newest one has come to its end.
+    """Return the run to continue; None if a new run begins.
 
+    A new run begins if there is no earlier one, or if the newest one has come to its end or was lost before it stored
+    anything.
     Raises UserError if nothing is left of the run that could be continued.
     """
     folder = _newest_run(config)
@@ -108,9 +110,9 @@ def unfinished_run(config: RunConfig) -> Beginning | None:
     try:
         position = _stored_position(config, folder, newest)
     except (UserError, FatalError) as error:
-        if starts_from is None and not _has_reported(folder):
-            return None  # it was lost before its rollout worker stored anything
         if starts_from is None:
+            if not _has_reported(folder):
+                return None  # it was lost before its rollout worker stored anything
             raise UserError(
                 f"run {run} cannot be continued, because it has written no checkpoint and its store is not usable "
                 f"({error}): unset resume to begin another run"
@@ -167,7 +169,7 @@ def _has_ended(folder: RunFolder) -> bool:
 
 
 def _has_reported(folder: RunFolder) -> bool:
-    """Whether the rollout worker has sent events, all of which it had stored before."""
+    """Whether the rollout worker has sent events. It stores its events before it sends them."""
     try:
         return any(isinstance(event, EventsReceived) for event in read_events(folder.events))
     except FileNotFoundError:

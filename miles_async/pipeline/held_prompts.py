@@ -98,7 +98,7 @@ class TakenGroups:
         return self._groups.get(feed_index)
 
     def find(self, sample: Sample) -> TakenGroup | None:
-        """The taken group that `sample`, or the sample of which it is a copy, belongs to; None if it was not taken."""
+        """The taken group that `sample`, or the original of a copied sample, belongs to; None if it was not taken."""
         return self.named(sample.metadata.get("feed_index", "")) or self._containing(sample)
 
     def _containing(self, sample: Sample) -> TakenGroup | None:
@@ -415,7 +415,7 @@ class HeldPrompts:
         self._handed_on.discard(group.feed_index)
 
     def _leased(self) -> GroupsBySample:
-        """Finds the leased group of which a group is a new list of the samples."""
+        """Finds a leased group by its samples, which a function may return in a new list."""
         return GroupsBySample(self._lifecycle.groups_in(GroupState.LEASED))
 
     def _replace(self, group: Group, rebuilt: Group) -> None:

@@ -38,7 +38,7 @@ FIRST_ATTEMPTS = 32
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """The objects of which a run consists. `Service` decides when they work."""
+    """The objects that make up a run. `Service` decides when they work."""
 
     tasks: TaskSupervisor
     run_state: RunState

@@ -65,8 +65,8 @@ class MultiTurnSampler:
         """Continue `sample` by one turn and set its status; `max_new_tokens` bounds the whole response.
 
         COMPLETED: the model ended its turn or a stop string matched. TRUNCATED: the response has reached its maximum
-        length. ABORTED: the pipeline has stopped the sample; the caller must return it unchanged. Raises as
-        `SGLangGenerator.generate`.
+        length. ABORTED: the pipeline has stopped the sample; the caller must return it unchanged. Raises the
+        errors of `SGLangGenerator.generate`.
         """
         trajectory = self._trajectory(sample)
         trajectory.aborted.pop(sample, None)

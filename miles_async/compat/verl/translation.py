@@ -100,6 +100,6 @@ def resolve_skip_rollout(config: RunConfig) -> RunConfig:
 
 
 def _skip_roles(section: Any) -> Table:
-    """The rules for skip modules of a user, each of which has a field in verl's SkipManagerConfig."""
+    """The rules for a user's skip modules. Each module has a field in verl's SkipManagerConfig."""
     roles = set(section) - {"rollout", "async_rollout"} if isinstance(section, Mapping) else set()
     return {f"skip.{role}.{name}": sets(f"skip.roles.{role}.{name}") for role in roles for name in _SKIP_FIELDS}

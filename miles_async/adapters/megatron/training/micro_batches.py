@@ -55,8 +55,8 @@ class ModelInput:
 def run_forward(model: MegatronModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]) -> list[R]:
     """Run the micro-batches without gradients and return `read(input, output)` of each.
 
-    `output` [t, h] are the hidden states before the output layer, of which `OutputLayer` computes logits, or the values
-    [t, 1] of a critic. With sequence parallelism a rank has the hidden states of its part of the tokens. Ranks that are
+    `output` [t, h] are the hidden states from which `OutputLayer` computes logits, or the values [t, 1] of a
+    critic. With sequence parallelism a rank has the hidden states of its part of the tokens. Ranks that are
     not on the last pipeline stage have no output and return an empty list.
     """
     results: dict[int, R] = {}
