@@ -132,7 +132,12 @@ def play(cut: Cut, folder: Path) -> Outcome:
     command = [sys.executable, "train_async.py", *SETTINGS, *flags]
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         driver = subprocess.Popen(
-            cluster.inside(HEAD, *command), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            cluster.inside(HEAD, *command),
+            cwd=ROOT,
+            env=cluster.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
         )
     try:
         if (unplugged := _wait_for_cut(driver, folder)) is None:

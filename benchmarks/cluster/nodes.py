@@ -70,6 +70,11 @@ class LocalCluster:
         """The value of `--ray-address`."""
         return f"{ADDRESSES[HEAD].format(self.number)}:{RAY_PORT}"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of Ray and of the jobs that join it: a job must use tokens only if Ray does."""
+        return {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+
     def namespace(self, node: str) -> str:
         return f"miles{self.number}-{node}"
 
@@ -174,7 +179,7 @@ class LocalCluster:
         with self.log(node).open("wb") as log:
             started = subprocess.Popen(
                 self.inside(node, "bash", "-c", script),
-                env={**os.environ, **RAY_SETTINGS, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"},
+                env={**self.environment, **RAY_SETTINGS},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

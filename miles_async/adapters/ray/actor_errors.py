@@ -59,7 +59,12 @@ def describe_death(error: RayActorError) -> str:
         where = f" {address[1]}" if (address := _ADDRESS.search(text)) else ""
         return f"{name[1]} was lost with its node{where}: {node[1].rstrip('. ')}; check that machine and its network"
     if "never ran" in cause:
-        return f"{name[1]} was never started: its node is gone or is shutting down; see `ray status`"
+        # Ray says why it did not start the actor in the line before.
+        why = text.splitlines()[-2].strip().rstrip(". ")
+        if "all references to the actor were removed" in why:
+            # The run keeps its references. Ray concludes this if its head node cannot call the driver.
+            why = "Ray's head node cannot call the driver; set RAY_AUTH_MODE as for `ray start`, and check the network"
+        return f"{name[1]} was never started: {why}; see `ray status`"
     log = f"logs/{name[1]}.log in the run folder"
     if "killed by `ray.kill`" in cause:
         return f"{name[1]} was ended by the run, see {log}"

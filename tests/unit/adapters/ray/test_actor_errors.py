@@ -41,8 +41,17 @@ def test_a_process_that_the_run_ended_is_not_reported_as_crashed() -> None:
     )
 
 
-def test_a_process_that_never_ran_has_no_log_to_look_at() -> None:
-    text = "The actor died unexpectedly.\n\tname: learner-0-2\nThe actor never ran - it was cancelled."
-    assert describe_death(RayActorError(error_msg=text)) == (
-        "learner-0-2 was never started: its node is gone or is shutting down; see `ray status`"
-    )
+@pytest.mark.parametrize(
+    "reason, sentence",
+    [
+        ("The actor died because its node has died.", "The actor died because its node has died; see `ray status`"),
+        (
+            "The actor is dead because all references to the actor were removed.",
+            "Ray's head node cannot call the driver; set RAY_AUTH_MODE as for `ray start`, and check the network; "
+            "see `ray status`",
+        ),
+    ],
+)
+def test_a_process_that_never_ran_has_no_log_to_look_at(reason: str, sentence: str) -> None:
+    text = f"The actor died unexpectedly.\n\tname: learner-0-2\n{reason}\nThe actor never ran - it was cancelled."
+    assert describe_death(RayActorError(error_msg=text)) == f"learner-0-2 was never started: {sentence}"
