@@ -124,7 +124,8 @@ class MetricsRecorder:
                 self._run_started(event)
             case ClusterReady():
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
-                self._metrics.warm_start_seconds.set(event.warm_start_seconds)
+                warm_start = self._view.warm_start or event
+                self._metrics.warm_start_seconds.set(warm_start.warm_start_seconds)
                 self._record_progress("start", event.time)
             case GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
@@ -156,8 +157,8 @@ class MetricsRecorder:
         view = self._view
         if (progress := view.progress) is not None:
             self._metrics.since_progress_seconds.set(progress.idle_seconds + max(0.0, now - progress.time))
-        self._increase_to(self._metrics.learner_idle_seconds, view.steps.idle_seconds(now))
-        self._increase_to(self._metrics.engine_idle_seconds, view.engine_use.idle_seconds(now))
+        self._increase_to(self._metrics.learner_idle_seconds, view.learner_idle_seconds(now))
+        self._increase_to(self._metrics.engine_idle_seconds, view.engine_idle_seconds(now))
         verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
