@@ -278,6 +278,8 @@ class RunView:
         last_report = self.learner.accounted_until
         if not last_report:
             return  # an earlier run is continued as this one
+        if not self.uptime.interrupted:
+            self.engine_use.interrupt()
         self.uptime.interrupt(last_report, cause)
         self.steps.interrupt(last_report)
         self.learner.interrupt()

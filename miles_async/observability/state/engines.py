@@ -78,9 +78,12 @@ class EngineUse:
         self._add(event.time)
         return increase
 
-    def resume(self, time: float) -> None:
-        """Another rollout worker begins to count at `time`."""
+    def interrupt(self) -> None:
+        """Another rollout worker begins to count."""
         self._counted = 0.0
+
+    def resume(self, time: float) -> None:
+        """The engines had no request from the last report until `time`."""
         self._add(time)
 
     def start_step(self, time: float) -> None:

@@ -136,6 +136,15 @@ def test_a_counter_of_busy_seconds_that_begins_again_is_added_and_not_subtracted
     assert view.engine_idle_seconds(122.0) == (122 - 110) - (8 + 1)
 
 
+def test_busy_seconds_that_a_rollout_worker_reports_while_it_restores_the_run_count_once() -> None:
+    early = EngineBusy(time=177.0, busy=0.0, in_flight=0)
+    late = [EngineBusy(time=177.5, busy=0.5, in_flight=1)]
+    before, after = RESUMED[:4], RESUMED[4:]
+    whole = summarize(view_of(*KILLED, *RESUMED))["engine_idle_share"]
+    assert summarize(view_of(*KILLED, *before, early, *after))["engine_idle_share"] == whole
+    assert view_of(*KILLED, *before, *late, *after).engine_use.busy_seconds(190.0) == 8 + 6
+
+
 def test_the_metrics_have_the_idle_seconds_of_the_summary() -> None:
     view, registry = RunView(), CollectorRegistry()
     metrics = MetricsRecorder(registry, view)
