@@ -33,8 +33,9 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
       interruption.
     - `reward_first` and `reward_last` are means over the first and the last `reward_batches` batches.
     - `wasted_tokens` are the response tokens that were generated and not trained, by reason, and `wasted_share` is
-      their share of all generated tokens. The tokens of groups that were being generated when a rollout worker was
-      lost, and that are generated twice, are estimated; `lost_tokens_at_most` is an upper bound.
+      their share of all generated tokens. The tokens of groups that were being generated when a rollout worker, an
+      engine or the router was lost, and that are generated twice, are estimated; `lost_tokens_at_most` is an upper
+      bound. What was generated and not yet trained when the run ended is `leftover`.
     - `left_out_samples` is the number of samples that failed and without which their group was trained.
     - `publish_ms_*` lasts from the start of staging until every engine decodes again. `pause_ms_*` is the part of it in
       which the engines were paused. Version 0, the initial weights, is not counted as a publish.
@@ -148,6 +149,8 @@ def summary_text(view: RunView) -> str:
         del lines["accuracy"]
     elif (after := view.after_training) is not None and after.missing:
         lines["accuracy"] += f"; {after.missing} samples without a score are left out"
+    if values["wasted_mainly"] is not None:
+        lines["wasted"] += f"; mainly because {values['wasted_mainly']}"
     if view.steps.undone.batches:
         lines["trained"] += _line(_UNDONE, values)
     if values["restarts"] or values["interrupted_seconds"]:
@@ -174,7 +177,7 @@ _LINES = {
     "pause": "{pause_ms_median:.0f} ms median, {pause_ms_max:.0f} ms max",
     "staleness": "max {staleness_max}, groups by age {staleness_histogram}",
     "recycled": "{recycled} groups; dropped {dropped}",
-    "wasted": "{wasted_share:.1%} of {generated_tokens} tokens, mainly because {wasted_mainly}; {wasted_tokens}",
+    "wasted": "{wasted_share:.1%} of {generated_tokens} response tokens; {wasted_tokens}",
     "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }

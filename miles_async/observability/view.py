@@ -35,6 +35,7 @@ from miles_async.events import (
     RunEnded,
     RunStarted,
     SampleDiscarded,
+    SamplesRemoved,
     StepEnded,
     StepStarted,
     TrainerPhaseChanged,
@@ -209,10 +210,13 @@ class RunView:
             case LearnerRestored():
                 self._interrupt(Interruption.LEARNER)
                 self._undo(self.steps.restore(event))
+            case SamplesRemoved():
+                self.tokens.remove(event)
             case EventsMissing():
                 self.groups.forget()
             case RunEnded():
                 self.ended = event
+                self.tokens.end_run(event.time, self.groups.live.values())
                 self._enter_phase(None, event.time)
             case _:
                 pass
@@ -254,6 +258,7 @@ class RunView:
 
     def _step_started(self, event: StepStarted) -> None:
         self._enter_phase("step", event.time)
+        self.tokens.start_step(event.time)
         self._undo(self.steps.start(event))
         self.uptime.start_training(event.time)
         self.engine_use.start_step(event.time)
@@ -317,7 +322,7 @@ class RunView:
             publishing=self.publishes.running is not None,
             finished=self.groups.counts.get(GroupState.FINISHED, 0),
             filtered=sum(self._filtered) / max(len(self._filtered), 1),
-            wasted=self.tokens.avoidable,
+            wasted=self.tokens.recent(self.learner.recently).share,
         )
 
     @property

@@ -119,7 +119,7 @@ class Instruments:
         )
         self.wasted_tokens = counter(
             "wasted_tokens",
-            "Response tokens that were generated and not trained, by reason. For worker_lost, an estimate.",
+            "Response tokens that were generated and not trained, by reason. Those of lost processes are estimated.",
             "reason",
         )
         for reason in CAUSES:  # so that a rate is 0, and not unknown, before the first group is dropped

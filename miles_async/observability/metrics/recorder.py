@@ -33,6 +33,7 @@ from miles_async.events import (
     PublishStarted,
     Pulse,
     RouterChanged,
+    RunEnded,
     RunStarted,
     SampleDiscarded,
     SamplesRemoved,
@@ -44,6 +45,7 @@ from miles_async.events import (
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments
 from miles_async.observability.state.groups import ENDED, Group
+from miles_async.observability.state.tokens import LEFTOVER, REMOVED
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
@@ -131,6 +133,9 @@ class MetricsRecorder:
                 self._metrics.filtered_groups.labels(event.reason).inc()
             case SamplesRemoved():
                 self._metrics.removed_samples.inc(event.samples)
+                self._count_tokens(REMOVED)
+            case RunEnded():
+                self._count_tokens(LEFTOVER)
             case AgentSessionExpired():
                 self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
@@ -236,6 +241,7 @@ class MetricsRecorder:
             self._count_blocked(event.waits_for, event.waits_seconds)
 
     def _step_started(self, event: StepStarted) -> None:
+        self._count_tokens(DropReason.ABORTED)
         self._metrics.trainer_version.set(event.version)
         staleness, live = self._view.staleness, self._view.groups.live
         for sequence, versions in zip(event.groups, event.staleness, strict=True):

@@ -222,6 +222,11 @@ class LearnerTime:
         self.accounted_until = max(now, self.accounted_until)
         return max(0.0, seconds) if self.phase is not None else 0.0
 
+    @property
+    def recently(self) -> float:
+        """When the recent time began."""
+        return self.accounted_until - self._horizon
+
     def interrupt(self) -> None:
         """The rollout worker was lost: what the learner does is unknown until another one reports it."""
         self.phase, self.recent, self._step_ended = None, RecentTime(), None

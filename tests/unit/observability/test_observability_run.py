@@ -315,7 +315,8 @@ def test_the_summary_has_the_wasted_tokens_by_reason_and_a_bound_for_those_that_
     assert figures["wasted_mainly"] == "groups were too old"
     assert "--max-weight-staleness" in figures["wasted_knob"]
     assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
-    assert "100.0% of 70 tokens, mainly because groups were too old; stale: 70" in summary_text(view_of(events))
+    text = summary_text(view_of(events))
+    assert "100.0% of 70 response tokens; stale: 70; mainly because groups were too old" in text
 
 
 def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:

@@ -19,8 +19,8 @@ const FIGURES = [
   ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
   ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
   ["staleness_max", "highest staleness trained, versions", number], ["recycled", "groups recycled because of staleness", number],
-  ["generated_tokens", "tokens generated", number], ["wasted_share", "tokens wasted", percent], ["wasted_mainly", "wasted mainly because", String],
-  ["left_out_samples", "failed samples left out", number], ["lost_tokens_at_most", "tokens lost with rollout workers, at most", number],
+  ["generated_tokens", "response tokens generated", number], ["wasted_share", "response tokens wasted", percent], ["wasted_mainly", "wasted mainly because", String],
+  ["left_out_samples", "failed samples left out", number], ["lost_tokens_at_most", "response tokens lost with processes, at most", number],
   ["collapse_announced_after_rollout", "collapse announced after rollout", number],
   ["weight_transfer", "weight transport", String], ["reason", "end of the run", String],
 ];
