@@ -58,8 +58,10 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
         "rollouts": view.steps.batches,
         "accuracy_before": before.accuracy if before is not None else None,
         "accuracy_before_interval": list(before.interval) if before is not None else None,
+        "accuracy_before_samples": before.problems if before is not None else None,
         "accuracy_after": after.accuracy if after is not None else None,
         "accuracy_after_interval": list(after.interval) if after is not None else None,
+        "accuracy_after_samples": after.problems if after is not None else None,
         "scores": _scores(view),
         "reward_first": ends[0] if ends is not None else None,
         "reward_last": ends[1] if ends is not None else None,
@@ -147,8 +149,10 @@ def summary_text(view: RunView) -> str:
     lines = {name: _line(template, values) for name, template in _LINES.items()}
     if not view.evaluations:
         del lines["accuracy"]
-    elif (after := view.after_training) is not None and after.missing:
-        lines["accuracy"] += f"; {after.missing} samples without a score are left out"
+    else:
+        lines["accuracy"] += _precision(view)
+        if (after := view.after_training) is not None and after.missing:
+            lines["accuracy"] += f"; {after.missing} samples without a score are left out"
     if values["wasted_mainly"] is not None:
         lines["wasted"] += f"; mainly because {values['wasted_mainly']}"
     if view.steps.undone.batches:
@@ -181,6 +185,13 @@ _LINES = {
     "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }
+
+
+def _precision(view: RunView) -> str:
+    """The 95 % confidence intervals of the accuracies, and from how many samples they are."""
+    known = [event for event in (view.before_training, view.after_training) if event is not None]
+    intervals = (f"{event.interval[0]:.3f} to {event.interval[1]:.3f} of {event.problems} samples" for event in known)
+    return f" (95 %: {', '.join(intervals)})" if known else ""
 
 
 _UNDONE = (

@@ -39,8 +39,8 @@ const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)}
 /* An accuracy with its 95 % confidence interval, which is kept on one line by word joiners. */
 const accuracy = (value, interval) => percent(value) + (interval ? ` (${Math.round(100 * interval[0])}\u2060–\u2060${percent(interval[1])})` : "");
 
-/* The accuracy of an evaluation, and the samples that have no score. */
-const score = (event) => accuracy(event.accuracy, event.interval) + (event.missing ? `, ${event.missing} missing` : "");
+/* The accuracy of an evaluation, of how many samples (`problems`), and how many samples have no score. */
+const score = (event) => `${accuracy(event.accuracy, event.interval)} of ${number(event.problems)}` + (event.missing ? `, ${event.missing} missing` : "");
 
 function duration(seconds) {
   const past = seconds < 0 ? "−" : "";

@@ -118,7 +118,7 @@ function drawTables(now) {
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
   $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
-  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout", "weights"],
+  $("scores").replaceChildren(table(["data set", "first, of its samples", "last", "after rollout", "weights"],
     Object.entries(now.scores).map(([name, of]) => [name, score(of[0]), score(of.at(-1)), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
   $("notices-box").hidden = !now.notices.length;
