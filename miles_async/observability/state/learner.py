@@ -65,6 +65,10 @@ class Steps:
         """All steps that ended, and those of them whose training was lost."""
         self.unfinished_seconds = 0.0
         """Seconds of steps that did not end, because the learner or the rollout worker was lost."""
+        self._busy = 0.0
+        """Seconds of all steps, as far as a rollout worker served the run in them."""
+        self._interrupted: tuple[int, float] | None = None
+        """Rollout and seconds of the step during which the rollout worker was lost. The learner may end it."""
         self._newest = -1
         """The newest batch that the current weights were trained on."""
         self._kept: deque[Step] = deque(maxlen=REMEMBERED_STEPS)
@@ -72,10 +76,13 @@ class Steps:
         """The rewards of the first `REWARD_BATCHES` batches, by rollout."""
         self.running_since: float | None = None
         """When the step that runs now began."""
+        self._rollout = -1
+        """The rollout of the step that began last."""
 
     def start(self, event: StepStarted) -> list[Step]:
         """Return the steps that are undone, because their rollouts are trained again."""
-        self.running_since = event.time
+        self.running_since, self._interrupted = event.time, None
+        self._rollout = event.rollout
         return self._undo(event.rollout - 1)
 
     def end(self, event: StepEnded, ages: Iterable[int]) -> Step:
@@ -84,7 +91,11 @@ class Steps:
             self.first_rollout = event.rollout
         counted = tuple(Counter(ages).items())
         step = Step(event.rollout, event.finite, event.seconds, event.tokens, counted, event.reward)
-        self.last, self._newest, self.running_since = event, event.rollout, None
+        if self._interrupted is not None and self._interrupted[0] == event.rollout:
+            self.unfinished_seconds -= self._interrupted[1]
+        else:
+            self._busy += event.seconds
+        self.last, self._newest, self.running_since, self._interrupted = event, event.rollout, None, None
         self.trained.add(step)
         self._kept.append(step)
         if event.rollout - self.first_rollout < REWARD_BATCHES:
@@ -92,10 +103,12 @@ class Steps:
         return step
 
     def interrupt(self, time: float) -> None:
-        """The step that runs now was lost at `time`."""
+        """The rollout worker was lost at `time`, and so is the step that runs now, unless its end is reported later."""
         if self.running_since is not None:
-            self.unfinished_seconds += max(0.0, time - self.running_since)
-            self.running_since = None
+            seconds = max(0.0, time - self.running_since)
+            self._busy += seconds
+            self.unfinished_seconds += seconds
+            self.running_since, self._interrupted = None, (self._rollout, seconds)
 
     def restore(self, event: LearnerRestored) -> list[Step]:
         """Return the steps that are undone."""
@@ -148,9 +161,8 @@ class Steps:
         return (fmean(first), fmean(last), count) if first and last else None
 
     def busy_seconds(self, now: float) -> float:
-        """Return the seconds of all steps up to `now`, also of those that were lost."""
-        running = max(0.0, now - self.running_since) if self.running_since is not None else 0.0
-        return self.trained.seconds + self.unfinished_seconds + running
+        """Return the seconds of all steps up to `now`, also of those that were lost, without interruptions."""
+        return self._busy + (max(0.0, now - self.running_since) if self.running_since is not None else 0.0)
 
 
 @dataclass(slots=True)

@@ -169,6 +169,14 @@ def test_reports_of_the_lost_rollout_worker_that_arrive_late_count_at_their_own_
     assert summarize(view)["lost_learner_seconds"] == 2.0 + 1.0
 
 
+def test_a_step_that_the_learner_ended_without_a_rollout_worker_is_not_lost() -> None:
+    begun, ended = [phase(120.0, "step"), started(2, 120.0, [1]), pulse(121.0)], step(2, 124.0, 127.0, [1])[2]
+    view = view_of(*KILLED, *begun, RunContinued(time=126.0), ended, phase(128.0), *step(3, 128.0, 130.0, [0]))
+    assert view.steps.lost_seconds == 0
+    # Up to 130 s the run is served for 11 + 2 seconds, in which steps take 2 + 2 + 1 + 2 seconds.
+    assert view.learner_idle_seconds(130.0) == 13 - 7
+
+
 def test_the_warm_start_is_that_of_the_start_that_made_it() -> None:
     assert summarize(view_of(*KILLED, *RESUMED))["warm_start_seconds"] == 43.4
     assert status(view_of(*KILLED, *RESUMED), 190.0)["training_began"] == 4.0
