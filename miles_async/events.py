@@ -100,16 +100,16 @@ class GroupMoved(Event, frozen=True, kw_only=True):
     """Number of groups in each live state after the transition (fed, in_flight, finished, queued, leased, trained). A
     state without groups is left out."""
     discarded_tokens: int = 0
-    """Response tokens of a dropped group that no further attempt continues; 0 if they were lost with a rollout worker
-    and are not known."""
+    """Response tokens of a dropped group that no further attempt continues, as far as they are known: those of requests
+    that were lost with a rollout worker, an engine or the router are not."""
     kept_tokens: int = 0
     """Response tokens of a dropped group that the next attempt has from the beginning, or those with which a group was
     fed."""
 
     @property
     def was_lost_in_flight(self) -> bool:
-        """Whether the group was lost with a rollout worker, together with an unknown number of tokens."""
-        return self.reason == "worker_lost" and self.before == "in_flight"
+        """Whether the group was lost with a process that generated it, together with an unknown number of tokens."""
+        return self.reason in ("worker_lost", "engine_lost", "router_lost") and self.before == "in_flight"
 
 
 class GroupGenerated(Event, frozen=True):
@@ -233,6 +233,8 @@ class SamplesRemoved(Event, frozen=True):
     rollout: int
     samples: int
     """Number of excluded samples."""
+    tokens: int = 0
+    """Their response tokens; 0 in event logs of earlier versions."""
 
 
 class DataSkipped(Event, frozen=True):
@@ -534,6 +536,10 @@ class EventsReceived(Event, frozen=True):
     """The driver has received the events of the rollout worker up to batch `number`; they come before this event."""
 
     number: int
+
+
+class RunContinued(Event, frozen=True):
+    """Another rollout worker begins to restore the run. All events of its predecessors come before this one."""
 
 
 class LearnerRestored(Event, frozen=True):

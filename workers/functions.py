@@ -166,8 +166,9 @@ class BatchPreparation:
                 accept_group(group)
         except TrajectoryError as error:
             raise UserError(f"rollout_sample_filter_path {self._filter_path} set an invalid value: {error}") from error
-        removed = sum(sample.remove_sample for group in groups for sample in group)
-        self._events.emit(SamplesRemoved(time=time.time(), rollout=rollout_id, samples=removed))
+        removed = [sample for group in groups for sample in group if sample.remove_sample]
+        tokens = sum(sample.response_length for sample in removed)
+        self._events.emit(SamplesRemoved(time=time.time(), rollout=rollout_id, samples=len(removed), tokens=tokens))
 
     def _save(self, path: Path, rollout_id: int, groups: list[Group]) -> None:
         try:

@@ -285,6 +285,7 @@ class LastingEngines(Engines):
 
     async def forget_requests(self) -> None:
         await self.abort()
+        self.busy_seconds = 0.0  # the next rollout worker counts from the beginning
         while self._pauses:
             self._go_on()
         self._left.clear()

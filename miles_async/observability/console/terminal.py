@@ -91,8 +91,10 @@ class Terminal:
             case Evaluated():
                 when = "before training" if event.rollout < 0 else f"after batch {event.rollout + 1}"
                 without = f", {event.missing} more without a score," if event.missing else ""
-                details = f"{event.problems} problems of {event.name}{without} in {duration(event.seconds)}"
-                self._print_entry("accuracy", f"{event.accuracy:.3f} {when} ({details})")
+                low, high = event.interval
+                details = f"{event.problems} samples of {event.name}{without} in {duration(event.seconds)}"
+                text = f"{event.accuracy:.3f} {when} (95 %: {low:.3f} to {high:.3f}; {details})"
+                self._print_entry("accuracy", text)
             case VerdictChanged():
                 self._lasting = None if event.verdict in self._printed_verdicts else event
             case Stalled():

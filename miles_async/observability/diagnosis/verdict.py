@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from miles_async.events import Pulse, VerdictChanged
 from miles_async.observability.state.learner import CLOCK_STEP_SECONDS, LearnerTime
-from miles_async.observability.state.tokens import CAUSES, Tokens
+from miles_async.observability.state.tokens import CAUSES, Recent, Tokens
 
 
 class Bottleneck(StrEnum):
@@ -67,8 +67,8 @@ REASONS = {
     Bottleneck.WINDOW: "the learner waited {fraction:.0%} of the time for groups that the window held back",
     Bottleneck.FILTER: "the learner waited {fraction:.0%} of the time while filters dropped most groups",
     Bottleneck.REWARD: "the learner waited {fraction:.0%} of the time for rewards",
-    Bottleneck.WASTE: "the learner waited {fraction:.0%} of the time for groups, and {wasted:.0%} of the generated "
-    "tokens were wasted, most of them because {cause}",
+    Bottleneck.WASTE: "the learner waited {fraction:.0%} of the time for groups, and {wasted:.0%} of the recent "
+    "response tokens were wasted, most of them because {cause}",
     Bottleneck.BALANCED: "the learner trained {fraction:.0%} of the time, and generation kept up",
 }
 
@@ -81,7 +81,7 @@ SETTLE_SECONDS = 2.0
 MOSTLY_FILTERED = 0.5
 """Fraction of recent groups dropped by filters above which waiting for groups counts as waiting for the filter."""
 NOTABLE_WASTE = 0.2
-"""Fraction of the generated tokens that are wasted above which waiting for groups counts as a consequence of it."""
+"""Fraction of the recently generated tokens that are wasted above which waiting for groups is a consequence of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,10 @@ def find(learner: LearnerTime, tokens: Tokens, silent: Mapping[str, float], *, s
         kind = Bottleneck.TRAINER if process.startswith("learner") else Bottleneck.ROLLOUT
         return Finding(kind, f"{process} has not answered for {silent[process]:.0f}s", fractions, process)
     kind, fraction = _judge(fractions, learner.recent.held_back, synchronous)
-    reason = tokens.main_reason if kind is Bottleneck.WASTE else None
+    wasted = tokens.recent(learner.recently) if kind is Bottleneck.WASTE else Recent(0.0, None)
+    reason = wasted.main_reason
     cause = CAUSES[reason].what if reason is not None else ""
-    why = REASONS[kind].format(fraction=fraction, wasted=tokens.avoidable, cause=cause)
+    why = REASONS[kind].format(fraction=fraction, wasted=wasted.share, cause=cause)
     return Finding(kind, why, fractions, wasted_for=reason)
 
 
@@ -140,7 +141,7 @@ def what_a_batch_waits_for(
     """Return the key of WAITS for a learner that waits for a batch.
 
     `finished` is the number of groups that are finished but not collected, `filtered` the fraction of the last groups
-    that filters dropped, and `wasted` the fraction of all tokens whose waste could be avoided.
+    that filters dropped, and `wasted` the fraction of the recent tokens whose waste could be avoided.
     """
     if pulse is None:
         return "rollout"

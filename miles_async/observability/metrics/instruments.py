@@ -119,7 +119,7 @@ class Instruments:
         )
         self.wasted_tokens = counter(
             "wasted_tokens",
-            "Response tokens that were generated and not trained, by reason. For worker_lost, an estimate.",
+            "Response tokens that were generated and not trained, by reason. Those of lost processes are estimated.",
             "reason",
         )
         for reason in CAUSES:  # so that a rate is 0, and not unknown, before the first group is dropped
@@ -196,7 +196,7 @@ class Instruments:
             "drain_wait_seconds", "Seconds for which the learner waited for a batch.", SECONDS
         )
         self.step_seconds = histogram("step_seconds", "Duration of the optimizer steps of one batch.", SECONDS)
-        self.step_tokens = counter("step_tokens", "Prompt and response tokens that were trained.")
+        self.step_tokens = counter("step_tokens", "Prompt and response tokens of all steps, also of undone ones.")
         self.step_reward = gauge("step_reward", "Mean reward of the last trained batch.")
         self.step_response_tokens = gauge("step_response_tokens", "Mean response length of the last trained batch.")
         self.step_metric = BoundedLabels(
@@ -207,7 +207,8 @@ class Instruments:
             "nonfinite_steps", "Batches that were skipped because the loss or the gradient was not finite."
         )
         self.learner_idle_seconds = counter(
-            "learner_idle_seconds", "Seconds in which the learner ran no optimizer step."
+            "learner_idle_seconds",
+            "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
         self.eval_accuracy = BoundedLabels(
             gauge("eval_accuracy_ratio", "Fraction of samples with the full reward on a data set.", "name")
@@ -237,7 +238,10 @@ class Instruments:
         self.engine_routed = gauge(
             "engine_routed", "1 while the engine receives requests, 0 while it is fenced.", "engine"
         )
-        self.engine_idle_seconds = counter("engine_idle_seconds", "Seconds without any request at the engines.")
+        self.engine_idle_seconds = counter(
+            "engine_idle_seconds",
+            "Seconds without any request at the engines, from the first step on, without interruptions.",
+        )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
         self.engine_changes = counter(
             "engine_changes", "How often an engine was routed, fenced or lost.", "engine", "state"

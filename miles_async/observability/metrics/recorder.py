@@ -33,6 +33,7 @@ from miles_async.events import (
     PublishStarted,
     Pulse,
     RouterChanged,
+    RunEnded,
     RunStarted,
     SampleDiscarded,
     SamplesRemoved,
@@ -44,6 +45,7 @@ from miles_async.events import (
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments
 from miles_async.observability.state.groups import ENDED, Group
+from miles_async.observability.state.tokens import LEFTOVER, REMOVED
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
@@ -124,12 +126,16 @@ class MetricsRecorder:
                 self._run_started(event)
             case ClusterReady():
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
-                self._metrics.warm_start_seconds.set(event.warm_start_seconds)
+                warm_start = self._view.warm_start or event
+                self._metrics.warm_start_seconds.set(warm_start.warm_start_seconds)
                 self._record_progress("start", event.time)
             case GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
             case SamplesRemoved():
                 self._metrics.removed_samples.inc(event.samples)
+                self._count_tokens(REMOVED)
+            case RunEnded():
+                self._count_tokens(LEFTOVER)
             case AgentSessionExpired():
                 self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
@@ -156,8 +162,8 @@ class MetricsRecorder:
         view = self._view
         if (progress := view.progress) is not None:
             self._metrics.since_progress_seconds.set(progress.idle_seconds + max(0.0, now - progress.time))
-        self._increase_to(self._metrics.learner_idle_seconds, view.steps.idle_seconds(now))
-        self._increase_to(self._metrics.engine_idle_seconds, view.engine_use.idle_seconds(now))
+        self._increase_to(self._metrics.learner_idle_seconds, view.learner_idle_seconds(now))
+        self._increase_to(self._metrics.engine_idle_seconds, view.engine_idle_seconds(now))
         verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
@@ -235,6 +241,7 @@ class MetricsRecorder:
             self._count_blocked(event.waits_for, event.waits_seconds)
 
     def _step_started(self, event: StepStarted) -> None:
+        self._count_tokens(DropReason.ABORTED)
         self._metrics.trainer_version.set(event.version)
         staleness, live = self._view.staleness, self._view.groups.live
         for sequence, versions in zip(event.groups, event.staleness, strict=True):

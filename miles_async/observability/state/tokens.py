@@ -1,16 +1,19 @@
 """The generated response tokens, and the wasted ones by reason, with the setting to change.
 
-The reason is the `DropReason` of a dropped group or of a discarded sample, or `publish` for requests that a publish
-aborted.
+The reason is the `DropReason` of a dropped group or of a discarded sample, `publish` for requests that a publish
+aborted, `removed` for samples that a sample filter excluded from the loss, or `leftover` for what the run did not use
+when it ended.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from miles_async.events import GroupGenerated, GroupMoved, RunStarted, SampleDiscarded
+from miles_async.events import GroupGenerated, GroupMoved, RunStarted, SampleDiscarded, SamplesRemoved
 from miles_async.observability.state.groups import Group
+from miles_async.observability.state.learner import REMEMBERED_STEPS
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -22,6 +25,8 @@ class Cause(NamedTuple):
     knob: str
 
 
+REMOVED = "removed"
+LEFTOVER = "leftover"
 _LOST = "see the log for why processes were lost; lower the memory or the load of their machines"
 CAUSES: dict[str, Cause] = {
     DropReason.STALE: Cause(
@@ -47,43 +52,89 @@ CAUSES: dict[str, Cause] = {
     DropReason.WORKER_LOST: Cause("a rollout worker was lost", _LOST),
     DropReason.ROLLED_BACK: Cause("the learner was lost", "save checkpoints more often (--save-interval)"),
     "publish": Cause("publishes aborted requests", "set --pause-generation-mode retract"),
+    REMOVED: Cause("a sample filter removed samples", "change --rollout-sample-filter-path"),
+    LEFTOVER: Cause("the run ended before they were trained", "no setting needs to change"),
 }
+DELIBERATE = (DropReason.FILTERED, REMOVED, LEFTOVER)
+"""Reasons that no setting should change: what filters reject, as their user wants it, and what is left at the end."""
+MAX_RECENT_SECONDS = 600
+
+
+class Recent(NamedTuple):
+    """The avoidable waste of the last time."""
+
+    share: float
+    """Fraction of the generated tokens."""
+    main_reason: str | None
+    """The reason for most of it; None if no tokens were wasted."""
 
 
 class Tokens:
     """Counts generated and wasted tokens.
 
-    A request that is not answered returns no tokens. The tokens that a rollout worker was waiting for when it was lost,
-    and that are generated twice, are therefore estimated: from the time that the group had been generated for, and the
-    tokens per second of other groups.
+    A request that is not answered returns no tokens. The tokens of requests that were lost with a rollout worker, an
+    engine or the router, and that are generated twice, are therefore estimated: from the time that their group had been
+    generated for, and the tokens per second of other groups.
     """
 
     def __init__(self) -> None:
         self.by_reason: Counter[str] = Counter()
         """Wasted tokens by reason."""
+        self.lost_at_most = 0
+        """Upper bound of the tokens that are estimated."""
         self._generated = 0
         self._longest_group = 0
         self._generating = 0.0
         """When groups were at the engines last."""
         self._finished_tokens = 0
         self._finished_seconds = 0.0
-        self._lost_groups = 0
-        """Groups that were being generated when a rollout worker was lost."""
+        self._aborted = 0
+        """Tokens that were aborted since the last step: waste if another step follows, else left over."""
+        self._unused = 0
+        """Tokens of groups that were not trained when the run ended. A run that is resumed may still train them."""
+        self._removed: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_STEPS)
+        """Rollout and removed tokens of the last batches."""
+        self._recent: deque[tuple[int, int, Counter[str]]] = deque(maxlen=MAX_RECENT_SECONDS)
+        """Second, generated tokens and avoidable waste of the last time, oldest first."""
 
     def start_run(self, event: RunStarted) -> None:
         self._longest_group = event.longest_group
+        self.by_reason.subtract({LEFTOVER: self._unused} if self._unused else {})
+        self._unused = 0
+
+    def start_step(self, time: float) -> None:
+        self._waste(time, DropReason.ABORTED, self._aborted)
+        self._aborted = 0
+
+    def end_run(self, time: float, groups: Iterable[Group]) -> None:
+        """Count what is left over, when the run ends with these live groups."""
+        self._unused = sum(
+            group.generated.response_tokens
+            for group in groups
+            if group.generated is not None and group.state != GroupState.TRAINED
+        )
+        self._waste(time, LEFTOVER, self._aborted + self._unused)
+        self._aborted = 0
 
     def generating_at(self, time: float) -> None:
         """Remember that groups were at the engines at this time."""
         self._generating = time
 
     def generate(self, event: GroupGenerated) -> None:
-        self._generated += event.response_tokens
+        self._generate(event.time, event.response_tokens)
         self._finished_tokens += event.response_tokens
         self._finished_seconds += event.generation_seconds
 
     def discard(self, event: SampleDiscarded) -> None:
-        self._waste(event.reason, event.tokens, counted=False)
+        self._generate(event.time, event.tokens)
+        self._waste(event.time, event.reason, event.tokens)
+
+    def remove(self, event: SamplesRemoved) -> None:
+        """Count the removed samples of a batch. Those of a batch that is trained again count once."""
+        while self._removed and self._removed[-1][0] >= event.rollout:
+            self.by_reason[REMOVED] -= self._removed.pop()[1]
+        self._removed.append((event.rollout, event.tokens))
+        self._waste(event.time, REMOVED, event.tokens)
 
     def drop(self, event: GroupMoved, group: Group | None) -> None:
         """Count the tokens of a dropped group. `group` is what was known of it before it was dropped, if anything."""
@@ -91,11 +142,15 @@ class Tokens:
             return
         tokens = event.discarded_tokens
         if event.was_lost_in_flight:
-            self._lost_groups += 1
-            tokens = self._lost_tokens(group)
+            self.lost_at_most += max(0, self._longest_group - event.kept_tokens)
+            tokens = max(tokens, self._lost_tokens(group, event))
         # A group is counted as generated before it is filtered and before it leaves `in_flight`.
-        ungenerated = event.before in (GroupState.FED, GroupState.IN_FLIGHT) and event.reason != DropReason.FILTERED
-        self._waste(event.reason, tokens, counted=not ungenerated)
+        if event.before in (GroupState.FED, GroupState.IN_FLIGHT) and event.reason != DropReason.FILTERED:
+            self._generate(event.time, tokens)
+        if event.reason == DropReason.ABORTED:
+            self._aborted += tokens
+        else:
+            self._waste(event.time, event.reason, tokens)
 
     @property
     def generated(self) -> int:
@@ -109,28 +164,46 @@ class Tokens:
         return self.by_reason.total() / max(self.generated, 1)
 
     @property
-    def avoidable(self) -> float:
-        """The same without the groups that a filter rejected, as its user wants it."""
-        return self.share - self.by_reason[DropReason.FILTERED] / max(self.generated, 1)
-
-    @property
     def main_reason(self) -> str | None:
-        """The reason for most of the wasted tokens, apart from filters; None if no tokens were wasted."""
-        reasons = {reason: tokens for reason, tokens in self.by_reason.items() if tokens and reason in CAUSES}
-        reasons.pop(DropReason.FILTERED, None)
-        return max(reasons, key=lambda reason: reasons[reason], default=None)
+        """The reason for most of the wasted tokens, apart from deliberate ones; None if no tokens were wasted."""
+        return _main_reason(self.by_reason)
 
-    @property
-    def lost_at_most(self) -> int:
-        """Upper bound of the tokens that were lost with rollout workers, which are estimated."""
-        return self._lost_groups * self._longest_group
+    def recent(self, since: float) -> Recent:
+        """Return the avoidable waste since a time, which is at most `MAX_RECENT_SECONDS` ago."""
+        generated, wasted = 0, Counter[str]()
+        for second, tokens, reasons in self._recent:
+            if second >= int(since):
+                generated += tokens
+                wasted += reasons
+        return Recent(wasted.total() / max(generated, wasted.total(), 1), _main_reason(wasted))
 
-    def _waste(self, reason: str, tokens: int, *, counted: bool) -> None:
+    def _generate(self, time: float, tokens: int) -> None:
+        self._generated += tokens
+        if tokens:
+            self._in_second(time, tokens)
+
+    def _waste(self, time: float, reason: str, tokens: int) -> None:
+        if not tokens:
+            return
         self.by_reason[reason] += tokens
-        self._generated += 0 if counted else tokens
+        if reason not in DELIBERATE:
+            self._in_second(time, 0)[reason] += tokens
 
-    def _lost_tokens(self, group: Group | None) -> int:
+    def _in_second(self, time: float, tokens: int) -> Counter[str]:
+        """Count generated tokens, and return the waste of the same second."""
+        second = int(time)
+        before = self._recent.pop() if self._recent and self._recent[-1][0] == second else (second, 0, Counter[str]())
+        self._recent.append((second, before[1] + tokens, before[2]))
+        return before[2]
+
+    def _lost_tokens(self, group: Group | None, event: GroupMoved) -> int:
         if group is None or group.state != GroupState.IN_FLIGHT or not self._finished_seconds:
             return 0
-        seconds = max(0.0, self._generating - group.since)
-        return min(self._longest_group, round(seconds * self._finished_tokens / self._finished_seconds))
+        seconds = max(0.0, min(self._generating, event.time) - group.since)
+        estimate = round(seconds * self._finished_tokens / self._finished_seconds)
+        return max(0, min(self._longest_group, estimate) - event.kept_tokens)
+
+
+def _main_reason(wasted: Counter[str]) -> str | None:
+    reasons = {reason: tokens for reason, tokens in wasted.items() if tokens and reason in CAUSES}
+    return max(reasons.keys() - set(DELIBERATE), key=lambda reason: reasons[reason], default=None)

@@ -256,7 +256,9 @@ def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
 def test_the_summary_names_the_samples_of_the_last_evaluation_that_have_no_score() -> None:
     view = view_of([RUN, evaluated(-1, 0.2), structs.replace(evaluated(9, 0.4), missing=3)])
     assert summarize(view)["scores"]["eval/heldout-missing_samples"] == 3
-    assert "0.200 before, 0.400 after; 3 samples without a score are left out" in summary_text(view)
+    text = summary_text(view)
+    assert "0.200 before, 0.400 after (95 %: 0.168 to 0.237 of 512 samples, 0.358 to 0.443 of 512 samples)" in text
+    assert "; 3 samples without a score are left out" in text
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,8 @@ def test_the_summary_has_the_wasted_tokens_by_reason_and_a_bound_for_those_that_
     assert figures["wasted_mainly"] == "groups were too old"
     assert "--max-weight-staleness" in figures["wasted_knob"]
     assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
-    assert "100.0% of 70 tokens, mainly because groups were too old; stale: 70" in summary_text(view_of(events))
+    text = summary_text(view_of(events))
+    assert "100.0% of 70 response tokens; stale: 70; mainly because groups were too old" in text
 
 
 def test_groups_of_a_step_that_was_not_finite_do_not_count_as_trained() -> None:

@@ -39,7 +39,8 @@ function stages(now) {
       details: [now.staleness_limit === null ? "no limit set" : `limit ${plural(now.staleness_limit, "version")}`, Object.keys(now.staleness).length ? `oldest trained ${Object.keys(now.staleness).at(-1)}` : null] },
     { id: "step", name: "Train", big: number(now.rollouts_done), unit: `of ${number(run?.rollouts)}`,
       details: [trainer && !now.ended ? `${DOES[trainer.does] ?? trainer.does}, ${duration(trainer.for)}` : null,
-        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.seconds)}` : null] },
+        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.seconds)}` : null,
+        now.undone.batches ? `${plural(now.undone.batches, "step")} undone` : null] },
     { id: "publish", name: "Publish", big: publish ? `v${publish.version}` : "–", unit: publish?.live ? "live" : "",
       details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is being published` : null] },
   ];
@@ -117,7 +118,7 @@ function drawTables(now) {
     return [age, n, el("div", { className: "histogram", title: percent(n / sum) }, bar)];
   }), "Nothing has been trained yet."));
   $("outcomes").replaceChildren(table(["outcome", "groups"], Object.entries(now.outcomes).map(([name, n]) => [name.replaceAll("_", " "), n]), "No group has ended yet."));
-  $("scores").replaceChildren(table(["data set", "first", "last", "after rollout", "weights"],
+  $("scores").replaceChildren(table(["data set", "first, of its samples", "last", "after rollout", "weights"],
     Object.entries(now.scores).map(([name, of]) => [name, score(of[0]), score(of.at(-1)), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));
   $("notices-box").hidden = !now.notices.length;

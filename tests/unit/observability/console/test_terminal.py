@@ -280,11 +280,12 @@ def test_an_evaluation_is_one_line() -> None:
         versions=(0, 0),
     )
     assert lines_of(evaluated, structs.replace(evaluated, rollout=99)) == [
-        "accuracy   0.408 before training (512 problems of heldout in 2.10 s)",
-        "accuracy   0.408 after batch 100 (512 problems of heldout in 2.10 s)",
+        "accuracy   0.408 before training (95 %: 0.366 to 0.451; 512 samples of heldout in 2.10 s)",
+        "accuracy   0.408 after batch 100 (95 %: 0.366 to 0.451; 512 samples of heldout in 2.10 s)",
     ]
     assert lines_of(structs.replace(evaluated, missing=3)) == [
-        "accuracy   0.408 before training (512 problems of heldout, 3 more without a score, in 2.10 s)",
+        "accuracy   0.408 before training (95 %: 0.366 to 0.451; 512 samples of heldout, 3 more without a score, in "
+        "2.10 s)",
     ]
 
 
