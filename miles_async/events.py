@@ -493,6 +493,10 @@ class Pulse(Event, frozen=True, kw_only=True):
     live_version: int
     idle_seconds: float
     """Seconds since the last progress; 0 while an evaluation runs."""
+    warn_seconds: float = 0.0
+    """Seconds without progress after which a warning follows; 0 in event logs of earlier versions."""
+    slow_group_seconds: float = 0.0
+    """Seconds that hardly any group of the run takes (`scheduling/durations.py`); 0 before enough groups have ended."""
 
 
 class ProcessSilent(Event, frozen=True):

@@ -8,6 +8,7 @@ code with it on purpose.)
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from math import inf
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -83,6 +84,9 @@ class RunView:
         self.run: RunStarted | None = None
         """The start of the run. A driver that continues the run emits the event again."""
         self.ended: RunEnded | None = None
+        self.past = -inf
+        """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
+        times are then late ones of processes that have ended."""
         self.groups = Groups()
         self.tokens = Tokens()
         self.staleness = Staleness()
@@ -176,6 +180,10 @@ class RunView:
         match event:
             case RunStarted():
                 self.run, self.ended = self.run or event, None
+                # The processes of an earlier driver have ended.
+                self.past, self.engines = event.time, Engines()
+                self.progress = self.queue = None
+                self.silent.clear()
                 self.tokens.start_run(event)
                 self.steps.start_run(event.time)
                 self.engine_use.start_run(event.time)
@@ -204,7 +212,9 @@ class RunView:
     def _pulse(self, event: Pulse) -> None:
         self._account(event.time)
         self.queue = Queue(event.queue, event.blocked)
-        self.progress = Progress(event.idle_seconds, event.time)
+        if event.time >= self.past:
+            self.past = -inf  # from now on, earlier times mean that the clock was set
+            self.progress = Progress(event.idle_seconds, event.time)
         self.staleness.record_version(event.trainer_version, event.time)
         if event.generating:
             self.tokens.generating_at(event.time)

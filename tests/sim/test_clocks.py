@@ -177,6 +177,23 @@ def test_rewards_have_their_own_time_limit_before_the_run_ends() -> None:
         World(config=scored, reward_seconds=1e6).run()
 
 
+def test_healthy_answers_that_take_minutes_cause_no_warning_and_longer_ones_do() -> None:
+    settings = config(num_rollout=30, custom_generate_function_path="mine.generate", no_progress_abort_seconds=1e5)
+
+    def latency(group: Group, rng: random.Random) -> float:
+        return 5000.0 if group.feed_index == hangs else rng.uniform(260.0, 290.0)
+
+    hangs = ""
+    healthy = World(config=settings, engine_kind=Elsewhere, latency=latency).run()
+    assert healthy.trace.of(Stalled) == []
+    hangs = "sample_0_100"
+    stuck = World(config=settings, engine_kind=Elsewhere, latency=latency).run()
+    slow = [pulse.slow_group_seconds for pulse in stuck.trace.of(Pulse) if pulse.head_state is not None][-1]
+    assert 520.0 < slow < 590.0
+    warned = [stalled.seconds for stalled in stuck.trace.of(Stalled)]
+    assert warned[0] == pytest.approx(580.0, abs=15.0)
+
+
 class Frozen(Trainer):
     """Stops in its third step, as after SIGSTOP: no call returns any more."""
 

@@ -7,6 +7,7 @@ are updated by `tick`.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
@@ -33,6 +34,7 @@ from miles_async.events import (
     PublishStarted,
     Pulse,
     RouterChanged,
+    RunEnded,
     RunStarted,
     SampleDiscarded,
     SamplesRemoved,
@@ -47,6 +49,10 @@ from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
+
+PRESENT = EngineBusy, EngineChanged, Pulse, RouterChanged
+"""Events that describe the present state of a process. A driver that continues a run may still receive those of
+processes that the driver before it had started."""
 
 
 class MetricsRecorder:
@@ -65,6 +71,8 @@ class MetricsRecorder:
         """Engines that were lost."""
 
     def observe(self, event: Event) -> None:
+        if isinstance(event, PRESENT) and event.time < self._view.past:
+            return  # the process has ended
         match event:
             case GroupMoved():
                 self._group_moved(event)
@@ -148,14 +156,16 @@ class MetricsRecorder:
                 self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
+            case RunEnded():
+                self._metrics.training.set(0)
             case _:
                 pass
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
-        view = self._view
-        if (progress := view.progress) is not None:
-            self._metrics.since_progress_seconds.set(progress.idle_seconds + max(0.0, now - progress.time))
+        view, progress = self._view, self._view.progress
+        idle = progress.idle_seconds + max(0.0, now - progress.time) if progress is not None else 0.0
+        self._metrics.since_progress_seconds.set(idle)
         self._increase_to(self._metrics.learner_idle_seconds, view.steps.idle_seconds(now))
         self._increase_to(self._metrics.engine_idle_seconds, view.engine_use.idle_seconds(now))
         verdict = view.finding.verdict
@@ -180,6 +190,7 @@ class MetricsRecorder:
         self._metrics.last_progress_timestamp.labels(what).set(now)
 
     def _run_started(self, event: RunStarted) -> None:
+        self._forget_processes()
         self._metrics.run.info({"run": event.run, "entry": event.entry})
         self._metrics.queue_capacity.set(event.queue_capacity)
         self._metrics.window.set(event.window)
@@ -187,6 +198,21 @@ class MetricsRecorder:
             self._metrics.slots.set(event.slots)
         if event.staleness_limit is not None:
             self._metrics.staleness_limit.set(event.staleness_limit)
+
+    def _forget_processes(self) -> None:
+        """Forget the state of the processes that an earlier driver of this run has started."""
+        self._metrics.training.set(0)
+        self._metrics.router_up.set(math.nan)
+        for past in (self._metrics.head_age_seconds, self._metrics.oldest_request_seconds):
+            past.set(0)
+        for of_processes in (
+            self._metrics.router_engines,
+            self._metrics.engine_routed,
+            self._metrics.engine_version,
+            self._metrics.process_silent_seconds,
+        ):
+            of_processes.clear()
+        self._lost.clear()
 
     def _group_moved(self, event: GroupMoved) -> None:
         groups = self._view.groups
@@ -227,6 +253,8 @@ class MetricsRecorder:
 
     def _pulse(self, event: Pulse) -> None:
         self._metrics.head_age_seconds.set(event.head_seconds)
+        self._metrics.no_progress_warn_seconds.set(event.warn_seconds or math.nan)
+        self._metrics.slow_group_seconds.set(event.slow_group_seconds or math.nan)
         self._metrics.oldest_request_seconds.set(event.oldest_seconds)
         self._metrics.rewarding_groups.set(event.rewarding)
         self._metrics.live_version.set(event.live_version)
@@ -236,6 +264,8 @@ class MetricsRecorder:
 
     def _step_started(self, event: StepStarted) -> None:
         self._metrics.trainer_version.set(event.version)
+        if event.time >= self._view.past:
+            self._metrics.training.set(1)
         staleness, live = self._view.staleness, self._view.groups.live
         for sequence, versions in zip(event.groups, event.staleness, strict=True):
             self._metrics.staleness_versions.labels("trained").observe(versions)

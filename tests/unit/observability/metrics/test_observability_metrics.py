@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -376,6 +377,27 @@ def test_the_series_of_a_lost_engine_are_removed() -> None:
     assert see("process_silent_seconds", name="a") is None
     see.observe(engine("routed"), ProcessSilent(time=104.0, process="a", seconds=0.0))
     assert see("process_silent_seconds", name="a") == 0
+
+
+def test_a_driver_that_continues_a_run_forgets_the_processes_of_the_driver_before_it() -> None:
+    fenced = EngineChanged(time=150.0, engine="a", state="fenced", version=0, reason="it is slow")
+    stuck = pulse(150.0, head_seconds=300.0, blocked=3, idle_seconds=200.0, warn_seconds=30.0)
+    see = Watched(RUN, fenced, stuck, RouterChanged(time=150.0, up=False, engines=1, healthy=0), *step(151, 152, [0]))
+    see.metrics.tick(160.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (210.0, 300.0, 1.0)
+    see.observe(replace(RUN, time=200.0), fenced, stuck, RouterChanged(time=150.0, up=False, engines=1, healthy=0))
+    see.metrics.tick(260.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (0.0, 0.0, 0.0)
+    assert see("engine_routed", engine="a") is None
+    assert math.isnan(see("router_up") or 0.0)
+    see.observe(pulse(261.0, head_seconds=1.0, idle_seconds=1.0), *step(261.0, 262.0, [0]))
+    see.metrics.tick(262.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["slots_groups", "staleness_limit_versions", "router_up", "slow_group_seconds"])
+def test_a_value_that_is_not_known_is_not_zero(name: str) -> None:
+    assert math.isnan(Watched(replace(RUN, slots=None))(name) or 0.0)
 
 
 def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
