@@ -540,6 +540,10 @@ class EventsReceived(Event, frozen=True):
     number: int
 
 
+class RunContinued(Event, frozen=True):
+    """Another rollout worker begins to restore the run. All events of its predecessors come before this one."""
+
+
 class LearnerRestored(Event, frozen=True):
     """Another learner continues with the weights of a checkpoint (`scheduling/lineage.py`)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,16 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
 
     `expected_end` is the end of a run that has not ended.
 
-    - `wall_seconds` covers the whole run. Rates and idle shares cover the training phase, which lasts from the start of
-      the first optimizer step to the end of the last one.
+    - `wall_seconds` covers the whole run, also the time between two drivers. Rates and idle shares cover the training
+      phase, which lasts from the start of the first step to the end of the last one (`training_seconds`).
+    - `groups_per_second` and `tokens_per_second` count what was trained and kept; the rates with `_gross` also count
+      steps that were undone because the learner was restored from a checkpoint. Tokens are prompt and response tokens.
+    - `undone_*` counts the steps that were undone, and `lost_learner_seconds` is the time of these steps and of those
+      that did not end.
+    - `restarts` has the replaced processes, and `interrupted_seconds` the time without a rollout worker, by cause
+      (`state/uptime.py`). The idle shares are fractions of the time without interruptions, and no verdict covers an
+      interruption.
+    - `reward_first` and `reward_last` are means over the first and the last `reward_batches` batches.
     - `wasted_tokens` are the response tokens that were generated and not trained, by reason, and `wasted_share` is
       their share of all generated tokens. The tokens of groups that were being generated when a rollout worker was
       lost, and that are generated twice, are estimated; `lost_tokens_at_most` is an upper bound.
@@ -35,7 +44,7 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
     ended = end.time if end is not None else view.time
     before, after, collapse = view.before_training, view.after_training, view.collapse
     unwritten = view.last(DeadLettersUnwritten)
-    rewards = view.charts.rewards()
+    rewards, ends = view.charts.rewards(), view.steps.rewards()
     dropped = view.groups.dropped
     return {
         "run": run.run if run is not None else None,
@@ -44,17 +53,24 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
         "ended": _timestamp(ended),
         "reason": end.reason if end is not None else None,
         "wall_seconds": ended - run.time if run is not None else None,
-        "warm_start_seconds": cluster.warm_start_seconds if cluster is not None else None,
+        "warm_start_seconds": view.warm_start.warm_start_seconds if view.warm_start is not None else None,
         "rollouts": view.steps.batches,
         "accuracy_before": before.accuracy if before is not None else None,
         "accuracy_before_interval": list(before.interval) if before is not None else None,
         "accuracy_after": after.accuracy if after is not None else None,
         "accuracy_after_interval": list(after.interval) if after is not None else None,
         "scores": _scores(view),
-        "reward_first": view.steps.first.reward if view.steps.first is not None else None,
-        "reward_last": view.steps.last.reward if view.steps.last is not None else None,
+        "reward_first": ends[0] if ends is not None else None,
+        "reward_last": ends[1] if ends is not None else None,
+        "reward_batches": ends[2] if ends is not None else None,
         "collapse_announced_after_rollout": collapse.rollout if collapse is not None else None,
         **_training_phase(view),
+        "undone_batches": view.steps.undone.batches,
+        "undone_groups": view.steps.undone.groups,
+        "undone_tokens": view.steps.undone.tokens,
+        "lost_learner_seconds": view.steps.lost_seconds,
+        "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
+        "interrupted_seconds": dict(view.uptime.seconds),
         "weight_transfer": cluster.weight_transfer if cluster is not None else None,
         "versions": view.publishes.version,
         "publish_ms_median": view.publishes.whole.median,
@@ -92,17 +108,18 @@ def _scores(view: RunView) -> dict[str, float]:
 
 
 def _training_phase(view: RunView) -> dict[str, float | None]:
-    steps, seconds = view.steps, view.steps.span
-    if steps.last is None or seconds <= 0:
-        names = ("training_seconds", "groups_per_second", "tokens_per_second")
-        return dict.fromkeys((*names, "learner_idle_share", "engine_idle_share"))
+    steps, idle, began = view.steps, view.idle, view.uptime.training_began
+    names = ("groups_per_second", "tokens_per_second", "groups_per_second_gross", "tokens_per_second_gross")
+    if steps.last is None or idle is None or began is None or idle.served_seconds <= 0:
+        return dict.fromkeys(("training_seconds", *names, "learner_idle_share", "engine_idle_share"))
+    seconds, kept, trained = steps.last.time - began, steps.kept, steps.trained
+    work = (kept.groups, kept.tokens, trained.groups, trained.tokens)
     busy = view.engine_use.busy_seconds(steps.last.time)
     return {
         "training_seconds": seconds,
-        "groups_per_second": view.staleness.trained.total() / seconds,
-        "tokens_per_second": steps.tokens / seconds,
-        "learner_idle_share": 1 - steps.seconds / seconds,
-        "engine_idle_share": 1 - busy / seconds if busy is not None else None,
+        **{name: amount / seconds for name, amount in zip(names, work, strict=True)},
+        "learner_idle_share": idle.learner_seconds / idle.served_seconds,
+        "engine_idle_share": max(0.0, 1 - busy / idle.served_seconds) if busy is not None else None,
     }
 
 
@@ -131,6 +148,12 @@ def summary_text(view: RunView) -> str:
         del lines["accuracy"]
     elif (after := view.after_training) is not None and after.missing:
         lines["accuracy"] += f"; {after.missing} samples without a score are left out"
+    if view.steps.undone.batches:
+        lines["trained"] += _line(_UNDONE, values)
+    if values["restarts"] or values["interrupted_seconds"]:
+        restarts = _named_counts(values["restarts"])
+        seconds = _named_counts({name: f"{time:.1f} s" for name, time in values["interrupted_seconds"].items()})
+        lines["restarts"] = f"{restarts}; without a rollout worker for {seconds}"
     if (unwritten := view.last(DeadLettersUnwritten)) is not None and unwritten.letters:
         prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
         lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
@@ -143,9 +166,9 @@ def summary_text(view: RunView) -> str:
 
 _LINES = {
     "accuracy": "{accuracy_before:.3f} before, {accuracy_after:.3f} after",
-    "reward": "{reward_first:.3f} in the first batch, {reward_last:.3f} in the last of {rollouts}",
+    "reward": "{reward_first:.3f} in the first {reward_batches} of {rollouts} batches, {reward_last:.3f} in the last",
     "wall time": "{wall_seconds:.1f} s; warm start {warm_start_seconds:.1f} s, training {training_seconds:.1f} s",
-    "trained": "{groups_per_second:.1f} groups/s, {tokens_per_second:.0f} tokens/s",
+    "trained": "{groups_per_second:.1f} groups/s, {tokens_per_second:.0f} prompt and response tokens/s",
     "idle": "learner {learner_idle_share:.0%}, engines {engine_idle_share:.0%}",
     "publish": "{publish_ms_median:.0f} ms median, {publish_ms_max:.0f} ms max, {weight_transfer}, version {versions}",
     "pause": "{pause_ms_median:.0f} ms median, {pause_ms_max:.0f} ms max",
@@ -155,6 +178,12 @@ _LINES = {
     "verdict": "{verdict}: {knob}",
     "ended": "{reason}",
 }
+
+
+_UNDONE = (
+    "; with the {undone_batches} undone batches: {groups_per_second_gross:.1f} groups/s, "
+    "{tokens_per_second_gross:.0f} tokens/s"
+)
 
 
 class _Missing:
@@ -173,6 +202,10 @@ def _counts(value: Any) -> Any:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
     return value
+
+
+def _named_counts(counts: Mapping[str, object]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items()) or "none"
 
 
 def _timestamp(seconds: float | None) -> str | None:

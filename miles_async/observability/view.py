@@ -8,6 +8,7 @@ code with it on purpose.)
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from math import inf
 from threading import Lock
 from typing import NamedTuple, TypeVar
@@ -31,6 +32,7 @@ from miles_async.events import (
     PublishStarted,
     Pulse,
     QueueChanged,
+    RunContinued,
     RunEnded,
     RunStarted,
     SampleDiscarded,
@@ -42,12 +44,13 @@ from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, fin
 from miles_async.observability.state.charts import Charts
 from miles_async.observability.state.engines import Engines, EngineUse
 from miles_async.observability.state.groups import Groups
-from miles_async.observability.state.learner import LearnerTime, Steps
+from miles_async.observability.state.learner import LearnerTime, Step, Steps
 from miles_async.observability.state.notices import Notices
 from miles_async.observability.state.publishes import Publishes
 from miles_async.observability.state.samples import SampleLog
 from miles_async.observability.state.staleness import Staleness
 from miles_async.observability.state.tokens import Tokens
+from miles_async.observability.state.uptime import Interruption, Uptime
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -59,6 +62,14 @@ class Queue(NamedTuple):
     """Number of queued groups."""
     blocked: int
     """Number of finished groups outside the window."""
+
+
+class Idle(NamedTuple):
+    """The training phase up to the end of the last step, without interruptions."""
+
+    served_seconds: float
+    learner_seconds: float
+    """Seconds in which the learner ran no optimizer step."""
 
 
 class Progress(NamedTuple):
@@ -82,7 +93,12 @@ class RunView:
         self.time = 0.0
         """The newest time stamp of an event."""
         self.run: RunStarted | None = None
-        """The start of the run. A driver that continues the run emits the event again."""
+        """The first start of the run. A driver that continues the run emits the event again."""
+        self.cluster: ClusterReady | None = None
+        """The first start of the cluster."""
+        self.warm_start: ClusterReady | None = None
+        """The first start that made the warm-started model; the first start if every one found it in the cache."""
+        self.uptime = Uptime()
         self.ended: RunEnded | None = None
         self.past = -inf
         """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
@@ -94,9 +110,11 @@ class RunView:
         self.blocked_seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds in which admission was blocked, by cause, without the time for which it is blocked now."""
         self.steps = Steps()
+        self.idle: Idle | None = None
+        """None before the first step has ended."""
         self.learner = LearnerTime()
         self.verdict_seconds: dict[Bottleneck, float] = {}
-        """Seconds for which each verdict has held since the first batch was requested."""
+        """Seconds for which each verdict has held since the first batch was requested, without interruptions."""
         self.engines = Engines()
         self.engine_use = EngineUse()
         self.publishes = Publishes()
@@ -154,7 +172,7 @@ class RunView:
             case BatchDrained():
                 self.queue = Queue(event.depth, self.queue.blocked if self.queue is not None else 0)
             case TrainerPhaseChanged():
-                self._enter_phase(event.to, event.time)
+                self._phase_changed(event)
             case StepStarted():
                 self._step_started(event)
             case StepEnded():
@@ -168,7 +186,9 @@ class RunView:
                 self.publishes.end(event)
                 self.engines.publish(event)
             case ProcessSilent():
-                self._process_silent(event)
+                self.silent.pop(event.process, None)
+                if event.seconds:
+                    self.silent[event.process] = event.seconds
             case EngineChanged():
                 self.engines.change(event)
             case Evaluated():
@@ -179,21 +199,20 @@ class RunView:
     def _apply_rare(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self.run, self.ended = self.run or event, None
-                # The processes of an earlier driver have ended.
-                self.past, self.engines = event.time, Engines()
-                self.progress = self.queue = None
-                self.silent.clear()
-                self.tokens.start_run(event)
-                self.steps.start_run(event.time)
-                self.engine_use.start_run(event.time)
+                self._run_started(event)
             case ClusterReady():
+                self.cluster = self.cluster or event
+                if self.warm_start is None or (self.warm_start.warm_start_cached and not event.warm_start_cached):
+                    self.warm_start = event
                 # Starting the cluster may take long, so a lack of progress counts as a stall only from here on.
                 self.progress = Progress(0.0, event.time)
+            case RunContinued():
+                self._interrupt(Interruption.ROLLOUT_WORKER)
             case CollapseRiskChanged():
                 self.collapse = self.collapse or event
             case LearnerRestored():
-                self.steps.restore(event)
+                self._interrupt(Interruption.LEARNER)
+                self._undo(self.steps.restore(event))
             case EventsMissing():
                 self.groups.forget()
             case RunEnded():
@@ -202,7 +221,20 @@ class RunView:
             case _:
                 pass
 
+    def _run_started(self, event: RunStarted) -> None:
+        if self.run is not None:
+            self.uptime.restart_driver(event.time, self.learner.accounted_until)
+        # The processes of an earlier driver have ended.
+        self.past, self.engines = event.time, Engines()
+        self.progress = self.queue = None
+        self.silent.clear()
+        self.run, self.ended = self.run or event, None
+        self.tokens.start_run(event)
+        self.engine_use.start_run(event.time)
+
     def _group_moved(self, event: GroupMoved) -> None:
+        if event.reason == DropReason.WORKER_LOST:  # logs of earlier versions have no `RunContinued`
+            self._interrupt(Interruption.ROLLOUT_WORKER)
         if event.after == GroupState.DROPPED:
             self.tokens.drop(event, self.groups.live.get(event.sequence))
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
@@ -223,25 +255,45 @@ class RunView:
         self._account(time)
         self.learner.phase = phase
 
+    def _phase_changed(self, event: TrainerPhaseChanged) -> None:
+        self._account(event.time)
+        if self.uptime.interrupted:
+            self.charts.interrupt(self.uptime.resume(event.time), event.time)
+            self.engine_use.resume(event.time)
+        self.learner.phase = event.to
+
     def _step_started(self, event: StepStarted) -> None:
         self._enter_phase("step", event.time)
-        self.steps.start(event)
+        self._undo(self.steps.start(event))
+        self.uptime.start_training(event.time)
         self.engine_use.start_step(event.time)
         self.staleness.record_version(event.version, event.time)
 
     def _step_ended(self, event: StepEnded) -> None:
         self.learner.end_step(event.time)
-        self.steps.end(event)
+        started = self.last(StepStarted)
+        step = self.steps.end(event, started.staleness if started is not None else ())
         self.engine_use.end_step(event.time)
-        if event.finite and (started := self.last(StepStarted)) is not None:
-            self.staleness.trained.update(started.staleness)
+        self.staleness.count(step)
+        self.uptime.start_training(event.started)  # if the start is not known
+        self.idle = Idle(self.uptime.training_seconds(event.time), self.learner_idle_seconds(event.time))
 
-    def _process_silent(self, event: ProcessSilent) -> None:
-        self._account(event.time)
-        if event.seconds:
-            self.silent[event.process] = event.seconds
-        else:
-            self.silent.pop(event.process, None)
+    def _undo(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self.staleness.undo(step)
+            self.charts.undo(step)
+
+    def _interrupt(self, cause: Interruption) -> None:
+        """The rollout worker was lost, and its last report has arrived. What follows is of another one."""
+        last_report = self.learner.accounted_until
+        if not last_report:
+            return  # an earlier run is continued as this one
+        if not self.uptime.interrupted:
+            self.engine_use.interrupt()
+        self.uptime.interrupt(last_report, cause)
+        self.steps.interrupt(last_report)
+        self.learner.interrupt()
+        self.publishes.running = None
 
     def _evaluated(self, event: Evaluated) -> None:
         self.evaluations[event.name] = [*self.evaluations.get(event.name, [])[:1], event]
@@ -253,7 +305,12 @@ class RunView:
             self.after_training = event
 
     def _account(self, now: float) -> None:
-        """Assign the time since the previous call to what the learner did in it, and to the verdict on it."""
+        """Assign the time since the previous report to what the learner did in it, and to the verdict on it.
+
+        `now` is the time of a report of the rollout worker, or the end of the run.
+        """
+        if self.uptime.is_of_next_driver(now):
+            self._interrupt(Interruption.DRIVER_START)
         seconds, phase = self.learner.unaccounted(now), self.learner.phase
         if seconds and phase is not None:
             pulse = self.last(Pulse)
@@ -261,6 +318,7 @@ class RunView:
             self.learner.add(now, seconds, self._awaited() if phase == "batch" else phase, held_back=held_back)
             verdict = self.finding.verdict
             self.verdict_seconds[verdict] = self.verdict_seconds.get(verdict, 0.0) + seconds
+            self.charts.account(phase, verdict, now - seconds, now)
 
     def _awaited(self) -> str:
         """Return what the learner waits for while it waits for a batch."""
@@ -281,6 +339,19 @@ class RunView:
     def verdict(self) -> Bottleneck | None:
         """The verdict that held longest; None before the first batch is requested."""
         return max(self.verdict_seconds, key=lambda kind: self.verdict_seconds[kind], default=None)
+
+    def learner_idle_seconds(self, now: float) -> float:
+        """Return the seconds without an optimizer step from the first step until `now`, without interruptions."""
+        return max(0.0, self.uptime.training_seconds(now) - self.steps.busy_seconds(now))
+
+    def engine_idle_seconds(self, now: float) -> float:
+        """Return the seconds without a request at the engines from the first step until `now`, without interruptions.
+
+        After the last report, the engines are busy if it had requests.
+        """
+        report = self.engine_use.last
+        until = report.time if report is not None and report.in_flight else now
+        return max(0.0, self.uptime.training_seconds(until) - (self.engine_use.busy_seconds(until) or 0.0))
 
     def until(self, now: float) -> float:
         """Return `now`, or the time at which the run ended if it has ended."""

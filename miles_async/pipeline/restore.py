@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from miles_async.errors import FatalError
-from miles_async.events import LearnerRestored
+from miles_async.events import LearnerRestored, RunContinued
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_ports import Ports
@@ -123,6 +123,7 @@ class Restorer:
         Raises FatalError if the learner has trained a batch that the store does not know, or if the store no longer has
         the groups of a batch that has to be trained again.
         """
+        self._journal.emit(RunContinued(time=self._run_state.clock.time()))
         values, learner = stored.progress, await self._ports.learner.progress()
         self._ports.data.seek(stored_position(values))
         self._lifecycle.recycled = values["recycled"]

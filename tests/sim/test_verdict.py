@@ -102,7 +102,8 @@ def test_a_jump_of_the_wall_clock_changes_no_verdict(step: float) -> None:
 )
 def test_the_verdict_names_an_unresponsive_process_at_once(process: str, verdict: Bottleneck) -> None:
     judging = Judging()
-    judging.emit(TrainerPhaseChanged(time=100.0, to="publish"))
+    for second in (99.0, 100.0):
+        judging.emit(TrainerPhaseChanged(time=second, to="publish"))
     for second in range(1, 7):
         judging.emit(ProcessSilent(time=100.0 + second, process=process, seconds=float(second)))
     assert judging.announced[-1].verdict == verdict
@@ -113,7 +114,8 @@ def test_the_verdict_names_an_unresponsive_process_at_once(process: str, verdict
 
 def test_an_unresponsive_process_is_announced_even_if_the_verdict_stays_the_same() -> None:
     judging = Judging()
-    judging.emit(TrainerPhaseChanged(time=100.0, to="batch"))
+    for second in (99.0, 100.0):
+        judging.emit(TrainerPhaseChanged(time=second, to="batch"))
     for second in range(1, 20):
         judging.emit(ProcessSilent(time=100.0 + second, process="engine-0", seconds=max(0.0, second - 8.0)))
     assert [found.verdict for found in judging.announced] == [Bottleneck.ROLLOUT] * 2

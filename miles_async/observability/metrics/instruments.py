@@ -218,7 +218,7 @@ class Instruments:
             "drain_wait_seconds", "Seconds for which the learner waited for a batch.", SECONDS
         )
         self.step_seconds = histogram("step_seconds", "Duration of the optimizer steps of one batch.", SECONDS)
-        self.step_tokens = counter("step_tokens", "Prompt and response tokens that were trained.")
+        self.step_tokens = counter("step_tokens", "Prompt and response tokens of all steps, also of undone ones.")
         self.step_reward = gauge("step_reward", "Mean reward of the last trained batch.")
         self.step_response_tokens = gauge("step_response_tokens", "Mean response length of the last trained batch.")
         self.step_metric = BoundedLabels(
@@ -229,7 +229,8 @@ class Instruments:
             "nonfinite_steps", "Batches that were skipped because the loss or the gradient was not finite."
         )
         self.learner_idle_seconds = counter(
-            "learner_idle_seconds", "Seconds in which the learner ran no optimizer step."
+            "learner_idle_seconds",
+            "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
         self.eval_accuracy = BoundedLabels(
             gauge("eval_accuracy_ratio", "Fraction of samples with the full reward on a data set.", "name")
@@ -259,7 +260,10 @@ class Instruments:
         self.engine_routed = gauge(
             "engine_routed", "1 while the engine receives requests, 0 while it is fenced.", "engine"
         )
-        self.engine_idle_seconds = counter("engine_idle_seconds", "Seconds without any request at the engines.")
+        self.engine_idle_seconds = counter(
+            "engine_idle_seconds",
+            "Seconds without any request at the engines, from the first step on, without interruptions.",
+        )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
         self.engine_changes = counter(
             "engine_changes", "How often an engine was routed, fenced or lost.", "engine", "state"

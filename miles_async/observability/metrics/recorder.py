@@ -132,7 +132,8 @@ class MetricsRecorder:
                 self._run_started(event)
             case ClusterReady():
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
-                self._metrics.warm_start_seconds.set(event.warm_start_seconds)
+                warm_start = self._view.warm_start or event
+                self._metrics.warm_start_seconds.set(warm_start.warm_start_seconds)
                 self._record_progress("start", event.time)
             case GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
@@ -166,8 +167,8 @@ class MetricsRecorder:
         view, progress = self._view, self._view.progress
         idle = progress.idle_seconds + max(0.0, now - progress.time) if progress is not None else 0.0
         self._metrics.since_progress_seconds.set(idle)
-        self._increase_to(self._metrics.learner_idle_seconds, view.steps.idle_seconds(now))
-        self._increase_to(self._metrics.engine_idle_seconds, view.engine_use.idle_seconds(now))
+        self._increase_to(self._metrics.learner_idle_seconds, view.learner_idle_seconds(now))
+        self._increase_to(self._metrics.engine_idle_seconds, view.engine_idle_seconds(now))
         verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)

@@ -24,10 +24,9 @@ from miles_async.events import (
     RunStarted,
     StepEnded,
     StepStarted,
-    TrainerPhaseChanged,
-    VerdictChanged,
 )
 from miles_async.observability.state.groups import Groups
+from miles_async.observability.state.learner import Step
 from miles_async.observability.state.timeline import Timeline
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
@@ -39,6 +38,8 @@ WHOLE_RUN_BUCKETS = 600
 RECENT_SECONDS, RECENT_BUCKETS = 300.0, 300
 COUNT_SECONDS = 0.1
 """Shortest time between two samples of the group counts, because groups change state thousands of times a second."""
+INTERRUPTED = "interrupted"
+"""The phase of the learner, and the verdict, while no rollout worker serves the run."""
 MAX_BATCHES = 256
 """Most batches whose rewards are listed one by one. In a longer run, each value is the mean over several batches."""
 MAX_NAMES = 24
@@ -57,11 +58,9 @@ class Charts:
         self._samples_per_group = 1
         self._counted_at = 0.0
         self._busy: EngineBusy | None = None
+        """The last report of the current rollout worker."""
         self._batch = 0
         """Number of groups in the training step that runs now."""
-        self._phases: dict[str, tuple[str, float]] = {}
-        """The current phase of each family (what the learner does, and the verdict), and since when its time is not
-        counted yet."""
         self._batches = Timeline(0.0, width=1.0, max_buckets=MAX_BATCHES)
         """The reward of each batch. Times are rollout ids."""
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -105,14 +104,25 @@ class Charts:
                 self._observe("stage_ms", event.time, 1e3 * event.staged_seconds)
             case Evaluated():
                 self._observe_evaluation(event)
-            case TrainerPhaseChanged():
-                self._enter_phase("trainer", event.to, event.time)
-            case VerdictChanged():
-                self._enter_phase("verdict", event.verdict, event.time)
             case LoopLag():
                 self._observe("loop_lag_ms", event.time, 1e3 * event.seconds)
             case _:
                 pass
+
+    def account(self, phase: str, verdict: str, start: float, end: float) -> None:
+        """Assign the time from `start` to `end` to what the learner did in it, and to the verdict on it."""
+        self._add_interval(f"trainer:{phase}", start, end)
+        self._add_interval(f"verdict:{verdict}", start, end)
+
+    def interrupt(self, start: float, end: float) -> None:
+        """No rollout worker served the run from `start` to `end`."""
+        self._add_interval(f"trainer:{INTERRUPTED}", start, end)
+        self._add_interval(f"verdict:{INTERRUPTED}", start, end)
+        self._busy = None
+
+    def undo(self, step: Step) -> None:
+        """Take back the reward of a batch whose training was lost."""
+        self._batches.retract("reward", step.rollout, step.reward)
 
     def figures(self, span: Span, now: float) -> dict[str, Any]:
         """Return the series of a span; there are none before the run starts."""
@@ -133,19 +143,9 @@ class Charts:
         return self._timelines["whole"].dominant_phases("verdict:")
 
     def _advance(self, now: float) -> None:
-        # A phase is credited with its time when it ends and, up to `now`, whenever the series are read.
-        for family, (name, since) in self._phases.items():
-            self._add_interval(f"{family}:{name}", since, now)
-            self._phases[family] = name, max(since, now)
         self._set_counts(now)
         for timeline in self._timelines.values():
             timeline.advance(now)
-
-    def _enter_phase(self, family: str, name: str, time: float) -> None:
-        if family in self._phases:
-            before, since = self._phases[family]
-            self._add_interval(f"{family}:{before}", since, time)
-        self._phases[family] = name, time
 
     def _moved(self, event: GroupMoved) -> None:
         if abs(event.time - self._counted_at) >= COUNT_SECONDS:
@@ -162,7 +162,7 @@ class Charts:
     def _engines_busy(self, event: EngineBusy) -> None:
         self._set_value("requests", event.time, event.in_flight)
         before, self._busy = self._busy, event
-        if before is not None and event.time > before.time:
+        if before is not None and event.time > before.time and event.busy >= before.busy:
             fraction = (event.busy - before.busy) / (event.time - before.time)
             self._add_interval("engines_busy", before.time, event.time, min(1.0, fraction))
 

@@ -45,29 +45,46 @@ class Engines:
 
 
 class EngineUse:
-    """The time in which the engines were busy.
+    """The time in which the engines were busy, since the training phase began.
 
-    Engines report their busy seconds now and then, so the values between two reports are interpolated.
+    Each rollout worker counts the busy seconds from 0 and reports them now and then. The values between two of its
+    reports are interpolated.
     """
 
     def __init__(self) -> None:
-        self._began: float | None = None
         self.last: EngineBusy | None = None
+        self._counted = 0.0
+        """The last report of the current rollout worker."""
+        self._total = 0.0
+        """The busy seconds that all rollout workers have reported."""
         self._reports: deque[tuple[float, float]] = deque(maxlen=MAX_REPORTS)
-        """Time and busy seconds of the reports that may still be needed, oldest first."""
+        """Time and busy seconds in total of the reports that may still be needed, oldest first."""
         self._reported = 0
         self._start: float | None = None
-        """When the first training step began."""
+        """When the training phase began."""
         self._busy_at_start: float | None = None
         """Known as soon as there is a report after the start."""
 
     def start_run(self, time: float) -> None:
-        self._began, self.last = time, None
-        self._add(time, 0.0)
+        if not self._reports:
+            self._add(time)
 
-    def report(self, event: EngineBusy) -> None:
-        self.last = event
-        self._add(event.time, event.busy)
+    def report(self, event: EngineBusy) -> float:
+        """Count a report, and return the seconds by which it increases the total."""
+        # A counter that is smaller than before is that of another rollout worker, which began at 0.
+        increase = event.busy - self._counted if event.busy >= self._counted else event.busy
+        self.last, self._counted = event, event.busy
+        self._total += increase
+        self._add(event.time)
+        return increase
+
+    def interrupt(self) -> None:
+        """Another rollout worker begins to count."""
+        self._counted = 0.0
+
+    def resume(self, time: float) -> None:
+        """The engines had no request from the last report until `time`."""
+        self._add(time)
 
     def start_step(self, time: float) -> None:
         if self._start is None:
@@ -78,25 +95,16 @@ class EngineUse:
         while self._busy_at_start is not None and len(self._reports) > 1 and self._reports[1][0] <= time:
             self._reports.popleft()
 
-    def idle_seconds(self, now: float) -> float:
-        """Return the seconds without a request since the run began, extrapolated from the last report."""
-        if self._began is None:
-            return 0.0
-        if self.last is None:
-            return max(0.0, now - self._began)
-        # While requests are in flight, busy seconds grow as fast as the clock, so idle seconds do not grow.
-        until = self.last.time if self.last.in_flight else max(self.last.time, now)
-        return until - self._began - self.last.busy
-
     def busy_seconds(self, until: float) -> float | None:
-        """Return the busy seconds from the first step to the end of the last step; None without reports."""
+        """Return the busy seconds of the training phase up to `until`; None without reports."""
         if self._reported < 2 or self._start is None:
             return None
         start = self._busy_at_start if self._busy_at_start is not None else self._at(self._start)
         return self._at(until) - start
 
-    def _add(self, time: float, busy: float) -> None:
-        self._reports.append((time, busy))
+    def _add(self, time: float) -> None:
+        # Events of several processes arrive slightly out of order; interpolation needs them in order.
+        self._reports.append((max(time, self._reports[-1][0]) if self._reports else time, self._total))
         self._reported += 1
         if self._busy_at_start is None and self._start is not None and time >= self._start:
             self._busy_at_start = self._at(self._start)

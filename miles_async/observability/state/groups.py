@@ -54,6 +54,8 @@ class Groups:
     def move(self, event: GroupMoved) -> None:
         self.counts = event.counts
         self.fed += event.before is None
+        if event.before == GroupState.PUBLISHED:  # its training was undone
+            self.outcomes[GroupState.PUBLISHED] -= 1
         if event.after in ENDED:
             self.ended = self.live.pop(event.sequence, None)
             self.outcomes[event.reason or event.after] += 1

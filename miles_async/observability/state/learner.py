@@ -2,63 +2,155 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import NamedTuple
 
 from miles_async.events import LearnerRestored, StepEnded, StepStarted
 
 HORIZON_SECONDS = 10.0
 """The recent time covers the last 10 seconds, or the last three batches if these take longer."""
 MAX_HORIZON_SECONDS = 600.0
+REMEMBERED_STEPS = 4096
+"""The last steps, of which each can still be undone."""
+REWARD_BATCHES = 10
 CLOCK_STEP_SECONDS = 60.0
 """Two times further apart than this lie before and after a step of the wall clock: a run reports twice a second."""
 
 
+class Step(NamedTuple):
+    """A training step that ended."""
+
+    rollout: int
+    finite: bool
+    seconds: float
+    tokens: int
+    """Prompt and response tokens."""
+    ages: tuple[tuple[int, int], ...]
+    """The staleness of the trained groups, in versions, and the number of groups with it."""
+    reward: float
+
+
+@dataclass(slots=True)
+class Work:
+    """The sum of several training steps. The groups and tokens of a batch that was not finite do not count."""
+
+    batches: int = 0
+    groups: int = 0
+    tokens: int = 0
+    """Prompt and response tokens."""
+    seconds: float = 0.0
+
+    def add(self, step: Step) -> None:
+        self.batches += 1
+        self.seconds += step.seconds
+        if step.finite:
+            self.groups += sum(count for _, count in step.ages)
+            self.tokens += step.tokens
+
+
 class Steps:
-    """The training steps of a run, and the time without one."""
+    """The training steps of a run: all of them, and those that were undone.
+
+    A step is undone if the learner was restored from an earlier checkpoint, or if its rollout is trained again.
+    """
 
     def __init__(self) -> None:
-        self.first: StepEnded | None = None
+        self.first_rollout: int | None = None
         self.last: StepEnded | None = None
-        self.seconds = 0.0
-        self.tokens = 0
+        self.trained, self.undone = Work(), Work()
+        """All steps that ended, and those of them whose training was lost."""
+        self.unfinished_seconds = 0.0
+        """Seconds of steps that did not end, because the learner or the rollout worker was lost."""
         self._newest = -1
         """The newest batch that the current weights were trained on."""
-        self._idle = 0.0
-        """Seconds without a step up to the last step."""
-        self._idle_since: float | None = None
-        """When the current time without a step began; None during a step and before the run."""
+        self._kept: deque[Step] = deque(maxlen=REMEMBERED_STEPS)
+        self._first_rewards: dict[int, float] = {}
+        """The rewards of the first `REWARD_BATCHES` batches, by rollout."""
+        self.running_since: float | None = None
+        """When the step that runs now began."""
 
-    def start_run(self, time: float) -> None:
-        self._idle_since = time
+    def start(self, event: StepStarted) -> list[Step]:
+        """Return the steps that are undone, because their rollouts are trained again."""
+        self.running_since = event.time
+        return self._undo(event.rollout - 1)
 
-    def start(self, event: StepStarted) -> None:
-        self._idle, self._idle_since = self.idle_seconds(event.time), None
+    def end(self, event: StepEnded, ages: Iterable[int]) -> Step:
+        """Count a step. `ages` is the staleness of its groups."""
+        if self.first_rollout is None:
+            self.first_rollout = event.rollout
+        counted = tuple(Counter(ages).items())
+        step = Step(event.rollout, event.finite, event.seconds, event.tokens, counted, event.reward)
+        self.last, self._newest, self.running_since = event, event.rollout, None
+        self.trained.add(step)
+        self._kept.append(step)
+        if event.rollout - self.first_rollout < REWARD_BATCHES:
+            self._first_rewards[event.rollout] = event.reward
+        return step
 
-    def end(self, event: StepEnded) -> None:
-        self.first, self.last = self.first or event, event
-        self._newest = event.rollout
-        self.seconds += event.seconds
-        self.tokens += event.tokens
-        self._idle_since = event.time
+    def interrupt(self, time: float) -> None:
+        """The step that runs now was lost at `time`."""
+        if self.running_since is not None:
+            self.unfinished_seconds += max(0.0, time - self.running_since)
+            self.running_since = None
 
-    def restore(self, event: LearnerRestored) -> None:
-        if self.first is not None:
+    def restore(self, event: LearnerRestored) -> list[Step]:
+        """Return the steps that are undone."""
+        if self.first_rollout is not None:
             self._newest = event.rollout
+        return self._undo(event.rollout)
+
+    def _undo(self, last: int) -> list[Step]:
+        """Undo the steps of the rollouts after `last`, and return them."""
+        undone = []
+        while self._kept and self._kept[-1].rollout > last:
+            undone.append(self._kept.pop())
+            self.undone.add(undone[-1])
+            self._first_rewards.pop(undone[-1].rollout, None)
+        return undone
 
     @property
     def batches(self) -> int:
-        """Batches that the current weights were trained on in this run, without those that a lost learner undid."""
-        return self._newest - self.first.rollout + 1 if self.first is not None else 0
+        """Batches that the current weights were trained on in this run, without those that were undone."""
+        return self._newest - self.first_rollout + 1 if self.first_rollout is not None else 0
 
     @property
-    def span(self) -> float:
-        """Seconds from the start of the first step to the end of the last one."""
-        return self.last.time - self.first.started if self.first is not None and self.last is not None else 0.0
+    def next_rollout(self) -> int:
+        """The rollout that follows the newest one that the current weights were trained on."""
+        return self._newest + 1
 
-    def idle_seconds(self, now: float) -> float:
-        """Return the seconds without an optimizer step since the run began."""
-        return self._idle + (max(0.0, now - self._idle_since) if self._idle_since is not None else 0.0)
+    @property
+    def kept(self) -> Work:
+        """All steps without those that were undone."""
+        return Work(
+            self.trained.batches - self.undone.batches,
+            self.trained.groups - self.undone.groups,
+            self.trained.tokens - self.undone.tokens,
+            self.trained.seconds - self.undone.seconds,
+        )
+
+    @property
+    def lost_seconds(self) -> float:
+        """Seconds of steps whose training was lost: those that were undone, and those that did not end."""
+        return self.undone.seconds + self.unfinished_seconds
+
+    def rewards(self) -> tuple[float, float, int] | None:
+        """Return the mean reward of the first and of the last batches, and of how many; None without a batch.
+
+        A quarter of the batches is averaged at either end, but at most `REWARD_BATCHES`, and at least one.
+        """
+        count = min(REWARD_BATCHES, max(1, len(self._kept) // 4))
+        first = [self._first_rewards[rollout] for rollout in sorted(self._first_rewards)][:count]
+        last = [step.reward for step in islice(reversed(self._kept), count)]
+        return (fmean(first), fmean(last), count) if first and last else None
+
+    def busy_seconds(self, now: float) -> float:
+        """Return the seconds of all steps up to `now`, also of those that were lost."""
+        running = max(0.0, now - self.running_since) if self.running_since is not None else 0.0
+        return self.trained.seconds + self.unfinished_seconds + running
 
 
 @dataclass(slots=True)
@@ -106,7 +198,8 @@ class LearnerTime:
         self.seconds: dict[str, float] = {}
         """The whole time by label."""
         self.recent = RecentTime()
-        self._accounted_until = 0.0
+        self.accounted_until = 0.0
+        """The newest time that the rollout worker has reported."""
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
 
@@ -122,12 +215,16 @@ class LearnerTime:
         Events of several processes arrive slightly out of order, so the time of an event may be accounted already.
         After a step of the wall clock, or if the machine was suspended, the recent time has another time base.
         """
-        seconds = now - self._accounted_until
-        if abs(seconds) > CLOCK_STEP_SECONDS and self._accounted_until:
-            self.recent, self._step_ended, self._accounted_until = RecentTime(), None, now
+        seconds = now - self.accounted_until
+        if abs(seconds) > CLOCK_STEP_SECONDS and self.accounted_until:
+            self.recent, self._step_ended, self.accounted_until = RecentTime(), None, now
             return 0.0
-        self._accounted_until = max(now, self._accounted_until)
+        self.accounted_until = max(now, self.accounted_until)
         return max(0.0, seconds) if self.phase is not None else 0.0
+
+    def interrupt(self) -> None:
+        """The rollout worker was lost: what the learner does is unknown until another one reports it."""
+        self.phase, self.recent, self._step_ended = None, RecentTime(), None
 
     def add(self, now: float, seconds: float, label: str, *, held_back: bool) -> None:
         """Account seconds that ended at `now`. `held_back` says whether admission waited for the learner."""

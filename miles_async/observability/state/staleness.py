@@ -15,6 +15,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 from miles_async.events import GroupGenerated, StepStarted
+from miles_async.observability.state.learner import Step
 
 REMEMBERED_VERSIONS = 1024
 
@@ -37,7 +38,17 @@ class Staleness:
         self.version = -1
         """The learner's weight version."""
         self.trained: Counter[int] = Counter()
-        """Number of trained groups by their staleness in versions."""
+        """Number of trained groups by their staleness in versions, without those of steps that were undone."""
+
+    def count(self, step: Step) -> None:
+        """Count the groups of a step, unless the step was skipped because it was not finite."""
+        if step.finite:
+            self.trained.update(dict(step.ages))
+
+    def undo(self, step: Step) -> None:
+        """Take back what `count` has counted."""
+        if step.finite:
+            self.trained -= Counter(dict(step.ages))
 
     def record_version(self, version: int, now: float) -> None:
         while self.version < version:

@@ -77,6 +77,13 @@ class Timeline:
         """Add one observation of a MEAN series."""
         self._bucket(name, Kind.MEAN, self._index(time)).add(value, 1.0)
 
+    def retract(self, name: str, time: float, value: float) -> None:
+        """Take back an observation of a MEAN series. Lowest and highest value of its bucket stay if others remain."""
+        index, series = self._index(time), self._series[name]
+        series[index].add(value, -1.0)
+        if series[index].weight <= 0:
+            del series[index]
+
     def count(self, name: str, time: float, amount: float) -> None:
         """Add `amount` to a RATE series."""
         self._bucket(name, Kind.RATE, self._index(time)).add(amount, 1.0)

@@ -53,10 +53,10 @@ function duration(seconds) {
 }
 
 const colour = (name) => `var(--${name})`;
-const TRAINER = { step: "blue", batch: "orange", publish: "pink", evaluate: "green", save: "gray" };
+const TRAINER = { step: "blue", batch: "orange", publish: "pink", evaluate: "green", save: "gray", interrupted: "yellow" };
 const VERDICTS = {
   "rollout-bound": "sky", "trainer-bound": "blue", "publish-bound": "pink", "window-bound": "orange",
-  "filter-bound": "yellow", "reward-bound": "green", "waste-bound": "orange", balanced: "gray",
+  "filter-bound": "yellow", "reward-bound": "green", "waste-bound": "orange", balanced: "gray", interrupted: "gray",
 };
 
 /* The plots. A line is [series, label, colour]. `rate` lines are smoothed, because all groups of a step are counted in
@@ -67,7 +67,7 @@ const PLOTS = [
   { id: "reward", title: "Reward", unit: "mean of the batch", lines: [["reward", "trained", "blue"]], dots: "eval" },
   { id: "rate", title: "Throughput", unit: "groups/s", lines: [["generated", "generated", "green"], ["trained", "trained", "blue"]], rate: true },
   { id: "trainer", title: "Learner's time", unit: "fraction", stack: "trainer:", colours: TRAINER,
-    names: { batch: "waits for a batch", step: "trains", publish: "publishes", evaluate: "evaluates", save: "saves" } },
+    names: { batch: "waits for a batch", step: "trains", publish: "publishes", evaluate: "evaluates", save: "saves", interrupted: "restarts" } },
   { id: "engines", title: "Busy engines", unit: "fraction of time", lines: [["engines_busy", "", "sky"]], rate: true, fraction: true },
   { id: "flight", title: "In flight", unit: "groups", lines: [["generating", "generating", "sky"], ["slots", "slots held", "gray"]] },
   { id: "head", title: "Age of the window's head", unit: "s", lines: [["head_seconds", "", "orange"]] },

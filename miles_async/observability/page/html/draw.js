@@ -39,7 +39,8 @@ function stages(now) {
       details: [now.staleness_limit === null ? "no limit set" : `limit ${plural(now.staleness_limit, "version")}`, Object.keys(now.staleness).length ? `oldest trained ${Object.keys(now.staleness).at(-1)}` : null] },
     { id: "step", name: "Train", big: number(now.rollouts_done), unit: `of ${number(run?.rollouts)}`,
       details: [trainer && !now.ended ? `${DOES[trainer.does] ?? trainer.does}, ${duration(trainer.for)}` : null,
-        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.seconds)}` : null] },
+        pulse?.wanted ? `has ${pulse.collected} of ${pulse.wanted} groups` : step ? `last step ${duration(step.seconds)}` : null,
+        now.undone.batches ? `${plural(now.undone.batches, "step")} undone` : null] },
     { id: "publish", name: "Publish", big: publish ? `v${publish.version}` : "–", unit: publish?.live ? "live" : "",
       details: [publish ? `paused ${number(1e3 * publish.paused_seconds)} ms` : null, now.publishing != null ? `v${now.publishing} is being published` : null] },
   ];

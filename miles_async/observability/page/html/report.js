@@ -1,10 +1,21 @@
 /* The report on one run, or on two runs drawn over each other. */
 
+/* Shows the values of an object with their names. */
+const each = (show) => (values) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${show(value)}`).join(", ");
+
+/* Figures of steps that were undone, because a lost learner continued from a checkpoint. */
+const UNDONE_FIGURES = [
+  ["undone_batches", "batches undone", number], ["groups_per_second_gross", "groups per second, with undone batches", number],
+  ["tokens_per_second_gross", "prompt and response tokens per second, with undone batches", number], ["lost_learner_seconds", "time of undone and unfinished steps", duration],
+];
+
 const FIGURES = [
   ["wall_seconds", "wall time", duration], ["training_seconds", "training time", duration], ["warm_start_seconds", "warm start", duration],
   ["rollouts", "rollouts", number], ["versions", "weight versions", number], ["accuracy_before", "held-out accuracy before", accuracy],
-  ["accuracy_after", "held-out accuracy after", accuracy], ["reward_first", "reward of the first batch", number], ["reward_last", "reward of the last batch", number],
-  ["groups_per_second", "groups trained per second", number], ["tokens_per_second", "tokens trained per second", number],
+  ["accuracy_after", "held-out accuracy after", accuracy], ["reward_first", "mean reward of the first batches", number], ["reward_last", "mean reward of the last batches", number],
+  ["reward_batches", "batches in these means", number],
+  ["groups_per_second", "groups trained per second", number], ["tokens_per_second", "prompt and response tokens trained per second", number],
+  ["restarts", "restarts", each(number)], ["interrupted_seconds", "time without a rollout worker", each(duration)],
   ["learner_idle_share", "learner idle", percent], ["engine_idle_share", "engines idle", percent],
   ["publish_ms_median", "publish, median ms", number], ["pause_ms_median", "pause, median ms", number], ["pause_ms_max", "pause, longest ms", number],
   ["staleness_max", "highest staleness trained, versions", number], ["recycled", "groups recycled because of staleness", number],
@@ -18,11 +29,15 @@ const { runs, knobs } = JSON.parse($("state").textContent);
 const [main, other] = runs;
 const origin = (run) => run.state.now.training_began ?? 0;
 
+/* Whether there is nothing to show: no event, or an object without entries. */
+const isEmpty = (value) => value === null || value === undefined || (typeof value === "object" && !Object.keys(value).length);
+
 function figures() {
-  const rows = FIGURES.map(([key, label, show]) => {
+  const undone = runs.some((run) => run.summary.undone_batches) ? UNDONE_FIGURES : [];
+  const rows = [...FIGURES, ...undone].map(([key, label, show]) => {
     const values = runs.map((run) => run.summary[key]);
-    if (values.every((value) => value === null || value === undefined)) return null;
-    const shown = values.map((value, i) => (value === null || value === undefined ? "–" : show(value, runs[i].summary[`${key}_interval`])));
+    if (values.every(isEmpty)) return null;
+    const shown = values.map((value, i) => (isEmpty(value) ? "–" : show(value, runs[i].summary[`${key}_interval`])));
     const ratio = other && values.every((value) => typeof value === "number") && values[1] ? `×${number(values[0] / values[1])}` : "";
     return [label, ...shown, ...(other ? [ratio] : [])];
   }).filter((row) => row !== null);
@@ -35,14 +50,11 @@ function figures() {
 
 function verdicts() {
   const rows = runs.flatMap((run) => {
-    const seconds = {}, longest = {};
-    for (const [start, end, verdict] of run.phases) {
-      seconds[verdict] = (seconds[verdict] ?? 0) + end - start;
-      longest[verdict] = Math.max(longest[verdict] ?? 0, end - start);
-    }
+    const seconds = run.summary.verdict_seconds, longest = {};
+    for (const [start, end, verdict] of run.phases) longest[verdict] = Math.max(longest[verdict] ?? 0, end - start);
     const total = Object.values(seconds).reduce((a, b) => a + b, 0);
     return Object.keys(seconds).sort((a, b) => seconds[b] - seconds[a])
-      .map((verdict) => [...(other ? [run.name] : []), verdict, percent(seconds[verdict] / total), duration(longest[verdict]), knobs[verdict] ?? ""]);
+      .map((verdict) => [...(other ? [run.name] : []), verdict, percent(seconds[verdict] / total), duration(longest[verdict] ?? 0), knobs[verdict] ?? ""]);
   });
   $("verdicts").append(table([...(other ? ["run"] : []), "verdict", "fraction of the time", "longest phase", "what to change"], rows, "There is no verdict."));
 }

@@ -79,11 +79,12 @@ def moved(after: str, time: float = 101.0, reason: str | None = None, **counts: 
     )
 
 
-def step(started: float, ended: float, staleness: list[int]) -> list[Event]:
-    begin = StepStarted(time=started, rollout=0, version=1, staleness=staleness, groups=list(range(len(staleness))))
+def step(started: float, ended: float, staleness: list[int], *, rollout: int = 0) -> list[Event]:
+    groups = list(range(len(staleness)))
+    begin = StepStarted(time=started, rollout=rollout, version=1, staleness=staleness, groups=groups)
     end = StepEnded(
         time=ended,
-        rollout=0,
+        rollout=rollout,
         seconds=ended - started,
         tokens=50,
         finite=True,
@@ -162,28 +163,29 @@ def test_seconds_without_progress_count_from_the_last_progress() -> None:
 def test_learner_idle_seconds_grow_between_steps_only() -> None:
     watched = Watched(RUN)
     watched.metrics.tick(104.0)
-    assert watched("learner_idle_seconds_total") == 4
+    assert watched("learner_idle_seconds_total") == 0, "the training phase begins with the first step"
     begin, end = step(106.0, 109.0, [0])
     watched.observe(begin)
     watched.metrics.tick(108.0)
-    assert watched("learner_idle_seconds_total") == 6
+    assert watched("learner_idle_seconds_total") == 0
     watched.observe(end)
     watched.metrics.tick(110.0)
-    assert watched("learner_idle_seconds_total") == 7
+    assert watched("learner_idle_seconds_total") == 1
 
 
 def test_idle_seconds_counted_before_a_late_event_are_not_counted_twice() -> None:
-    watched = Watched(RUN)
+    watched = Watched(RUN, *step(100.0, 101.0, [0]))
     watched.metrics.tick(108.0)
-    watched.observe(*step(106.0, 109.0, [0]))
+    assert watched("learner_idle_seconds_total") == 7
+    watched.observe(*step(106.0, 109.0, [0], rollout=1))
     watched.metrics.tick(110.0)
-    assert watched("learner_idle_seconds_total") == 8
+    assert watched("learner_idle_seconds_total") == 7
     watched.metrics.tick(113.0)
-    assert watched("learner_idle_seconds_total") == 10
+    assert watched("learner_idle_seconds_total") == 9
 
 
 def test_engine_idle_seconds_stand_still_while_requests_are_in_flight() -> None:
-    watched = Watched(RUN, EngineBusy(time=110.0, busy=7.0, in_flight=3))
+    watched = Watched(RUN, *step(100.0, 101.0, [0]), EngineBusy(time=110.0, busy=7.0, in_flight=3))
     watched.metrics.tick(120.0)
     assert watched("engine_idle_seconds_total") == 3
     assert watched("in_flight_requests") == 3

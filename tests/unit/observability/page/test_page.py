@@ -20,6 +20,7 @@ from miles_async.events import EventSink, GroupMoved, SampleDisplayed, Segment, 
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.page.document import SOURCES, LivePage, document
+from miles_async.observability.state.charts import INTERRUPTED
 from miles_async.observability.state.samples import MAX_BYTES, MAX_SAMPLES, SampleLog
 from miles_async.observability.view import RunView
 from miles_async.pipeline.sample_display import CHARACTERS_SHOWN, TOKENS_SHOWN, SampleDisplay, readable
@@ -40,9 +41,10 @@ def words(file: str, constant: str) -> set[str]:
 def test_the_page_has_a_text_for_every_state() -> None:
     assert words("draw.js", "BLOCKED") == set(Blocked)
     assert words("draw.js", "STATES") == set(LIVE)
-    assert words("base.js", "VERDICTS") == set(Bottleneck)
+    assert words("base.js", "VERDICTS") == {*Bottleneck, INTERRUPTED}
     assert words("draw.js", "BOTTLENECK") == set(Bottleneck) - {Bottleneck.BALANCED}
-    assert words("draw.js", "DOES") == words("base.js", "TRAINER") == {"batch", "step", "publish", "save", "evaluate"}
+    assert words("draw.js", "DOES") == {"batch", "step", "publish", "save", "evaluate"}
+    assert words("base.js", "TRAINER") == {*words("draw.js", "DOES"), INTERRUPTED}
 
 
 HOSTILE = "</script><script>document.title='owned'</script><!-- <img src=x onerror=alert(1)>"

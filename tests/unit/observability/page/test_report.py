@@ -17,7 +17,7 @@ from miles_async.events import (
     RunStarted,
     StepEnded,
     StepStarted,
-    VerdictChanged,
+    TrainerPhaseChanged,
     encode,
 )
 from miles_async.observability.page.report import main
@@ -41,7 +41,7 @@ def run(folder: Path, *, reward: float = 0.5, limit: int = 2, steps: int = 3) ->
             staleness_limit=limit,
         ),
         ClusterReady(time=110.0, weight_transfer="p2p", warm_start_seconds=1.0, warm_start_cached=True),
-        VerdictChanged(time=110.0, verdict="rollout-bound", why="the trainer waited", knob="more engines", shares={}),
+        TrainerPhaseChanged(time=110.0, to="batch"),
     ]
     for step in range(steps):
         begun = 111.0 + 2 * step
@@ -82,7 +82,9 @@ def test_a_report_holds_figures_plots_configuration_and_verdicts(
     assert shown["config"] == {"rollout.max_weight_staleness": 2, "rollout.rollout_stop": []}
     assert shown["state"]["now"]["staleness_limit"] == 2
     assert [value for value in shown["state"]["figures"]["series"]["reward"]["mean"] if value is not None] == [0.5] * 3
-    assert [phase[2] for phase in shown["phases"]] == ["rollout-bound"]
+    seconds = shown["summary"]["verdict_seconds"]
+    assert [phase[2] for phase in shown["phases"]] == list(seconds) == ["rollout-bound", "balanced"]
+    assert sum(seconds.values()) == 7.0
 
 
 def test_one_report_can_compare_two_runs(tmp_path: Path) -> None:

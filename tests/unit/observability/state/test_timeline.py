@@ -17,7 +17,6 @@ from miles_async.events import (
     StepEnded,
     StepStarted,
     TrainerPhaseChanged,
-    VerdictChanged,
     WriteFailed,
 )
 from miles_async.observability.page.status import SLOTS_SHOWN, status
@@ -28,10 +27,6 @@ from tests.unit.example_events import RUN, moved
 
 def means(timeline: Timeline, name: str) -> list[float | None]:
     return timeline.figures()["series"][name]["mean"]
-
-
-def verdict(time: float, name: str) -> VerdictChanged:
-    return VerdictChanged(time=time, verdict=name, why="because", knob="turn this", shares={})
 
 
 def test_a_gauge_is_averaged_over_time_and_its_extremes_are_kept() -> None:
@@ -80,13 +75,14 @@ def test_a_value_that_is_not_finite_is_a_gap() -> None:
     assert means(timeline, "loss") == [None, None, 7.0]
 
 
-def test_the_trainers_time_is_counted_up_to_now() -> None:
+def test_the_trainers_time_is_counted_up_to_the_last_report() -> None:
     view = RunView()
     view.apply(RUN)
-    view.apply(TrainerPhaseChanged(time=100.0, to="batch"))
-    view.apply(TrainerPhaseChanged(time=101.0, to="step"))
-    assert view.charts.figures("whole", 103.0)["series"]["trainer:batch"]["mean"][:2] == [1.0, 1.0]
-    assert sum(view.charts.figures("whole", 104.0)["series"]["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
+    for time, phase in ((100.0, "batch"), (101.0, "step"), (104.0, "step")):
+        view.apply(TrainerPhaseChanged(time=time, to=phase))
+    series = view.charts.figures("whole", 106.0)["series"]
+    assert series["trainer:batch"]["mean"][:2] == [1.0, 1.0]
+    assert sum(series["trainer:step"]["mean"]) * 0.5 == pytest.approx(3.0)
 
 
 def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None:
@@ -115,9 +111,9 @@ def test_groups_of_a_step_that_was_not_finite_are_not_drawn_as_trained() -> None
 def test_a_phase_has_the_verdict_of_most_of_its_time() -> None:
     view = RunView()
     view.apply(RUN)
-    view.apply(verdict(100.0, "rollout-bound"))
-    view.apply(verdict(103.0, "balanced"))
-    view.apply(verdict(103.1, "trainer-bound"))
+    view.charts.account("batch", "rollout-bound", 100.0, 103.0)
+    view.charts.account("batch", "balanced", 103.0, 103.1)
+    view.charts.account("step", "trainer-bound", 103.1, 105.0)
     assert view.charts.verdicts(105.0) == [(0.0, 3.0, "rollout-bound"), (3.0, 5.0, "trainer-bound")]
 
 
