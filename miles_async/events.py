@@ -59,6 +59,8 @@ class RunStarted(Event, frozen=True):
     """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
     untested: tuple[str, ...] = ()
     """Flags of SGLang that were never tried and that the user has allowed."""
+    save_interval: int | None = None
+    """Rollouts between two checkpoints; None if none are written at intervals, and in logs of earlier versions."""
 
     @property
     def longest_group(self) -> int:
@@ -575,6 +577,21 @@ class DeadLettersUnwritten(Event, frozen=True):
     """Feed indices of the oldest of these letters."""
     error: str | None
     """Why the last write failed; None if it did not fail."""
+
+
+class DeadLettered(Event, frozen=True):
+    """A prompt got no further attempt; `dead_letters.jsonl` has its samples and errors."""
+
+    feed_index: str
+    reason: str
+    """A `DropReason`."""
+
+
+class CheckpointWritten(Event, frozen=True):
+    """A checkpoint is complete on disk."""
+
+    rollout: int
+    """The last rollout that its weights were trained on."""
 
 
 class EventsMissing(Event, frozen=True):

@@ -325,5 +325,6 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         longest_response=config.rollout.rollout_max_response_len,
         model=model,
         configuration=configuration_id(config, entry),
+        save_interval=config.learner.save_interval if config.learner.save is not None else None,
         untested=tuple(flag for flags in untested_arguments(config).values() for flag in flags),
     )

@@ -56,6 +56,10 @@ class EventSubscribers:
         registry = CollectorRegistry()
         self._view = view = RunView()
         self._metrics = MetricsRecorder(registry, view)
+        folders = {"run": folder.path, "store": folder.store}
+        if (save := config.learner.save_folder) is not None:
+            folders["save"] = save
+        self._metrics.watch_disks(folders)
         self._write_failed = False
         settings = config.observability
         self._event_log = EventLogWriter(

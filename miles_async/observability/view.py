@@ -100,6 +100,8 @@ class RunView:
         """The first start that made the warm-started model; the first start if every one found it in the cache."""
         self.uptime = Uptime()
         self.ended: RunEnded | None = None
+        self.lost_driver_replaced: float | None = None
+        """When the last driver began that continues a run whose driver was lost; None if every driver ended the run."""
         self.past = -inf
         """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
         times are then late ones of processes that have ended."""
@@ -224,6 +226,8 @@ class RunView:
     def _run_started(self, event: RunStarted) -> None:
         if self.run is not None:
             self.uptime.restart_driver(event.time, self.learner.accounted_until)
+            if self.ended is None:
+                self.lost_driver_replaced = event.time
         # The processes of an earlier driver have ended.
         self.past, self.engines = event.time, Engines()
         self.progress = self.queue = None

@@ -14,6 +14,7 @@ from miles_async.errors import FatalError
 from miles_async.events import (
     AdmissionBlocked,
     BatchDrained,
+    CheckpointWritten,
     Evaluated,
     GroupGenerated,
     LoopLag,
@@ -125,6 +126,7 @@ def test_a_checkpoint_that_takes_long_to_write_is_progress(async_save: bool) -> 
     saving = config(save="checkpoints", save_interval=10, async_save=async_save)
     world = World(config=saving, save_seconds=700.0).run()
     assert sorted(world.trainer.saved) == [9, 19]
+    assert [written.rollout for written in world.trace.of(CheckpointWritten)] == [9, 19]
     assert world.trace.of(Stalled) == []
 
 

@@ -191,7 +191,7 @@ def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_pat
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
         assert batches["value"][1] == str(played.config.rollout.num_rollout)
-        theirs = re.compile(r"sglang|smg_|\bup\b")
+        theirs = re.compile(r"sglang|smg_|disk_free|\bup\b")
         ours = [(what, expression) for what, expression in asked() if not theirs.search(expression)]
         assert empty(prometheus, ours, ended) == []
 

@@ -103,6 +103,19 @@ class Instruments:
             "Seconds without progress after which the run warns; no less than a slow group takes while the run waits "
             "for groups. NaN until the first batch is requested.",
         )
+        self.eta_seconds = self._unknown_gauge(
+            "eta_seconds",
+            "Seconds that the remaining batches need at the pace so far. Undone batches remain, and their time counts. "
+            "NaN before the first batch.",
+        )
+        self.restarts = counter("restarts", "How often driver, rollout_worker and learner were replaced.", "name")
+        for process in ("driver", "rollout_worker", "learner"):
+            self.restarts.labels(process)
+        self.driver_replaced = self._unknown_gauge(
+            "lost_driver_replaced_timestamp_seconds",
+            "When the last driver began that continues a run whose driver was lost. NaN if there is none.",
+        )
+        self.disk_free = gauge("disk_free_bytes", "Free space of the disk with a folder of the run.", "folder")
         self.stalls = counter("stalls", "Warnings that the run made no progress.")
         self.loop_lag_seconds = self._histogram(
             "loop_lag_seconds", "Delay with which the rollout worker's event loop wakes up.", LAG_SECONDS
@@ -179,6 +192,7 @@ class Instruments:
         self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
         self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
         self.group_response_tokens = histogram("group_response_tokens", "Response tokens of a generated group.", TOKENS)
+        self.dead_letters = self._counter("dead_letters", "Prompts that got no further attempt.")
         self.unwritten_dead_letters = self._gauge(
             "unwritten_dead_letters", "Dead letters that could not be written and are kept in memory."
         )
@@ -225,6 +239,18 @@ class Instruments:
             gauge("step_metric", "Loss, gradient norm and other learner metrics of the last batch.", "name")
         )
         self.rollout = gauge("rollout_batches", "Batches that were trained.")
+        self.undone_batches = counter(
+            "undone_batches", "Batches whose training was lost, because the learner continued from a checkpoint."
+        )
+        self.unsaved_batches = gauge(
+            "unsaved_batches", "Batches trained after the newest checkpoint, which are undone if the learner is lost."
+        )
+        self.save_interval = self._unknown_gauge(
+            "save_interval_batches", "--save-interval; NaN if no checkpoints are written at intervals."
+        )
+        self.last_checkpoint_timestamp = self._unknown_gauge(
+            "last_checkpoint_timestamp_seconds", "When the newest checkpoint was complete. NaN before the first."
+        )
         self.nonfinite_steps = counter(
             "nonfinite_steps", "Batches that were skipped because the loss or the gradient was not finite."
         )
@@ -264,7 +290,12 @@ class Instruments:
             "engine_idle_seconds",
             "Seconds without any request at the engines, from the first step on, without interruptions.",
         )
+        self.engines_idle = gauge(
+            "engines_idle", "1 for the reason why no engine has a request, 0 for all others and while one has.", "cause"
+        )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
+        for outcome in ("live", "failed"):  # so that the first failure is an increase
+            self.publishes.labels(outcome)
         self.engine_changes = counter(
             "engine_changes", "How often an engine was routed, fenced or lost.", "engine", "state"
         )

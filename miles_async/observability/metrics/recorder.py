@@ -8,7 +8,10 @@ are updated by `tick`.
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -16,9 +19,11 @@ from miles_async.events import (
     AdmissionBlocked,
     AgentSessionExpired,
     BatchDrained,
+    CheckpointWritten,
     ClusterReady,
     CollapseRiskChanged,
     DataSkipped,
+    DeadLettered,
     DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
@@ -28,6 +33,7 @@ from miles_async.events import (
     GroupFiltered,
     GroupGenerated,
     GroupMoved,
+    LearnerRestored,
     LoopLag,
     ProcessSilent,
     PublishEnded,
@@ -45,6 +51,7 @@ from miles_async.events import (
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.state.engines import IdleCause, idle_cause
 from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
@@ -67,6 +74,8 @@ class MetricsRecorder:
         self._bind_gauges()
         self._counted: dict[Counter, float] = {}
         """The value of each counter that `_increase_to` sets."""
+        self._saved: int | None = None
+        """The rollout of the newest checkpoint."""
         self._lost: set[str] = set()
         """Engines that were lost."""
 
@@ -143,6 +152,14 @@ class MetricsRecorder:
                 self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
+            case CheckpointWritten():
+                self._saved = event.rollout
+                self._metrics.last_checkpoint_timestamp.set(event.time)
+            case LearnerRestored():
+                self._saved = event.rollout
+                self._metrics.rollout.set(event.rollout + 1)
+            case DeadLettered():
+                self._metrics.dead_letters.inc()
             case DeadLettersUnwritten():
                 self._metrics.unwritten_dead_letters.set(event.letters)
             case WriteFailed():
@@ -169,11 +186,38 @@ class MetricsRecorder:
         self._metrics.since_progress_seconds.set(idle)
         self._increase_to(self._metrics.learner_idle_seconds, view.learner_idle_seconds(now))
         self._increase_to(self._metrics.engine_idle_seconds, view.engine_idle_seconds(now))
+        for process, restarts in view.uptime.restarts.items():
+            self._increase_to(self._metrics.restarts.labels(process), restarts)
+        self._increase_to(self._metrics.undone_batches, view.steps.undone.batches)
+        self._metrics.driver_replaced.set(view.lost_driver_replaced or math.nan)
+        self._metrics.unsaved_batches.set(self._unsaved_batches())
+        self._metrics.eta_seconds.set(self._eta_seconds())
+        busy = view.engine_use.last
+        pulse = view.last(Pulse) if view.past == -math.inf and not view.uptime.interrupted else None
+        cause = idle_cause(pulse, view.engines.routed, publishing=view.publishes.running is not None)
+        for each in IdleCause:
+            self._metrics.engines_idle.labels(each).set(cause is each and (busy is None or not busy.in_flight))
         verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
         for doing, seconds in view.learner.seconds.items():
             self._increase_to(self._metrics.trainer_seconds.labels(doing), seconds)
+
+    def watch_disks(self, folders: Mapping[str, Path]) -> None:
+        """Serve the free space of the disks with these folders, by name; it is read at each scrape."""
+        for name, folder in folders.items():
+            self._metrics.disk_free.labels(name).set_function(partial(_free_bytes, folder))
+
+    def _unsaved_batches(self) -> int:
+        batches, steps = self._view.steps.batches, self._view.steps
+        return batches if self._saved is None else min(batches, max(0, steps.next_rollout - self._saved - 1))
+
+    def _eta_seconds(self) -> float:
+        view = self._view
+        if view.run is None or view.steps.last is None or not view.steps.kept.batches:
+            return math.nan
+        seconds = view.uptime.training_seconds(view.steps.last.time)
+        return max(0, view.run.rollouts - view.steps.next_rollout) * seconds / view.steps.kept.batches
 
     def _increase_to(self, counter: Counter, total: float) -> None:
         # Events arrive slightly late, so a tick may count idle seconds that a later event shows to have been busy. A
@@ -195,6 +239,7 @@ class MetricsRecorder:
         self._metrics.run.info({"run": event.run, "entry": event.entry})
         self._metrics.queue_capacity.set(event.queue_capacity)
         self._metrics.window.set(event.window)
+        self._metrics.save_interval.set(event.save_interval or math.nan)
         if event.slots is not None:
             self._metrics.slots.set(event.slots)
         if event.staleness_limit is not None:
@@ -324,3 +369,12 @@ class MetricsRecorder:
         self._metrics.eval_oldest_version.labels(event.name).set(oldest)
         self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)
+
+
+def _free_bytes(folder: Path) -> float:
+    """Return the free bytes of the disk with `folder`; NaN if they cannot be read."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return math.nan

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from dashboards.build import FOLDER
 from dashboards.prometheus import binary
 from miles_async.events import (
+    BatchDrained,
     ClusterReady,
     EngineBusy,
     EngineChanged,
@@ -24,6 +25,8 @@ from miles_async.events import (
     RouterChanged,
     RunEnded,
     RunStarted,
+    StepEnded,
+    StepStarted,
 )
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.view import RunView
@@ -122,10 +125,12 @@ def scraped(*drivers: Sequence[Event]) -> Scrapes:
     return scrapes
 
 
-def driven(events: Iterable[Event], *, start_seconds: float = START_SECONDS, at: float = 0.0) -> list[Event]:
+def driven(
+    events: Iterable[Event], *, start_seconds: float = START_SECONDS, at: float = 0.0, first_rollout: int = 0
+) -> list[Event]:
     """The events that a driver passes on: its own, and those of a simulated rollout worker that it has started.
 
-    The driver starts at `at`, and the rollout worker is ready `start_seconds` later.
+    The driver starts at `at`, and the rollout worker is ready `start_seconds` later and trains `first_rollout` first.
     """
     first, *simulated = events
     assert isinstance(first, RunStarted)
@@ -137,8 +142,14 @@ def driven(events: Iterable[Event], *, start_seconds: float = START_SECONDS, at:
         ClusterReady(time=ready, weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True),
         EngineChanged(time=ready, engine="engine-0", state="routed", version=None, reason=None),
         RouterChanged(time=ready, up=True, engines=1, healthy=1),
-        *(replace(event, time=event.time + shift) for event in simulated),
+        *(_moved(event, shift, first_rollout) for event in simulated),
     ]
+
+
+def _moved(event: Event, seconds: float, rollouts: int) -> Event:
+    if isinstance(event, StepStarted | StepEnded | BatchDrained):
+        return replace(event, time=event.time + seconds, rollout=event.rollout + rollouts)
+    return replace(event, time=event.time + seconds)
 
 
 def simulated(

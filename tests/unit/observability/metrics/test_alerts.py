@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+import pytest
 import yaml
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
@@ -14,10 +15,11 @@ from prometheus_client import CollectorRegistry
 from miles_async.events import (
     CollapseRiskChanged,
     Event,
+    LearnerRestored,
     ProcessSilent,
     Pulse,
     RouterChanged,
-    RunStarted,
+    RunContinued,
     StepEnded,
     StepStarted,
 )
@@ -63,8 +65,9 @@ def test_every_alert_fires_exactly_under_its_condition() -> None:
     assert sorted(tested) == sorted(f"{rule['alert']} {does}" for rule in ALERTS for does in ("fires", "does not fire"))
 
 
-def test_every_alert_says_what_to_do() -> None:
-    assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get("runbook", "").endswith(".")] == []
+@pytest.mark.parametrize("annotation", ["description", "runbook"])
+def test_every_alert_says_when_it_fires_and_what_to_do(annotation: str) -> None:
+    assert [rule["alert"] for rule in ALERTS if not rule["annotations"].get(annotation, "").endswith(".")] == []
 
 
 def test_no_alert_fires_in_a_healthy_run(tmp_path: Path) -> None:
@@ -115,15 +118,30 @@ def troubled() -> list[Event]:
     return ended(events, "interrupted")
 
 
+def rollouts(events: Sequence[Event]) -> int:
+    return sum(isinstance(event, StepEnded) for event in events)
+
+
 def test_no_alert_fires_in_a_run_that_is_resumed_whatever_had_happened_before(tmp_path: Path) -> None:
     before = troubled()
-    after = driven(simulated(), start_seconds=NINE_MINUTES, at=4000.0)
+    after = driven(simulated(), start_seconds=NINE_MINUTES, at=4000.0, first_rollout=rollouts(before))
     # What the processes of the earlier driver had reported before they ended arrives late.
     late = [event for event in before if isinstance(event, Pulse)][-1:]
     gone = [RouterChanged(time=399.5, up=False, engines=0, healthy=0), *late]
     cleared = CollapseRiskChanged(time=4000.0, rollout=20, high=False, why="the learner continues", knob="")
     ready = next(index for index, event in enumerate(after) if event.time > 4000.0 + NINE_MINUTES)
-    resumed = [after[0], cleared, *after[1:ready], *gone, *after[ready:]]
-    assert isinstance(after[0], RunStarted)
-    only_resumed = scraped(before, ended(resumed)).since(4000.0)
-    assert only_resumed.other_alerts(tmp_path) == ""
+    resumed = ended([after[0], cleared, *after[1:ready], *gone, *after[ready:]])
+    assert scraped(before, resumed).since(4000.0).other_alerts(tmp_path) == ""
+
+
+def test_a_run_whose_driver_was_killed_fires_only_that_it_was_and_what_was_undone(tmp_path: Path) -> None:
+    before = until(400.0, driven(simulated()))
+    done = rollouts(before)
+    again = driven(simulated(batches=20), at=500.0, first_rollout=done - 5)
+    ready = next(index for index, event in enumerate(again) if isinstance(event, RouterChanged)) + 1
+    restored = LearnerRestored(
+        time=again[ready].time, rollout=done - 6, kept_version=done - 5, version=done + 1, updates=0, groups=40
+    )
+    continues = [RunContinued(time=again[ready].time), restored]
+    killed = scraped(before, ended([*again[:ready], *continues, *again[ready:]]))
+    assert killed.since(500.0).other_alerts(tmp_path, "BatchesUndone", "DriverRestarted") == ""
