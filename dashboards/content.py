@@ -143,6 +143,31 @@ OVERVIEW = Dashboard(
                     {"since": of("since_progress_seconds")},
                 ),
                 Panel(
+                    "Time left",
+                    "Of the remaining batches at the pace so far. A rollback raises it.",
+                    "s",
+                    {"left": of("eta_seconds")},
+                ),
+                Panel(
+                    "Restarts and undone batches",
+                    "Processes that were replaced, and batches whose training was lost. Save more often "
+                    "(--save-interval) to lose fewer.",
+                    "short",
+                    {"{{name}}": of("restarts_total"), "undone batches": of("undone_batches_total")},
+                ),
+                Panel(
+                    "Unsaved batches",
+                    "Batches that are in no checkpoint, and --save-interval.",
+                    "short",
+                    {"unsaved": of("unsaved_batches"), "interval": of("save_interval_batches")},
+                ),
+                Panel(
+                    "Free disk space",
+                    "Of the disks with the run folder, the store and the checkpoints.",
+                    "bytes",
+                    {"{{folder}}": of("disk_free_bytes")},
+                ),
+                Panel(
                     "Silent processes",
                     "Seconds since each process last answered; 0 while it answers.",
                     "s",
@@ -353,6 +378,13 @@ ENGINES = Dashboard(
                     "percentunit",
                     {"idle": rule("engine_idle:rate1m")},
                 ),
+                Panel(
+                    "Why engines are idle",
+                    "Fraction of the time without any request at the engines, by cause.",
+                    "percentunit",
+                    {"{{cause}}": f"avg_over_time({of('engines_idle')}{RATE})"},
+                    "stack",
+                ),
             ),
         ),
         Row(
@@ -480,6 +512,12 @@ LEARNER = Dashboard(
                     "Batches whose loss or gradient is not finite. Check their rewards, or lower --lr.",
                     "short",
                     {"batches": of("nonfinite_steps_total")},
+                ),
+                Panel(
+                    "Dead letters",
+                    "Prompts that get no further attempt, and those of them that could not be written.",
+                    "short",
+                    {"dead letters": of("dead_letters_total"), "not written": of("unwritten_dead_letters")},
                 ),
                 Panel(
                     "Event-loop lag of the rollout worker",

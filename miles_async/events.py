@@ -59,6 +59,8 @@ class RunStarted(Event, frozen=True):
     """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
     untested: tuple[str, ...] = ()
     """Flags of SGLang that were never tried and that the user has allowed."""
+    save_interval: int | None = None
+    """Rollouts between two checkpoints; None if none are written at intervals, and in logs of earlier versions."""
 
     @property
     def longest_group(self) -> int:
@@ -495,6 +497,10 @@ class Pulse(Event, frozen=True, kw_only=True):
     live_version: int
     idle_seconds: float
     """Seconds since the last progress; 0 while an evaluation runs."""
+    warn_seconds: float = 0.0
+    """Seconds without progress after which a warning follows; 0 in event logs of earlier versions."""
+    slow_group_seconds: float = 0.0
+    """Seconds that hardly any group of the run takes (`scheduling/durations.py`); 0 before enough groups have ended."""
 
 
 class ProcessSilent(Event, frozen=True):
@@ -573,6 +579,21 @@ class DeadLettersUnwritten(Event, frozen=True):
     """Feed indices of the oldest of these letters."""
     error: str | None
     """Why the last write failed; None if it did not fail."""
+
+
+class DeadLettered(Event, frozen=True):
+    """A prompt got no further attempt; `dead_letters.jsonl` has its samples and errors."""
+
+    feed_index: str
+    reason: str
+    """A `DropReason`."""
+
+
+class CheckpointWritten(Event, frozen=True):
+    """A checkpoint is complete on disk."""
+
+    rollout: int
+    """The last rollout that its weights were trained on."""
 
 
 class EventsMissing(Event, frozen=True):

@@ -123,7 +123,8 @@ async def _drive(
     _ignore_hangup()
     if not is_interactive(config):
         print(table(config, entry), flush=True)
-    with EventSubscribers(config, folder) as subscribers:
+    earlier = read_events(folder.events) if checked.beginning.folder is not None else ()
+    with EventSubscribers(config, folder, earlier) as subscribers:
         stop = StopRequest(subscribers, config.cluster.drain_seconds)
         stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.
@@ -132,8 +133,6 @@ async def _drive(
 
         structlog.contextvars.bind_contextvars(run=folder.path.name)
         details.info("run", folder=str(folder.path), page=subscribers.page_url, metrics=subscribers.metrics_url)
-        if checked.beginning.folder is not None:
-            subscribers.replay(read_events(folder.events))
         started = run_started(config, folder, entry, model)
         if started.untested:
             log.warning(f"this run uses arguments of SGLang that were never tried: {' '.join(started.untested)}")
@@ -326,5 +325,6 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         longest_response=config.rollout.rollout_max_response_len,
         model=model,
         configuration=configuration_id(config, entry),
+        save_interval=config.learner.save_interval if config.learner.save is not None else None,
         untested=tuple(flag for flags in untested_arguments(config).values() for flag in flags),
     )

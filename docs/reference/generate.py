@@ -1,7 +1,8 @@
 """The reference pages of the documentation site, generated from the code while MkDocs builds the site.
 
-`reference/settings.md` lists every setting of the schema by section. `reference/python/` has a page per public
-module or package; mkdocstrings reads the names from the source files and imports nothing.
+`reference/settings.md` lists every setting of the schema by section, and `reference/alerts.md` every alert.
+`reference/python/` has a page per public module or package; mkdocstrings reads the names from the source files and
+imports nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -33,6 +35,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """MkDocs calls this function once it has collected the pages."""
     files.append(File.generated(config, "reference/settings.md", content=settings_page()))
+    files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
     for name in _public():
         files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
     return files
@@ -56,6 +59,23 @@ def settings_page() -> str:
     for section in SECTIONS:
         lines += ["", f"## {section}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]
         lines += [_row(setting) for setting in SETTINGS.values() if ".".join(setting.path[:-1]) == section]
+    return "\n".join(lines) + "\n"
+
+
+def alerts_page() -> str:
+    """Every alert with its condition and what to do, from the rules of Prometheus."""
+    rules = yaml.safe_load((ROOT / "dashboards" / "rules" / "alerts.yml").read_text())["groups"][0]["rules"]
+    lines = [
+        "# Alerts",
+        "",
+        "`dashboards/rules/alerts.yml` has the expressions ([Prometheus](../how-to/monitor.md#prometheus)).",
+        "",
+        "| alert | severity | when | what to do |",
+        "|---|---|---|---|",
+    ]
+    for rule in rules:
+        when, advice = (_escaped(rule["annotations"][name]) for name in ("description", "runbook"))
+        lines.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {when} | {advice} |")
     return "\n".join(lines) + "\n"
 
 

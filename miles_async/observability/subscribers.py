@@ -48,12 +48,18 @@ class EventSubscribers:
     The pipeline never waits for a subscriber. Use it as a context manager, which closes all files and servers.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        """Raises UserError if the metrics port is already in use."""
+    def __init__(self, config: RunConfig, folder: RunFolder, earlier: Iterable[Event] = ()) -> None:
+        """Take in `earlier`, the events of an earlier driver of this run, which are in the event log already.
+
+        Raises UserError if the metrics port is already in use.
+        """
         registry = CollectorRegistry()
         self._view = view = RunView()
         self._metrics = MetricsRecorder(registry, view)
-        self._server = HttpServer(registry, LivePage(view, folder.path), config.observability.metrics_port)
+        folders = {"run": folder.path, "store": folder.store}
+        if (save := config.learner.save_folder) is not None:
+            folders["save"] = save
+        self._metrics.watch_disks(folders)
         self._write_failed = False
         settings = config.observability
         self._event_log = EventLogWriter(
@@ -67,6 +73,11 @@ class EventSubscribers:
         )
         self._verdicts = Announcements()
         self._collapse = CollapseDetector()
+        for event in earlier:
+            self._record(event)
+            self._collapse.observe(event)  # what it announced is in the log
+        # Only now: a counter that grows while old events are read would look as if all of it had just happened.
+        self._server = HttpServer(registry, LivePage(view, folder.path), settings.metrics_port)
         self._stall = StallReport(view, config.observability.no_progress_warn_seconds)
         self._log_tail = LogTail(folder.logs)
         self._trackers = Trackers(view, config, folder)
@@ -115,11 +126,6 @@ class EventSubscribers:
     def flush(self) -> None:
         """Write all events to the event log, so that they survive this process."""
         self._event_log.flush()
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Take in the events of an earlier driver of this run, which are in the event log already."""
-        for event in events:
-            self._record(event)
 
     def _record(self, event: Event) -> None:
         """Pass an event to the subscribers that describe the run as a whole."""

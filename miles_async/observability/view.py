@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from math import inf
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -100,6 +101,11 @@ class RunView:
         """The first start that made the warm-started model; the first start if every one found it in the cache."""
         self.uptime = Uptime()
         self.ended: RunEnded | None = None
+        self.lost_driver_replaced: float | None = None
+        """When the last driver began that continues a run whose driver was lost; None if every driver ended the run."""
+        self.past = -inf
+        """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
+        times are then late ones of processes that have ended."""
         self.groups = Groups()
         self.tokens = Tokens()
         self.staleness = Staleness()
@@ -224,6 +230,12 @@ class RunView:
     def _run_started(self, event: RunStarted) -> None:
         if self.run is not None:
             self.uptime.restart_driver(event.time, self.learner.accounted_until)
+            if self.ended is None:
+                self.lost_driver_replaced = event.time
+        # The processes of an earlier driver have ended.
+        self.past, self.engines = event.time, Engines()
+        self.progress = self.queue = None
+        self.silent.clear()
         self.run, self.ended = self.run or event, None
         self.tokens.start_run(event)
         self.engine_use.start_run(event.time)
@@ -240,7 +252,9 @@ class RunView:
     def _pulse(self, event: Pulse) -> None:
         self._account(event.time)
         self.queue = Queue(event.queue, event.blocked)
-        self.progress = Progress(event.idle_seconds, event.time)
+        if event.time >= self.past:
+            self.past = -inf  # from now on, earlier times mean that the clock was set
+            self.progress = Progress(event.idle_seconds, event.time)
         self.staleness.record_version(event.trainer_version, event.time)
         if event.generating:
             self.tokens.generating_at(event.time)

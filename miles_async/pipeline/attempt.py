@@ -160,6 +160,7 @@ class Attempts:
         if not verdict.keep:
             journal.emit(GroupFiltered(time=clock.time(), sequence=sequence_of(group), reason=verdict.reason))
         journal.emit(event)
+        self._run_state.durations.record(event.generation_seconds + event.reward_seconds, event.sequence)
         self._sample_display.offer(group)
         return Outcome.KEPT if verdict.keep else Outcome.FILTERED
 

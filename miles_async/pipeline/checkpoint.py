@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import UserError
+from miles_async.events import CheckpointWritten
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
@@ -70,6 +71,7 @@ class Checkpointer:
         await self._learner.write_state(rollout_id, progress)
         self.last_saved = rollout_id
         self._run_state.journal.save(rollout_id)
+        self._run_state.journal.emit(CheckpointWritten(time=self._run_state.clock.time(), rollout=rollout_id))
 
 
 def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle, snapshot: Snapshot) -> dict[str, Any]:

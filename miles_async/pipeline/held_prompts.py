@@ -380,6 +380,7 @@ class HeldPrompts:
             clock = self._run_state.clock
             seconds = 0.0 if taken is None else clock.monotonic() - taken.time
             self._journal.emit(generated_event(group, clock.time(), seconds, 0.0, by_worker=True))
+            self._run_state.durations.record(seconds)
             self._run_state.mark_progress()
 
     def _release_unused(self) -> None:

@@ -65,7 +65,8 @@ class RunMonitor:
         self._producer = producer
         self._collector = collector
         self._generator = generator
-        self._stall = StallClock(warn_seconds)
+        self._stall = StallClock()
+        self._warn_seconds = warn_seconds
         self._abort_seconds = abort_seconds
         self._limits = limits
         self._taken = taken
@@ -75,8 +76,8 @@ class RunMonitor:
     async def run(self) -> None:
         """Run until cancelled.
 
-        Raises FatalError after `abort_seconds` without progress, and after as much more as the limits of the stages in
-        which groups are now: what a user's function does there is unknown until it ends.
+        Raises FatalError after `abort_seconds` without progress, and after as much more as a group may need: the limits
+        of the stages in which groups are now, because what a user's function does there is unknown until it ends.
         """
         run_state = self._run_state
         while True:
@@ -90,11 +91,26 @@ class RunMonitor:
             run_state.journal.emit(
                 EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
             )
+            run_state.durations.pass_head(self._producer.window.head)
             run_state.journal.emit(self._pulse(idle_seconds))
-            if self._stall.due(idle_seconds):
+            if self._stall.due(idle_seconds, self._warn_after):
                 self._warn(idle_seconds)
-            if idle_seconds >= self._abort_seconds + self._stage_seconds:
+            if idle_seconds >= self._abort_seconds + max(self._stage_seconds, self._slow_seconds or 0.0):
                 raise FatalError(self._stall_sentence(idle_seconds))
+
+    @property
+    def _warn_after(self) -> float:
+        """Seconds without progress after which something may be wrong: no less than a slow group takes."""
+        slow = self._slow_seconds
+        return max(self._warn_seconds, self._stage_seconds if slow is None else slow)
+
+    @property
+    def _slow_seconds(self) -> float | None:
+        """Seconds that hardly any group of this run takes; 0 while the run does not wait for groups.
+
+        None before enough groups have ended.
+        """
+        return self._run_state.durations.slow_seconds if self._run_state.waits_for_groups else 0.0
 
     @property
     def _stage_seconds(self) -> float:
@@ -148,6 +164,8 @@ class RunMonitor:
             trainer_version=run_state.trainer_version,
             live_version=run_state.live_version,
             idle_seconds=round(idle_seconds, 3),
+            warn_seconds=round(self._warn_after, 3),
+            slow_group_seconds=round(run_state.durations.slow_seconds or 0.0, 3),
         )
 
     def _warn(self, idle_seconds: float) -> None:

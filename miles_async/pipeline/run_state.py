@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.tasks import ChangeSignal
 from miles_async.ports import Clock
+from miles_async.scheduling.durations import GroupDurations
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import Group
 
@@ -33,6 +34,8 @@ class RunState:
         """Problems of evaluations that are at the engines."""
         self.lineage = Lineage()
         """Which versions the current weights descend from."""
+        self.durations = GroupDurations()
+        """How long the groups took that ended in this process."""
         self.publish_aborts = 0
         """Publishes that have aborted the requests at the engines (`pause_generation_mode` abort)."""
         self.publish_is_aborting = False

@@ -13,27 +13,26 @@ class StallClock:
 
     Example::
 
-        clock = StallClock(warn_seconds=30.0)
-        clock.due(29.0)  # False
-        clock.due(31.0)  # True: the first warning
-        clock.due(45.0)  # False: already warned for this interval
-        clock.due(60.0)  # True: the second warning
+        clock = StallClock()
+        clock.due(29.0, warn_seconds=30.0)  # False
+        clock.due(31.0, warn_seconds=30.0)  # True: the first warning
+        clock.due(45.0, warn_seconds=30.0)  # False: already warned for this interval
+        clock.due(60.0, warn_seconds=30.0)  # True: the second warning
     """
 
-    def __init__(self, warn_seconds: float) -> None:
-        self._warn_seconds = warn_seconds
+    def __init__(self) -> None:
         self._warnings = 0
         """Intervals of the current stall that a warning has been due for."""
 
-    def due(self, idle_seconds: float) -> bool:
+    def due(self, idle_seconds: float, warn_seconds: float) -> bool:
         """Whether to warn now, `idle_seconds` after the last progress."""
-        if idle_seconds < self._warn_seconds:
+        if idle_seconds < warn_seconds:
             self._warnings = 0
             return False
-        if idle_seconds < self._warn_seconds * (self._warnings + 1):
+        if idle_seconds < warn_seconds * (self._warnings + 1):
             return False
         # A late call may skip intervals; it warns once for all of them.
-        self._warnings = int(idle_seconds // self._warn_seconds)
+        self._warnings = int(idle_seconds // warn_seconds)
         return True
 
 

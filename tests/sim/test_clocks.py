@@ -14,6 +14,7 @@ from miles_async.errors import FatalError
 from miles_async.events import (
     AdmissionBlocked,
     BatchDrained,
+    CheckpointWritten,
     Evaluated,
     GroupGenerated,
     LoopLag,
@@ -125,6 +126,7 @@ def test_a_checkpoint_that_takes_long_to_write_is_progress(async_save: bool) -> 
     saving = config(save="checkpoints", save_interval=10, async_save=async_save)
     world = World(config=saving, save_seconds=700.0).run()
     assert sorted(world.trainer.saved) == [9, 19]
+    assert [written.rollout for written in world.trace.of(CheckpointWritten)] == [9, 19]
     assert world.trace.of(Stalled) == []
 
 
@@ -175,6 +177,23 @@ def test_rewards_have_their_own_time_limit_before_the_run_ends() -> None:
     assert len(World(config=scored, reward_seconds=990.0).run().trainer.batches) == 2
     with pytest.raises(FatalError, match="nothing moved for 1600s"):
         World(config=scored, reward_seconds=1e6).run()
+
+
+def test_healthy_answers_that_take_minutes_cause_no_warning_and_longer_ones_do() -> None:
+    settings = config(num_rollout=30, custom_generate_function_path="mine.generate", no_progress_abort_seconds=1e5)
+
+    def latency(group: Group, rng: random.Random) -> float:
+        return 5000.0 if group.feed_index == hangs else rng.uniform(260.0, 290.0)
+
+    hangs = ""
+    healthy = World(config=settings, engine_kind=Elsewhere, latency=latency).run()
+    assert healthy.trace.of(Stalled) == []
+    hangs = "sample_0_100"
+    stuck = World(config=settings, engine_kind=Elsewhere, latency=latency).run()
+    slow = [pulse.slow_group_seconds for pulse in stuck.trace.of(Pulse) if pulse.head_state is not None][-1]
+    assert 520.0 < slow < 590.0
+    warned = [stalled.seconds for stalled in stuck.trace.of(Stalled)]
+    assert warned[0] == pytest.approx(580.0, abs=15.0)
 
 
 class Frozen(Trainer):

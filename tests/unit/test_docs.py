@@ -39,6 +39,13 @@ def test_every_row_of_the_settings_page_has_four_cells(generate: ModuleType) -> 
     assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
 
 
+def test_the_alerts_page_has_one_row_of_four_cells_per_alert(generate: ModuleType) -> None:
+    rules = (DOCS.parent / "dashboards" / "rules" / "alerts.yml").read_text()
+    rows = [line for line in generate.alerts_page().splitlines() if line.startswith("| `")]
+    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == re.findall(r"- alert: (\w+)", rules)
+    assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
+
+
 @pytest.mark.parametrize("name", ["types", "errors", "ports", "pipeline", "rollout", "rewards", "filters", "losses"])
 def test_every_public_package_has_a_page_of_its_modules(generate: ModuleType, name: str) -> None:
     assert f"::: miles_async.{name}" in generate.python_page(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from miles_async.events import DeadLettersUnwritten, EventSink
+from miles_async.events import DeadLettered, DeadLettersUnwritten, EventSink
 from miles_async.types import DropReason, Group
 from miles_async.visible_text import visible_json
 
@@ -54,6 +54,7 @@ class DeadLetterFile:
             "error": error,
             "samples": values["samples"],
         }
+        self._events.emit(DeadLettered(time=time.time(), feed_index=group.feed_index, reason=reason))
         self._keep(group.feed_index, visible_json(orjson.dumps(letter)) + b"\n")
         self.retry()
         if self._unwritten_bytes > MAX_COMPLETE_BYTES:

@@ -17,10 +17,10 @@ class StallReport:
     """
 
     def __init__(self, view: RunView, warn_seconds: float) -> None:
-        """`warn_seconds` is `--no-progress-warn-seconds`, the time without progress after which a stall is reported."""
+        """`warn_seconds` is `--no-progress-warn-seconds`, the shortest time without progress that is reported."""
         self._view = view
         self._warn_seconds = warn_seconds
-        self._stall = StallClock(warn_seconds)
+        self._stall = StallClock()
         self._idle: tuple[float, float] | None = None
         """Seconds without progress that the rollout worker reported last, and when the report arrived
         (`time.monotonic`): the time stamp of the report comes from the wall clock, which may be set meanwhile."""
@@ -36,7 +36,7 @@ class StallReport:
         `now` is in seconds of the monotonic clock.
         """
         seconds = self.idle_seconds(now)
-        if "rollout" not in self._view.silent or not self._stall.due(seconds):
+        if "rollout" not in self._view.silent or not self._stall.due(seconds, self._warn_seconds):
             return None
         pulse = self._view.last(Pulse)
         return Stalled(
@@ -48,9 +48,14 @@ class StallReport:
         )
 
     def stalled_for(self, now: float) -> float:
-        """Return the seconds since the last progress, or 0 if they are fewer than `warn_seconds`."""
-        seconds = self.idle_seconds(now)
-        return seconds if seconds >= self._warn_seconds else 0.0
+        """Return the seconds since the last progress, or 0 if they are too few for a warning.
+
+        A rollout worker that answers knows how long this run may need (`Pulse.warn_seconds`).
+        """
+        seconds, pulse = self.idle_seconds(now), self._view.last(Pulse)
+        answers = pulse is not None and "rollout" not in self._view.silent
+        warn_seconds = max(self._warn_seconds, pulse.warn_seconds) if answers and pulse else self._warn_seconds
+        return seconds if seconds >= warn_seconds else 0.0
 
     def idle_seconds(self, now: float) -> float:
         """Return the seconds since the last progress; 0 before the run starts."""

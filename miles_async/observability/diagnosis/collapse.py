@@ -16,7 +16,8 @@ many groups were admitted at once: half of these batches are fresh enough.
 
 The usual value is the highest such median so far. It is close to 1 if the engines compute the same probabilities as the
 learner. It is lower from the first batch on if they do not: because of quantization, different routing of experts, or
-top-p and top-k. The signs are gone when the median is back at `REDUCED_ESS` times its usual value.
+top-p and top-k. The signs are gone when the median is back at `REDUCED_ESS` times its usual value. They are also gone
+when a learner continues from a checkpoint, until batches of its weights show them again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from miles_async.events import CollapseRiskChanged, Event, StepEnded
+from miles_async.events import CollapseRiskChanged, Event, LearnerRestored, RunStarted, StepEnded
 
 RECENT = 8
 """Number of the last trained batches that are judged together."""
@@ -48,7 +49,8 @@ KNOB = (
 class CollapseDetector:
     """Pass every event to `observe`, which returns each change of the risk.
 
-    The detector remembers only the last batches. A resumed run starts with a new detector.
+    That includes the events of earlier drivers of the run, so that a restart changes neither the usual value nor the
+    risk that was announced.
     """
 
     def __init__(self) -> None:
@@ -56,15 +58,43 @@ class CollapseDetector:
         self._norms: deque[float] = deque(maxlen=REMEMBERED_NORMS)
         self._usual_ess = 0.0
         self._high = False
+        self._configuration = ""
+        """Identifies the settings for which the usual ESS was measured (`RunStarted.configuration`)."""
+        self._rollout = -1
+        """The last trained rollout."""
 
     def observe(self, event: Event) -> CollapseRiskChanged | None:
-        # Batches without these metrics, such as those that train only a critic, do not show the state of the policy.
-        if isinstance(event, StepEnded) and "ess" in event.metrics and "grad_norm" in event.metrics:
-            self._ess.append(event.metrics["ess"])
-            self._norms.append(event.metrics["grad_norm"])
-            if len(self._ess) >= FIRST_JUDGED:
-                return self._judge(event)
+        match event:
+            case RunStarted():
+                if event.configuration != self._configuration:
+                    self._configuration, self._usual_ess = event.configuration, 0.0
+                return self._start_over(event)
+            case LearnerRestored():
+                self._rollout = event.rollout
+                return self._start_over(event)
+            case CollapseRiskChanged():
+                self._high = event.high
+            # Batches without these metrics, such as those that train only a critic, do not show the state of the
+            # policy.
+            case StepEnded() if "ess" in event.metrics and "grad_norm" in event.metrics:
+                self._rollout = event.rollout
+                self._ess.append(event.metrics["ess"])
+                self._norms.append(event.metrics["grad_norm"])
+                if len(self._ess) >= FIRST_JUDGED:
+                    return self._judge(event)
+            case _:
+                pass
         return None
+
+    def _start_over(self, event: Event) -> CollapseRiskChanged | None:
+        """Forget the last batches: the learner continues with other weights than those that they trained."""
+        self._ess.clear()
+        self._norms.clear()
+        if not self._high:
+            return None
+        self._high = False
+        why = "the learner continues from a checkpoint, and the next batches show whether the signs return"
+        return CollapseRiskChanged(time=event.time, rollout=self._rollout, high=False, why=why, knob="")
 
     def _judge(self, event: StepEnded) -> CollapseRiskChanged | None:
         ess = median(self._ess)

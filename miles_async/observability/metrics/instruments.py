@@ -6,6 +6,7 @@ values come from users or libraries is limited to `MAX_LABEL_VALUES` values.
 
 from __future__ import annotations
 
+import math
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -15,7 +16,7 @@ from miles_async.visible_text import visible_text
 
 VERSIONS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
 LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 REWARDS = (-1.0, -0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
@@ -60,6 +61,12 @@ class Instruments:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"miles_async_{name}", text, labels, registry=self._registry)
 
+    def _unknown_gauge(self, name: str, text: str) -> Gauge:
+        """A gauge that is NaN until it is set, so that no alert takes an unknown value for 0."""
+        gauge = self._gauge(name, text)
+        gauge.set(math.nan)
+        return gauge
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"miles_async_{name}", text, labels, registry=self._registry)
 
@@ -79,6 +86,9 @@ class Instruments:
         self.collapse_risk = gauge(
             "collapse_risk", "1 while the effective sample size and the gradient norm announce a collapse, else 0."
         )
+        self.training = gauge(
+            "training", "1 from the first optimizer step after a start or a restart of the driver until the run ends."
+        )
         self.trainer_seconds = counter(
             "trainer_seconds", "The learner's time, by what it did or what it waited for.", "doing"
         )
@@ -88,6 +98,24 @@ class Instruments:
             "what",
         )
         self.since_progress_seconds = gauge("since_progress_seconds", "Seconds since the last progress of any kind.")
+        self.no_progress_warn_seconds = self._unknown_gauge(
+            "no_progress_warn_seconds",
+            "Seconds without progress after which the run warns; no less than a slow group takes while the run waits "
+            "for groups. NaN until the first batch is requested.",
+        )
+        self.eta_seconds = self._unknown_gauge(
+            "eta_seconds",
+            "Seconds that the remaining batches need at the pace so far. Undone batches remain, and their time counts. "
+            "NaN before the first batch.",
+        )
+        self.restarts = counter("restarts", "How often driver, rollout_worker and learner were replaced.", "name")
+        for process in ("driver", "rollout_worker", "learner"):
+            self.restarts.labels(process)
+        self.driver_replaced = self._unknown_gauge(
+            "lost_driver_replaced_timestamp_seconds",
+            "When the last driver began that continues a run whose driver was lost. NaN if there is none.",
+        )
+        self.disk_free = gauge("disk_free_bytes", "Free space of the disk with a folder of the run.", "folder")
         self.stalls = counter("stalls", "Warnings that the run made no progress.")
         self.loop_lag_seconds = self._histogram(
             "loop_lag_seconds", "Delay with which the rollout worker's event loop wakes up.", LAG_SECONDS
@@ -101,7 +129,9 @@ class Instruments:
         self.queue_depth = gauge("queue_depth_groups", "Finished groups that wait for the learner.")
         self.queue_capacity = gauge("queue_capacity_groups", "Most groups that the queue holds.")
         self.window = gauge("window_groups", "Window size W: how far past the head a group may be collected.")
-        self.slots = gauge("slots_groups", "Most groups between admission and publish (B); absent if unlimited.")
+        self.slots = self._unknown_gauge(
+            "slots_groups", "Most groups between admission and publish (B); NaN if unlimited."
+        )
         self.held_slots = gauge("held_slots_groups", "Groups between admission and publish.")
         self.head_age_seconds = gauge(
             "head_age_seconds", "Seconds for which the same group has been the window's head."
@@ -154,9 +184,15 @@ class Instruments:
         self.generation_seconds = histogram(
             "generation_seconds", "Time from the first request to the last token of a group.", SECONDS
         )
+        self.slow_group_seconds = self._unknown_gauge(
+            "slow_group_seconds",
+            "Seconds that hardly any group takes from its first request to its reward: twice the 99th percentile of "
+            "the last 1000 groups. NaN before 50 groups have ended.",
+        )
         self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
         self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
         self.group_response_tokens = histogram("group_response_tokens", "Response tokens of a generated group.", TOKENS)
+        self.dead_letters = self._counter("dead_letters", "Prompts that got no further attempt.")
         self.unwritten_dead_letters = self._gauge(
             "unwritten_dead_letters", "Dead letters that could not be written and are kept in memory."
         )
@@ -177,7 +213,7 @@ class Instruments:
             SECONDS,
             "groups",
         )
-        self.staleness_limit = self._gauge("staleness_limit_versions", "--max-weight-staleness; absent if unset.")
+        self.staleness_limit = self._unknown_gauge("staleness_limit_versions", "--max-weight-staleness; NaN if unset.")
         self.staleness_part_versions = histograms(
             "staleness_part_versions",
             "Staleness of trained groups in versions, by part: publish_lag, sampling and waiting. The parts add up.",
@@ -203,6 +239,18 @@ class Instruments:
             gauge("step_metric", "Loss, gradient norm and other learner metrics of the last batch.", "name")
         )
         self.rollout = gauge("rollout_batches", "Batches that were trained.")
+        self.undone_batches = counter(
+            "undone_batches", "Batches whose training was lost, because the learner continued from a checkpoint."
+        )
+        self.unsaved_batches = gauge(
+            "unsaved_batches", "Batches trained after the newest checkpoint, which are undone if the learner is lost."
+        )
+        self.save_interval = self._unknown_gauge(
+            "save_interval_batches", "--save-interval; NaN if no checkpoints are written at intervals."
+        )
+        self.last_checkpoint_timestamp = self._unknown_gauge(
+            "last_checkpoint_timestamp_seconds", "When the newest checkpoint was complete. NaN before the first."
+        )
         self.nonfinite_steps = counter(
             "nonfinite_steps", "Batches that were skipped because the loss or the gradient was not finite."
         )
@@ -242,11 +290,18 @@ class Instruments:
             "engine_idle_seconds",
             "Seconds without any request at the engines, from the first step on, without interruptions.",
         )
+        self.engines_idle = gauge(
+            "engines_idle", "1 for the reason why no engine has a request, 0 for all others and while one has.", "cause"
+        )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
+        for outcome in ("live", "failed"):  # so that the first failure is an increase
+            self.publishes.labels(outcome)
         self.engine_changes = counter(
             "engine_changes", "How often an engine was routed, fenced or lost.", "engine", "state"
         )
-        self.router_up = gauge("router_up", "1 while the router answers, 0 while it does not.")
+        self.router_up = self._unknown_gauge(
+            "router_up", "1 while the router answers, 0 while it does not, NaN while the run starts."
+        )
         self.router_engines = gauge(
             "router_engines", "Engines that the router lists, by their health as seen by the router.", "health"
         )

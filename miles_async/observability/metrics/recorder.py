@@ -7,7 +7,11 @@ are updated by `tick`.
 
 from __future__ import annotations
 
+import math
+import shutil
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -15,9 +19,11 @@ from miles_async.events import (
     AdmissionBlocked,
     AgentSessionExpired,
     BatchDrained,
+    CheckpointWritten,
     ClusterReady,
     CollapseRiskChanged,
     DataSkipped,
+    DeadLettered,
     DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
@@ -27,6 +33,7 @@ from miles_async.events import (
     GroupFiltered,
     GroupGenerated,
     GroupMoved,
+    LearnerRestored,
     LoopLag,
     ProcessSilent,
     PublishEnded,
@@ -44,11 +51,16 @@ from miles_async.events import (
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.state.engines import IdleCause, idle_cause
 from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.state.tokens import LEFTOVER, REMOVED
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
+
+PRESENT = EngineBusy, EngineChanged, Pulse, RouterChanged
+"""Events that describe the present state of a process. A driver that continues a run may still receive those of
+processes that the driver before it had started."""
 
 
 class MetricsRecorder:
@@ -63,10 +75,14 @@ class MetricsRecorder:
         self._bind_gauges()
         self._counted: dict[Counter, float] = {}
         """The value of each counter that `_increase_to` sets."""
+        self._saved: int | None = None
+        """The rollout of the newest checkpoint."""
         self._lost: set[str] = set()
         """Engines that were lost."""
 
     def observe(self, event: Event) -> None:
+        if isinstance(event, PRESENT) and event.time < self._view.past:
+            return  # the process has ended
         match event:
             case GroupMoved():
                 self._group_moved(event)
@@ -140,6 +156,14 @@ class MetricsRecorder:
                 self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
+            case CheckpointWritten():
+                self._saved = event.rollout
+                self._metrics.last_checkpoint_timestamp.set(event.time)
+            case LearnerRestored():
+                self._saved = event.rollout
+                self._metrics.rollout.set(event.rollout + 1)
+            case DeadLettered():
+                self._metrics.dead_letters.inc()
             case DeadLettersUnwritten():
                 self._metrics.unwritten_dead_letters.set(event.letters)
             case WriteFailed():
@@ -154,21 +178,50 @@ class MetricsRecorder:
                 self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
+            case RunEnded():
+                self._metrics.training.set(0)
             case _:
                 pass
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
-        view = self._view
-        if (progress := view.progress) is not None:
-            self._metrics.since_progress_seconds.set(progress.idle_seconds + max(0.0, now - progress.time))
+        view, progress = self._view, self._view.progress
+        idle = progress.idle_seconds + max(0.0, now - progress.time) if progress is not None else 0.0
+        self._metrics.since_progress_seconds.set(idle)
         self._increase_to(self._metrics.learner_idle_seconds, view.learner_idle_seconds(now))
         self._increase_to(self._metrics.engine_idle_seconds, view.engine_idle_seconds(now))
+        for process, restarts in view.uptime.restarts.items():
+            self._increase_to(self._metrics.restarts.labels(process), restarts)
+        self._increase_to(self._metrics.undone_batches, view.steps.undone.batches)
+        self._metrics.driver_replaced.set(view.lost_driver_replaced or math.nan)
+        self._metrics.unsaved_batches.set(self._unsaved_batches())
+        self._metrics.eta_seconds.set(self._eta_seconds())
+        busy = view.engine_use.last
+        pulse = view.last(Pulse) if view.past == -math.inf and not view.uptime.interrupted else None
+        cause = idle_cause(pulse, view.engines.routed, publishing=view.publishes.running is not None)
+        for each in IdleCause:
+            self._metrics.engines_idle.labels(each).set(cause is each and (busy is None or not busy.in_flight))
         verdict = view.finding.verdict
         for kind in Bottleneck:
             self._metrics.verdict.labels(kind).set(kind is verdict)
         for doing, seconds in view.learner.seconds.items():
             self._increase_to(self._metrics.trainer_seconds.labels(doing), seconds)
+
+    def watch_disks(self, folders: Mapping[str, Path]) -> None:
+        """Serve the free space of the disks with these folders, by name; it is read at each scrape."""
+        for name, folder in folders.items():
+            self._metrics.disk_free.labels(name).set_function(partial(_free_bytes, folder))
+
+    def _unsaved_batches(self) -> int:
+        batches, steps = self._view.steps.batches, self._view.steps
+        return batches if self._saved is None else min(batches, max(0, steps.next_rollout - self._saved - 1))
+
+    def _eta_seconds(self) -> float:
+        view = self._view
+        if view.run is None or view.steps.last is None or not view.steps.kept.batches:
+            return math.nan
+        seconds = view.uptime.training_seconds(view.steps.last.time)
+        return max(0, view.run.rollouts - view.steps.next_rollout) * seconds / view.steps.kept.batches
 
     def _increase_to(self, counter: Counter, total: float) -> None:
         # Events arrive slightly late, so a tick may count idle seconds that a later event shows to have been busy. A
@@ -186,13 +239,30 @@ class MetricsRecorder:
         self._metrics.last_progress_timestamp.labels(what).set(now)
 
     def _run_started(self, event: RunStarted) -> None:
+        self._forget_processes()
         self._metrics.run.info({"run": event.run, "entry": event.entry})
         self._metrics.queue_capacity.set(event.queue_capacity)
         self._metrics.window.set(event.window)
+        self._metrics.save_interval.set(event.save_interval or math.nan)
         if event.slots is not None:
             self._metrics.slots.set(event.slots)
         if event.staleness_limit is not None:
             self._metrics.staleness_limit.set(event.staleness_limit)
+
+    def _forget_processes(self) -> None:
+        """Forget the state of the processes that an earlier driver of this run has started."""
+        self._metrics.training.set(0)
+        self._metrics.router_up.set(math.nan)
+        for past in (self._metrics.head_age_seconds, self._metrics.oldest_request_seconds):
+            past.set(0)
+        for of_processes in (
+            self._metrics.router_engines,
+            self._metrics.engine_routed,
+            self._metrics.engine_version,
+            self._metrics.process_silent_seconds,
+        ):
+            of_processes.clear()
+        self._lost.clear()
 
     def _group_moved(self, event: GroupMoved) -> None:
         groups = self._view.groups
@@ -233,6 +303,8 @@ class MetricsRecorder:
 
     def _pulse(self, event: Pulse) -> None:
         self._metrics.head_age_seconds.set(event.head_seconds)
+        self._metrics.no_progress_warn_seconds.set(event.warn_seconds or math.nan)
+        self._metrics.slow_group_seconds.set(event.slow_group_seconds or math.nan)
         self._metrics.oldest_request_seconds.set(event.oldest_seconds)
         self._metrics.rewarding_groups.set(event.rewarding)
         self._metrics.live_version.set(event.live_version)
@@ -243,6 +315,8 @@ class MetricsRecorder:
     def _step_started(self, event: StepStarted) -> None:
         self._count_tokens(DropReason.ABORTED)
         self._metrics.trainer_version.set(event.version)
+        if event.time >= self._view.past:
+            self._metrics.training.set(1)
         staleness, live = self._view.staleness, self._view.groups.live
         for sequence, versions in zip(event.groups, event.staleness, strict=True):
             self._metrics.staleness_versions.labels("trained").observe(versions)
@@ -300,3 +374,12 @@ class MetricsRecorder:
         self._metrics.eval_oldest_version.labels(event.name).set(oldest)
         self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)
+
+
+def _free_bytes(folder: Path) -> float:
+    """Return the free bytes of the disk with `folder`; NaN if they cannot be read."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        return shutil.disk_usage(existing).free
+    except OSError:
+        return math.nan

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
 
 import msgspec
 import numpy as np
 
-from miles_async.events import EngineBusy, EngineChanged, PublishEnded
+from miles_async.events import EngineBusy, EngineChanged, PublishEnded, Pulse
 
 MAX_REPORTS = 1024
 """Most reports of busy seconds that are kept in memory."""
@@ -42,6 +44,38 @@ class Engines:
     @property
     def routed(self) -> list[str]:
         return [name for name, engine in self.known.items() if engine.state == "routed"]
+
+
+class IdleCause(StrEnum):
+    """Why the engines have no requests."""
+
+    START = "start"
+    """The run starts, or another rollout worker restores it."""
+    NO_ENGINE = "no_engine"
+    """No engine receives requests."""
+    PUBLISH = "publish"
+    """Weights are being published."""
+    WINDOW = "window"
+    """Finished groups that the window holds back use up the slots."""
+    LEARNER = "learner"
+    """No slot is free, or the queue is full: generation waits for the learner."""
+    REWARD = "reward"
+    """Groups wait for their rewards."""
+    OTHER = "other"
+    """None of these, such as requests that agents have not sent yet, or the last batches of a run."""
+
+
+def idle_cause(pulse: Pulse | None, routed: Sequence[str], *, publishing: bool) -> IdleCause:
+    """Return why engines without requests have none. `pulse` is None until the rollout worker has reported."""
+    if pulse is None:
+        return IdleCause.START
+    if not routed or pulse.waits_for == "no_engine":
+        return IdleCause.NO_ENGINE
+    if publishing:
+        return IdleCause.PUBLISH
+    if pulse.waits_for in ("slots", "queue"):
+        return IdleCause.WINDOW if pulse.blocked else IdleCause.LEARNER
+    return IdleCause.REWARD if pulse.rewarding else IdleCause.OTHER
 
 
 class EngineUse:

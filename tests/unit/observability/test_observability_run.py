@@ -10,6 +10,7 @@ import re
 import string
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -478,6 +479,24 @@ def test_events_reach_the_disk_once_a_second(tmp_path: Path) -> None:
         assert list(read_events(folder.events)) == []
         subscribers.tick(101.0)
         assert list(read_events(folder.events)) == [RUN]
+
+
+def test_metrics_are_served_when_the_events_of_an_earlier_driver_have_been_read(tmp_path: Path) -> None:
+    config, folder = config_in(tmp_path, metrics_port=free_port()), RunFolder.create(config_in(tmp_path))
+    refused = []
+
+    def earlier() -> Iterator[Event]:
+        for event in WHOLE_RUN:
+            with pytest.raises(OSError, match="refused"):
+                urlopen(f"http://127.0.0.1:{config.observability.metrics_port}/metrics", timeout=PATIENCE_SECONDS)
+            refused.append(event)
+            yield event
+
+    with EventSubscribers(config, folder, earlier()) as subscribers:
+        with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
+            assert "miles_async_rollout_batches 2.0" in response.read().decode()
+        assert refused == WHOLE_RUN
+        assert list(read_events(folder.events)) == [], "they are in the log already"
 
 
 def test_metrics_are_served_at_the_configured_port(tmp_path: Path) -> None:

@@ -15,13 +15,22 @@ from urllib.request import urlopen
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
-from miles_async.events import CollapseRiskChanged, RunEnded, StepEnded, TrainerPhaseChanged
+from miles_async.events import (
+    CollapseRiskChanged,
+    Event,
+    LearnerRestored,
+    RunEnded,
+    StepEnded,
+    TrainerPhaseChanged,
+)
 from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.page.report import RunData
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import summary_text
+from miles_async.observability.trace.event_log import read_events
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
@@ -172,6 +181,41 @@ def test_steps_without_the_figures_are_ignored() -> None:
     for rollout in range(50):
         assert detector.observe(step_ended(rollout, value_loss=1.0)) is None
         assert detector.observe(TrainerPhaseChanged(time=100.0 + rollout, to="batch")) is None
+
+
+def test_a_restart_clears_the_risk_and_signs_that_return_are_announced_again() -> None:
+    detector = CollapseDetector()
+
+    def observed(*events: Event) -> list[bool]:
+        return [change.high for event in events if (change := detector.observe(event))]
+
+    low = [step_ended(rollout, ess=0.2, grad_norm=1.0) for rollout in range(40, 50)]
+    good = [step_ended(rollout, ess=0.98, grad_norm=1.0) for rollout in range(40)]
+    assert observed(RUN, *good, *low) == [True]
+    assert observed(RUN) == [False]
+    assert observed(*low) == [True], "the usual value is known from before the restart"
+    restored = LearnerRestored(time=1.0, rollout=39, kept_version=40, version=51, updates=0, groups=0)
+    assert observed(restored) == [False]
+    assert observed(replace(RUN, configuration="a lower --lr"), *low) == [], "the usual value is measured again"
+
+
+def test_a_driver_that_continues_a_run_clears_what_the_driver_before_it_announced(tmp_path: Path) -> None:
+    config = run_config(run_dir=str(tmp_path))
+    folder = RunFolder.create(config)
+    with EventSubscribers(config, folder) as subscribers:
+        subscribers.emit(RUN, *(step_ended(i, ess=0.99 if i < 8 else 0.2, grad_norm=1.0) for i in range(14)))
+    with EventSubscribers(config, folder, list(read_events(folder.events))) as subscribers:
+        assert "miles_async_collapse_risk 1.0" in served(subscribers)
+        subscribers.emit(RUN)
+        assert "miles_async_collapse_risk 0.0" in served(subscribers)
+        with urlopen(f"{subscribers.page_url}state.json", timeout=PATIENCE_SECONDS) as response:
+            assert json.load(response)["now"]["collapse"] is None
+
+
+def served(subscribers: EventSubscribers) -> str:
+    with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
+        text: str = response.read().decode()
+        return text
 
 
 def test_an_announcement_is_logged_and_is_in_metrics_page_summary_and_report(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -17,7 +20,9 @@ from miles_async.errors import UserError
 from miles_async.events import (
     AdmissionBlocked,
     AgentSessionExpired,
+    CheckpointWritten,
     DataSkipped,
+    DeadLettered,
     DeadLettersUnwritten,
     EngineBusy,
     EngineChanged,
@@ -27,12 +32,15 @@ from miles_async.events import (
     GroupFiltered,
     GroupGenerated,
     GroupMoved,
+    LearnerRestored,
     ProcessSilent,
     PublishEnded,
     PublishStarted,
     Pulse,
     QueueChanged,
     RouterChanged,
+    RunContinued,
+    RunEnded,
     SampleDiscarded,
     SamplesRemoved,
     StepEnded,
@@ -42,6 +50,7 @@ from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.document import LivePage
+from miles_async.observability.state.engines import IdleCause
 from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
@@ -253,8 +262,10 @@ def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
         SamplesRemoved(time=102.0, rollout=0, samples=5),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
         AgentSessionExpired(time=103.0),
+        DeadLettered(time=104.0, feed_index="sample_0_1", reason="failed"),
         DeadLettersUnwritten(time=104.0, letters=2, prompts=["sample_0_1"], error="No space left on device"),
     )
+    assert see("dead_letters_total") == 1
     assert see("unwritten_dead_letters") == 2
     assert see("filtered_groups_total", reason="all_0") == 2
     assert see("filtered_groups_total", reason="over_sampling") == 1
@@ -378,6 +389,96 @@ def test_the_series_of_a_lost_engine_are_removed() -> None:
     assert see("process_silent_seconds", name="a") is None
     see.observe(engine("routed"), ProcessSilent(time=104.0, process="a", seconds=0.0))
     assert see("process_silent_seconds", name="a") == 0
+
+
+def test_a_driver_that_continues_a_run_forgets_the_processes_of_the_driver_before_it() -> None:
+    fenced = EngineChanged(time=150.0, engine="a", state="fenced", version=0, reason="it is slow")
+    stuck = pulse(150.0, head_seconds=300.0, blocked=3, idle_seconds=200.0, warn_seconds=30.0)
+    see = Watched(RUN, fenced, stuck, RouterChanged(time=150.0, up=False, engines=1, healthy=0), *step(151, 152, [0]))
+    see.metrics.tick(160.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (210.0, 300.0, 1.0)
+    see.observe(replace(RUN, time=200.0), fenced, stuck, RouterChanged(time=150.0, up=False, engines=1, healthy=0))
+    see.metrics.tick(260.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (0.0, 0.0, 0.0)
+    assert see("engine_routed", engine="a") is None
+    assert math.isnan(see("router_up") or 0.0)
+    see.observe(pulse(261.0, head_seconds=1.0, idle_seconds=1.0), *step(261.0, 262.0, [0]))
+    see.metrics.tick(262.0)
+    assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["slots_groups", "staleness_limit_versions", "router_up", "slow_group_seconds"])
+def test_a_value_that_is_not_known_is_not_zero(name: str) -> None:
+    assert math.isnan(Watched(replace(RUN, slots=None))(name) or 0.0)
+
+
+def test_the_first_failed_publish_is_an_increase() -> None:
+    assert Watched()("publishes_total", outcome="failed") == 0
+
+
+def test_restarts_and_undone_batches_are_counted_and_the_rest_of_the_run_takes_longer_after_a_rollback() -> None:
+    def trained(rollout: int) -> list[Event]:
+        begin, end = step(10.0 * rollout + 110.0, 10.0 * rollout + 120.0, [0])
+        return [replace(begin, rollout=rollout), replace(end, rollout=rollout)]
+
+    see = Watched(RUN, *[event for rollout in range(4) for event in trained(rollout)], pulse(150.0))
+    see.metrics.tick(150.0)
+    assert see("eta_seconds") == 60.0, "six batches of ten seconds"
+    see.observe(
+        RunContinued(time=151.0),
+        LearnerRestored(time=151.0, rollout=1, kept_version=2, version=5, updates=0, groups=2),
+    )
+    see.metrics.tick(152.0)
+    assert see("restarts_total", name="learner") == 1
+    assert see("undone_batches_total") == 2
+    assert see("rollout_batches") == 2
+    assert see("eta_seconds") == 160.0, "eight batches of twenty seconds"
+    assert math.isnan(see("lost_driver_replaced_timestamp_seconds") or 0.0)
+    see.observe(replace(RUN, time=200.0))
+    see.metrics.tick(201.0)
+    assert see("restarts_total", name="driver") == 1
+    assert see("lost_driver_replaced_timestamp_seconds") == 200.0
+    see.observe(RunEnded(time=210.0, reason="interrupted"), replace(RUN, time=300.0))
+    see.metrics.tick(301.0)
+    assert see("lost_driver_replaced_timestamp_seconds") == 200.0, "the driver before had ended the run"
+
+
+def test_batches_are_unsaved_until_a_checkpoint_has_them() -> None:
+    see = Watched(replace(RUN, save_interval=2), *step(110.0, 111.0, [0]))
+    see.metrics.tick(112.0)
+    assert (see("unsaved_batches"), see("save_interval_batches")) == (1, 2)
+    see.observe(CheckpointWritten(time=113.0, rollout=0))
+    see.metrics.tick(114.0)
+    assert (see("unsaved_batches"), see("last_checkpoint_timestamp_seconds")) == (0, 113.0)
+
+
+@pytest.mark.parametrize(
+    "cause, changes",
+    [
+        ("learner", {"waits_for": "slots"}),
+        ("window", {"waits_for": "slots", "blocked": 3}),
+        ("reward", {"rewarding": 2}),
+        ("no_engine", {"waits_for": "no_engine"}),
+        ("other", {}),
+    ],
+)
+def test_idle_engines_have_a_cause(cause: str, changes: dict[str, Any]) -> None:
+    routed = EngineChanged(time=101.0, engine="a", state="routed", version=0, reason=None)
+    see = Watched(RUN, routed, EngineBusy(time=102.0, busy=0.0, in_flight=0))
+    see.metrics.tick(103.0)
+    assert see("engines_idle", cause="start") == 1
+    see.observe(pulse(104.0, **changes))
+    see.metrics.tick(105.0)
+    assert {each: see("engines_idle", cause=each) for each in IdleCause} == {each: each == cause for each in IdleCause}
+    see.observe(EngineBusy(time=106.0, busy=0.0, in_flight=1))
+    see.metrics.tick(107.0)
+    assert see("engines_idle", cause=cause) == 0
+
+
+def test_the_free_space_of_the_disk_of_a_folder_is_served_before_the_folder_exists(tmp_path: Path) -> None:
+    see = Watched()
+    see.metrics.watch_disks({"save": tmp_path / "not" / "yet"})
+    assert see("disk_free_bytes", folder="save") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
 
 def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
