@@ -51,6 +51,8 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    in_flight: int = 0
+    """N, in groups; 0 in event logs of earlier versions."""
     longest_response: int = 0
     """`--rollout-max-response-len`; 0 in event logs of earlier versions."""
     model: str = ""
@@ -430,6 +432,8 @@ class EngineBusy(Event, frozen=True):
     """Seconds since the start in which the engines had at least one request."""
     in_flight: int
     """Requests at the engines now."""
+    in_line: int = 0
+    """Requests that wait for a free place at the engines."""
 
 
 class Stalled(Event, frozen=True):
@@ -493,6 +497,8 @@ class Pulse(Event, frozen=True, kw_only=True):
     live_version: int
     idle_seconds: float
     """Seconds since the last progress; 0 while an evaluation runs."""
+    processors: float = 0.0
+    """Fraction of the processors' time on the node of the rollout worker that was used since the last pulse."""
 
 
 class ProcessSilent(Event, frozen=True):

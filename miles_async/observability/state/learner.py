@@ -10,6 +10,7 @@ from miles_async.events import LearnerRestored, StepEnded, StepStarted
 HORIZON_SECONDS = 10.0
 """The recent time covers the last 10 seconds, or the last three batches if these take longer."""
 MAX_HORIZON_SECONDS = 600.0
+FEWEST_BATCHES, RECENT_BATCHES = 3, 16
 CLOCK_STEP_SECONDS = 60.0
 """Two times further apart than this lie before and after a step of the wall clock: a run reports twice a second."""
 
@@ -107,6 +108,8 @@ class LearnerTime:
         """The whole time by label."""
         self.recent = RecentTime()
         self._accounted_until = 0.0
+        self._at_steps: deque[dict[str, float]] = deque(maxlen=RECENT_BATCHES + 1)
+        """The seconds by label at the end of each of the last steps, oldest first."""
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
 
@@ -115,6 +118,16 @@ class LearnerTime:
         if self._step_ended is not None:
             self._horizon = min(max(HORIZON_SECONDS, 3 * (time - self._step_ended)), MAX_HORIZON_SECONDS)
         self._step_ended = time
+        self._at_steps.append(dict(self.seconds))
+
+    @property
+    def per_batch(self) -> dict[str, float]:
+        """The seconds per batch by label, over the last batches; empty before there are `FEWEST_BATCHES`."""
+        if len(self._at_steps) <= FEWEST_BATCHES:
+            return {}
+        before, after = self._at_steps[0], self._at_steps[-1]
+        batches = len(self._at_steps) - 1
+        return {label: (seconds - before.get(label, 0.0)) / batches for label, seconds in after.items()}
 
     def unaccounted(self, now: float) -> float:
         """Return the seconds since the last call, which are to be passed to `add`. 0 if there are none.
