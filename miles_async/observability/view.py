@@ -37,11 +37,11 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability.diagnosis.throughput import Model, Seconds
+from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
 from miles_async.observability.state.engines import Engines, EngineUse
-from miles_async.observability.state.groups import Groups
+from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Steps
 from miles_async.observability.state.notices import Notices
 from miles_async.observability.state.publishes import Publishes
@@ -286,7 +286,7 @@ class RunView:
 
     @property
     def model(self) -> Model | None:
-        """What the last batches say about the run, to estimate what a change would bring; None if they say too little."""
+        """What a change is estimated from; None if the last batches say too little."""
         run, learner = self.run, self.learner.per_batch
         if run is None or not run.in_flight or not learner or not self.groups.recent:
             return None

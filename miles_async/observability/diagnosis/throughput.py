@@ -13,22 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
 
+from miles_async.observability.state.groups import Seconds
 from miles_async.scheduling.window import FIFOWindow
 
 MAX_GROUPS = 2048
 """Groups that one estimate trains, in `FEWEST_BATCHES` batches at least: some ten milliseconds."""
 FEWEST_BATCHES, MOST_BATCHES = 4, 64
 """The first quarter of the batches fills the queue."""
-
-
-class Seconds(NamedTuple):
-    """How long a group took."""
-
-    generation: float
-    """From the first request until the last sample ended, with the tools that it called."""
-    reward: float
 
 
 @dataclass(frozen=True, kw_only=True)

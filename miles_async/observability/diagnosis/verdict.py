@@ -20,7 +20,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from miles_async.events import EngineBusy, Pulse, VerdictChanged
-from miles_async.observability.diagnosis.throughput import Model, Seconds, groups_per_second
+from miles_async.observability.diagnosis.throughput import Model, groups_per_second
+from miles_async.observability.state.groups import Seconds
 from miles_async.observability.state.learner import CLOCK_STEP_SECONDS, LearnerTime
 from miles_async.observability.state.tokens import CAUSES, Tokens
 from miles_async.scheduling.admission import Blocked
@@ -47,8 +48,8 @@ class Bottleneck(StrEnum):
 
 
 KNOBS = {
-    Bottleneck.ROLLOUT: "add rollout capacity (--rollout-num-gpus, --sglang-server-concurrency) or make samples cheaper "
-    "to generate (--rollout-max-response-len)",
+    Bottleneck.ROLLOUT: "add rollout capacity (--rollout-num-gpus, --sglang-server-concurrency) or make samples "
+    "cheaper to generate (--rollout-max-response-len)",
     Bottleneck.TOOLS: "make tools and environments faster, or generate more groups at once "
     "(--over-sampling-batch-size) while they work",
     Bottleneck.IN_FLIGHT: "generate more groups at once (--over-sampling-batch-size)",
@@ -311,8 +312,8 @@ def what_a_batch_waits_for(
     """Return the key of WAITS for a learner that waits for a batch.
 
     `finished` is the number of groups that are finished but not collected, `filtered` the fraction of the last groups
-    that filters dropped, and `wasted` the fraction of all tokens whose waste could be avoided. A `synchronous` run needs
-    no more groups at once than a batch has.
+    that filters dropped, and `wasted` the fraction of all tokens whose waste could be avoided. A `synchronous` run
+    needs no more groups at once than a batch has.
     """
     if pulse is None or engines is None:
         return "rollout"

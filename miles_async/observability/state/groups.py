@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from miles_async.events import GroupFiltered, GroupGenerated, GroupMoved
-from miles_async.observability.diagnosis.throughput import Seconds
 from miles_async.scheduling.ledger import GroupState
 
 ENDED = (GroupState.PUBLISHED, GroupState.DROPPED)
 RECENT_GROUPS = 512
 MAX_FILTER_REASONS = 40
 """Most reasons of filters that are counted separately, because a user's filter may give any number of them."""
+
+
+class Seconds(NamedTuple):
+    """How long a group took."""
+
+    generation: float
+    """From the first request until the last sample ended, with the tools that it called."""
+    reward: float
 
 
 @dataclass(slots=True)
