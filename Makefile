@@ -103,6 +103,7 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(VENV_PYTHON) -m benchmarks.engine_attention
 	@$(VENV_PYTHON) -m benchmarks.instrumentation
 	@$(VENV_PYTHON) -m benchmarks.frozen
+	@$(VENV_PYTHON) -m benchmarks.advice
 	@$(VENV_PYTHON) -m benchmarks.learner_step
 	@$(VENV_PYTHON) -m benchmarks.peers
 

@@ -40,6 +40,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.adapters.system.processors import Processors
 from miles_async.config.generation import bounds_of
 from miles_async.config.schema import Rollout, RunConfig
 from miles_async.errors import EngineLostError
@@ -239,6 +240,7 @@ async def measure(
         dead_letters=instant,
         dynamic_filter=lambda group: Verdict(True),
         text_of=lambda ids: " ".join(map(str, ids)),
+        processors=Processors().in_use,
     )
     service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)
     run = asyncio.create_task(service.run())

@@ -51,6 +51,8 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    in_flight: int = 0
+    """N, in groups; 0 in event logs of earlier versions."""
     longest_response: int = 0
     """`--rollout-max-response-len`; 0 in event logs of earlier versions."""
     model: str = ""
@@ -434,6 +436,8 @@ class EngineBusy(Event, frozen=True):
     """Seconds since the start in which the engines had at least one request."""
     in_flight: int
     """Requests at the engines now."""
+    in_line: int = 0
+    """Requests that wait for a free place at the engines."""
 
 
 class Stalled(Event, frozen=True):
@@ -501,6 +505,8 @@ class Pulse(Event, frozen=True, kw_only=True):
     """Seconds without progress after which a warning follows; 0 in event logs of earlier versions."""
     slow_group_seconds: float = 0.0
     """Seconds that hardly any group of the run takes (`scheduling/durations.py`); 0 before enough groups have ended."""
+    processors: float = 0.0
+    """Fraction of the processors' time on the node of the rollout worker that was used since the last pulse."""
 
 
 class ProcessSilent(Event, frozen=True):

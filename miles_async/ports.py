@@ -110,6 +110,11 @@ class Generator(Protocol):
         ...
 
     @property
+    def in_line(self) -> int:
+        """Number of requests that wait for a free place at the engines."""
+        ...
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds since the start in which the engines had at least one request."""
         ...

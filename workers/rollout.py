@@ -24,6 +24,7 @@ from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.processors import Processors
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.fields import values_of
 from miles_async.config.generation import (
@@ -175,6 +176,7 @@ class RolloutWorker:
                 functions=run_functions(config, self._entry, generators, recording, self._journal),
                 keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
+                processors=Processors().in_use,
                 on_rollout=begin_rollout,
                 restore_posted=generators.trajectories.restore,
             )

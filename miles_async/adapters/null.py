@@ -53,7 +53,7 @@ class NullEngines:
     `routed` names one engine, because publishing a version needs at least one engine that accepts it.
     """
 
-    in_flight = 0
+    in_flight = in_line = 0
     busy_seconds = 0.0
 
     async def generate(self, group: Group) -> None:

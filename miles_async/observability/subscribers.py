@@ -213,7 +213,9 @@ class EventSubscribers:
         # Verdicts and metrics relate the present to the time stamps of events, which come from the wall clock.
         wall = time.time()
         finding = self._view.finding
-        if self._view.learner.phase is not None and (changed := self._verdicts.take_change(finding, wall)):
+        if self._view.learner.phase is not None and (
+            changed := self._verdicts.take_change(finding, wall, self._view.advise)
+        ):
             self._dispatch(changed)
         self._metrics.tick(wall)
         if self._terminal is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from miles_async.atomic_files import write_atomically
 from miles_async.events import ClusterReady, DeadLettersUnwritten, RunEnded
-from miles_async.observability.diagnosis.verdict import KNOBS
+from miles_async.observability.diagnosis.verdict import Finding
 from miles_async.observability.state.tokens import CAUSES, Tokens
 from miles_async.observability.view import RunView
 from miles_async.types import DropReason
@@ -91,7 +91,8 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
         "unwritten_dead_letters": unwritten.letters if unwritten is not None else 0,
         "unwritten_prompts": unwritten.prompts if unwritten is not None else [],
         "verdict": verdict,
-        "knob": KNOBS[verdict] if verdict is not None else None,
+        "verdict_share": view.verdict_seconds[verdict] / sum(view.verdict_seconds.values()) if verdict else None,
+        "knob": view.advise(Finding(verdict, "", {})) if verdict is not None else None,
         "verdict_seconds": {kind: round(seconds, 3) for kind, seconds in view.verdict_seconds.items()},
         "configuration": run.configuration if run is not None else "",
         "untested": list(run.untested) if run is not None else [],
@@ -182,7 +183,7 @@ _LINES = {
     "staleness": "max {staleness_max}, groups by age {staleness_histogram}",
     "recycled": "{recycled} groups; dropped {dropped}",
     "wasted": "{wasted_share:.1%} of {generated_tokens} response tokens; {wasted_tokens}",
-    "verdict": "{verdict}: {knob}",
+    "verdict": "{verdict} for {verdict_share:.0%} of the time: {knob}",
     "ended": "{reason}",
 }
 

@@ -41,10 +41,11 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
 )
-from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, find, what_a_batch_waits_for
+from miles_async.observability.diagnosis.throughput import Model
+from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
 from miles_async.observability.state.engines import Engines, EngineUse
-from miles_async.observability.state.groups import Groups
+from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Step, Steps
 from miles_async.observability.state.notices import Notices
 from miles_async.observability.state.publishes import Publishes
@@ -56,6 +57,11 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
 E = TypeVar("E", bound=Event)
+ADVICE_SECONDS = 20.0
+RECENT_PULSES = 40
+"""Those of 20 seconds."""
+FILTERED_GROUPS = 64
+"""Last groups of which the fraction is known that filters dropped."""
 
 
 class Queue(NamedTuple):
@@ -135,8 +141,12 @@ class RunView:
         self.samples = SampleLog()
         self.charts = Charts(self.groups, recent=recent)
         self._last: dict[type[Event], Event] = {}
-        self._filtered: deque[bool] = deque(maxlen=64)
+        self._filtered: deque[bool] = deque(maxlen=FILTERED_GROUPS)
         """For each of the last generated groups, whether a filter dropped it."""
+        self._advised = 0.0, "", ""
+        """When there was advice last, for which setting, and the advice."""
+        self._processors: deque[float] = deque(maxlen=RECENT_PULSES)
+        """The use of the processors in the last pulses."""
 
     def last(self, kind: type[E]) -> E | None:
         """Return the last event of a type, and None if there was none."""
@@ -255,6 +265,7 @@ class RunView:
         if event.time >= self.past:
             self.past = -inf  # from now on, earlier times mean that the clock was set
             self.progress = Progress(event.idle_seconds, event.time)
+        self._processors.append(event.processors)
         self.staleness.record_version(event.trainer_version, event.time)
         if event.generating:
             self.tokens.generating_at(event.time)
@@ -333,16 +344,62 @@ class RunView:
         """Return what the learner waits for while it waits for a batch."""
         return what_a_batch_waits_for(
             self.last(Pulse),
+            self.last(EngineBusy),
             publishing=self.publishes.running is not None,
             finished=self.groups.counts.get(GroupState.FINISHED, 0),
             filtered=sum(self._filtered) / max(len(self._filtered), 1),
             wasted=self.tokens.recent(self.learner.recently).share,
+            synchronous=self._synchronous,
         )
 
     @property
+    def _synchronous(self) -> bool:
+        return self.run is not None and self.run.entry == "train.py"
+
+    @property
     def finding(self) -> Finding:
-        synchronous = self.run is not None and self.run.entry == "train.py"
-        return find(self.learner, self.tokens, self.silent, synchronous=synchronous)
+        processors = sum(self._processors) / max(len(self._processors), 1)
+        return find(self.learner, self.tokens, self.silent, synchronous=self._synchronous, processors=processors)
+
+    @property
+    def model(self) -> Model | None:
+        """What a change is estimated from; None if the last batches say too little."""
+        run, learner = self.run, self.learner.per_batch
+        if run is None or not run.in_flight or not learner or not self.groups.recent:
+            return None
+        # In a synchronous run, the groups of a batch are admitted when the weights of the batch before it are live.
+        slots = run.groups_per_rollout if self._synchronous else run.slots
+        kept = 1.0 - sum(self._filtered) / max(len(self._filtered), 1)
+        # A run may publish after every second batch only, and so on.
+        share = min(1.0, self.publishes.version / max(self.steps.batches, 1)) / max(len(self.publishes.recent), 1)
+        stage = share * sum(publish.staged_seconds for publish in self.publishes.recent)
+        write = share * sum(publish.paused_seconds for publish in self.publishes.recent)
+        decoding = max(0.0, 1.0 - write / sum(learner.values()))
+        return Model(
+            in_flight=run.in_flight,
+            window=run.window,
+            slots=slots,
+            room=run.queue_capacity,
+            batch=run.groups_per_rollout,
+            groups=[Seconds(each.generation * decoding, each.reward) for each in self.groups.recent],
+            kept=max(kept, 1 / FILTERED_GROUPS),
+            step=learner.get("step", 0.0),
+            stage=stage,
+            write=write,
+            save=learner.get("save", 0.0),
+            evaluate=learner.get("evaluate", 0.0),
+            batch_seconds=sum(learner.values()),
+        )
+
+    def advise(self, finding: Finding) -> str:
+        """Return what to change, and what that would bring. It is estimated again after `ADVICE_SECONDS`."""
+        if finding.silent is not None:
+            return finding.knob
+        at, knob, advised = self._advised
+        if knob != finding.knob or self.time - at > ADVICE_SECONDS:
+            advised = "; or ".join(map(str, advice(finding.verdict, finding.knob, self.model)))
+            self._advised = self.time, finding.knob, advised
+        return advised
 
     @property
     def verdict(self) -> Bottleneck | None:

@@ -58,8 +58,9 @@ class RunMonitor:
         abort_seconds: float,
         limits: StageLimits,
         taken: Callable[[], int],
+        processors: Callable[[], float],
     ) -> None:
-        """`taken` returns the number of prompts that a rollout function holds."""
+        """`taken` returns the number of prompts that a rollout function holds. `processors` is that of `Ports`."""
         self._run_state = run_state
         self._lifecycle = lifecycle
         self._producer = producer
@@ -70,6 +71,7 @@ class RunMonitor:
         self._abort_seconds = abort_seconds
         self._limits = limits
         self._taken = taken
+        self._processors = processors
         self._head = 0, run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
@@ -88,8 +90,11 @@ class RunMonitor:
                 run_state.exclude_pause(lag)
             now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
             run_state.journal.emit(LoopLag(time=now, seconds=lag))
+            generator = self._generator
             run_state.journal.emit(
-                EngineBusy(time=now, busy=self._generator.busy_seconds, in_flight=self._generator.in_flight)
+                EngineBusy(
+                    time=now, busy=generator.busy_seconds, in_flight=generator.in_flight, in_line=generator.in_line
+                )
             )
             run_state.durations.pass_head(self._producer.window.head)
             run_state.journal.emit(self._pulse(idle_seconds))
@@ -166,6 +171,7 @@ class RunMonitor:
             idle_seconds=round(idle_seconds, 3),
             warn_seconds=round(self._warn_after, 3),
             slow_group_seconds=round(run_state.durations.slow_seconds or 0.0, 3),
+            processors=round(self._processors(), 3),
         )
 
     def _warn(self, idle_seconds: float) -> None:

@@ -220,6 +220,7 @@ def _monitor(
             reward_seconds=rollout.reward_timeout_seconds * rollout.n_samples_per_prompt,
         ),
         taken=lambda: len(held.taken),
+        processors=ports.processors,
     )
 
 

@@ -55,6 +55,8 @@ class Ports:
     """The dynamic sampling filter, called with each finished group."""
     text_of: Callable[[list[int]], str]
     """Returns the text of tokens, including special tokens, for people to read."""
+    processors: Callable[[], float]
+    """Returns the fraction of the processors' time on this node that was used since the last call."""
     limits: SampleLimits = NO_LIMITS
     """The limits that the model and the learner set to samples."""
     functions: RunFunctions = RunFunctions()

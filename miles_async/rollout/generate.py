@@ -101,6 +101,11 @@ class FunctionGenerator:
         return self._engine.in_flight
 
     @property
+    def in_line(self) -> int:
+        """Number of requests that wait for a free place at the engines."""
+        return self._engine.in_line
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds since the start in which the engines had at least one request."""
         return self._engine.busy_seconds

@@ -79,6 +79,10 @@ class RecordingGenerator:
         return self._live.in_flight
 
     @property
+    def in_line(self) -> int:
+        return self._live.in_line
+
+    @property
     def busy_seconds(self) -> float:
         return self._live.busy_seconds
 

@@ -153,7 +153,7 @@ async def test_every_sample_is_finished_and_knows_the_version_of_each_token(case
     await case.generator.generate(group)
     check_consistent(group)
     assert all(sample.finished and sample.response_length and sample.prompt_length for sample in group)
-    assert case.generator.in_flight == 0
+    assert case.generator.in_flight == case.generator.in_line == 0
     assert case.generator.busy_seconds >= 0
 
 

@@ -32,6 +32,8 @@ class AgentModel:
     mean_tokens: float = 200.0
     sigma: float = 0.5
     """Of the log-normal distribution of the response lengths."""
+    tool_seconds: float = 0.0
+    """How long a call of the tool server takes."""
 
 
 class AgentEngines(Engines):
@@ -72,6 +74,10 @@ class WholeGroups:
         return self._generator.in_flight
 
     @property
+    def in_line(self) -> int:
+        return self._generator.in_line
+
+    @property
     def busy_seconds(self) -> float:
         return self._generator.busy_seconds
 
@@ -89,7 +95,7 @@ class AgentWorld(World):
     """Tokens of all responses that ended, also of those that failed."""
 
     def _generator(self, clock: VirtualClock) -> Generator:
-        self._rng = random.Random(f"agents {self.seed}")
+        self._rng, self._clock = random.Random(f"agents {self.seed}"), clock
         rollout, engines = self.config.rollout, self.fleet
         turns = MultiTurnSampler(engines, None)  # type: ignore[arg-type]
         generator = FunctionGenerator(
@@ -117,6 +123,8 @@ class AgentWorld(World):
         sample.spans = [*first, VersionSpan(last.version, last.start, length)]
         sample.tokens, sample.response_length, sample.rollout_log_probs = [0] * (1 + length), length, [0.0] * length
         self.sampled_tokens += length
+        if model.tool_seconds:
+            await self._clock.sleep(model.tool_seconds)
         fault = rng.random()
         if fault < model.failure_rate:
             raise ConnectionError("the tool server is down")

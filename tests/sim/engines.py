@@ -94,6 +94,10 @@ class Engines:
         """Place-seconds of all that was generated."""
 
     # Generator
+    @property
+    def in_line(self) -> int:
+        return self.in_flight - self._taken
+
     async def generate(self, group: Group) -> None:
         if self._model.stall_every is not None and not self._stalls:
             self._stalls = True
@@ -267,7 +271,7 @@ class Engines:
         load = EngineLoad(
             source="e",
             kv_usage=self._taken / self._permits,
-            queued=self.in_flight - self._taken,
+            queued=self.in_line,
             generated=drawn,
             held=drawn if self._taken else 0,
         )

@@ -51,6 +51,7 @@ class CountingEngines:
         await self._engines.abort(group)
 
     in_flight = property(lambda self: self._engines.in_flight)
+    in_line = property(lambda self: self._engines.in_line)
     busy_seconds = property(lambda self: self._engines.busy_seconds)
 
 

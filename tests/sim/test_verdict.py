@@ -27,7 +27,9 @@ class Judging:
     def emit(self, event: Event) -> None:
         self.ended = event.time
         self.view.apply(event)
-        if self.view.learner.phase and (found := self._announcements.take_change(self.view.finding, event.time)):
+        if self.view.learner.phase and (
+            found := self._announcements.take_change(self.view.finding, event.time, self.view.advise)
+        ):
             self.announced.append(found)
 
 
@@ -43,7 +45,11 @@ def judged(schedule: Schedule = Schedule.FULLY_ASYNC, ratio: float | None = None
 @pytest.mark.parametrize(
     "world, verdict",
     [
-        ({"latency": lambda group, rng: 4.0, "train_seconds": 0.5}, Bottleneck.ROLLOUT),
+        (
+            {"latency": lambda group, rng: 1.0, "train_seconds": 0.5, "engines": EngineModel(concurrency=2)},
+            Bottleneck.ROLLOUT,
+        ),
+        ({"latency": lambda group, rng: 4.0, "train_seconds": 0.5}, Bottleneck.IN_FLIGHT),
         ({"latency": lambda group, rng: 0.1, "train_seconds": 2.0}, Bottleneck.TRAINER),
         (
             {"latency": lambda group, rng: 0.1, "train_seconds": 0.2, "engines": EngineModel(write_seconds=2.0)},
@@ -74,7 +80,7 @@ def test_the_verdict_names_the_part_that_others_wait_for(world: dict[str, Any], 
     judging = judged(**world)
     assert judging.view.verdict is verdict
     assert judging.announced[-1].verdict == verdict
-    assert judging.announced[-1].knob == KNOBS[verdict]
+    assert KNOBS[verdict] in judging.announced[-1].knob
 
 
 @pytest.mark.parametrize(

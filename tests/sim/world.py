@@ -265,6 +265,8 @@ class World:
     reward_seconds: float = 0.0
     keep: Callable[[Group], bool | Verdict] = lambda group: True
     prompts: int | None = None
+    processors: float = 0.0
+    """Fraction of the machine's processors in use."""
     seed: int = 0
     finite: Callable[[int], bool] = lambda rollout_id: True
     sinks: tuple[Any, ...] = ()
@@ -382,6 +384,7 @@ class World:
             functions=RunFunctions(rollout=self._rollout_function(), prepare=self._prepare, evaluate=self.evaluate),
             eval_sets=[EvalSet(name="held_out", problems=problems, generator=engines)],
             on_rollout=self._on_rollout,
+            processors=lambda: self.processors,
         )
 
     def _run_started(self, clock: VirtualClock) -> RunStarted:
@@ -395,6 +398,7 @@ class World:
             queue_capacity=self.config.rollout.queue_capacity,
             window=self.bounds.window,
             slots=self.bounds.slots,
+            in_flight=self.bounds.generation_batch,
             longest_response=self.config.rollout.rollout_max_response_len,
         )
 

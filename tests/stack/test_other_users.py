@@ -56,6 +56,8 @@ VARIABLES = {
 """Variables that processes of a run have and its driver has not, and why they may."""
 SHARED = re.compile(r"/(tmp|dev/shm)/")
 AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+BECOME_NOBODY = "os.setgroups([]); os.setgid(65534); os.setuid(65534)"
+"""After the imports: the other user may be unable to read the interpreter, as one in a home folder of root."""
 OPEN_TO_ALL = {
     r"sglang|engine_process": r"/health|/health_generate|/metrics",
     r"router_process": r"/health|/health_generate|/liveness|/readiness|/engine_metrics|/v1/models|/get_server_info",
@@ -63,7 +65,8 @@ OPEN_TO_ALL = {
 """Paths that servers answer without a key, by words in the command of the server. The router tells the path of the
 model (`/v1/models`) and the number of engines (`/get_server_info`)."""
 CONNECT = """
-import socket, sys
+import os, socket, sys
+{become_nobody}
 for name in sys.argv[1:]:
     with socket.socket(socket.AF_UNIX) as client:
         try:
@@ -74,8 +77,9 @@ for name in sys.argv[1:]:
 """
 
 ASK = """
-import http.client, sys
+import http.client, os, sys
 from concurrent.futures import ThreadPoolExecutor
+{become_nobody}
 READS = "/", "/metrics", "/health", "/health_generate", "/liveness", "/readiness", "/get_model_info", "/v1/models"
 READS += "/engine_metrics", "/get_server_info", "/workers", "/list_workers", "/state.json", "/samples.json", "/logs"
 CHANGES = "/flush_cache", "/abort_request", "/pause_generation", "/update_weights_from_disk", "/generate", "/workers"
@@ -249,7 +253,7 @@ OF_THE_TESTS = shared_files_of([psutil.Process()])
 
 def opened_by_nobody(found: Seen, processes: list[psutil.Process]) -> list[str]:
     """Let another user connect to Unix sockets, and read and write files, folders and the memory of processes."""
-    connect = [*AS_NOBODY, sys.executable, "-c", CONNECT, *found.unix_sockets]
+    connect = [sys.executable, "-c", CONNECT.replace("{become_nobody}", BECOME_NOBODY), *found.unix_sockets]
     connected = subprocess.run(connect, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
     files = [str(Path.home() / ".ray" / "auth_token"), str(found.folder / "config.yaml")]
     files += [f"/proc/{process.pid}/{file}" for process in processes for file in ("environ", "mem", "maps")]
@@ -278,7 +282,7 @@ def answered_without_a_key(listeners: list[Listener]) -> list[str]:
         for listener in listeners
         if f'"prometheus_port": {listener.port}' not in listener.process
     }
-    command = [*AS_NOBODY, sys.executable, "-c", ASK, *processes]
+    command = [sys.executable, "-c", ASK.replace("{become_nobody}", BECOME_NOBODY), *processes]
     answered = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS).stdout.splitlines()
     return [f"{processes[line.split()[0]]}: {line}" for line in answered]
 

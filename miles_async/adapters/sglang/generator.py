@@ -159,6 +159,11 @@ class SGLangGenerator:
         return self._permits.taken
 
     @property
+    def in_line(self) -> int:
+        """Samples that wait for a permit."""
+        return self._permits.wanted
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds in which at least one sample was at the engines."""
         return self._permits.busy_seconds

@@ -32,6 +32,11 @@ class Permits:
         return self._taken
 
     @property
+    def wanted(self) -> int:
+        """Number of permits that waiting requests need."""
+        return sum(count for count, answer in self._queue if not answer.done())
+
+    @property
     def busy_seconds(self) -> float:
         """Seconds during which at least one permit was taken."""
         return self._busy_seconds + (time.monotonic() - self._busy_since if self._taken else 0.0)

@@ -116,7 +116,7 @@ class Terminal:
         if finding.verdict == verdict.verdict:
             self._lasting = None
             self._printed_verdicts.add(finding.verdict)
-            self._print_entry("verdict", f"{finding.verdict}: {finding.why}; {finding.knob}")
+            self._print_entry("verdict", f"{finding.verdict}: {finding.why}; {self._view.advise(finding)}")
 
     def close(self) -> None:
         self._status.close()

@@ -45,7 +45,7 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "began": began,
         "elapsed": now - began,
         "training_began": view.cluster.time - began if view.cluster is not None else None,
-        "verdict": view.last(VerdictChanged),
+        "verdict": _verdict(view),
         "collapse": collapse if collapse is not None and collapse.high else None,
         "trainer": phase and {"does": phase.to, "for": max(0.0, now - phase.time)},
         "rollouts_done": view.steps.next_rollout,
@@ -73,6 +73,14 @@ def status(view: RunView, now: float) -> dict[str, Any]:
             *_untested(view.run),
         ],
     }
+
+
+def _verdict(view: RunView) -> VerdictChanged | None:
+    """The last verdict that was announced, with what its change would bring now."""
+    announced, finding = view.last(VerdictChanged), view.finding
+    if announced is None or announced.verdict != finding.verdict:
+        return announced
+    return msgspec.structs.replace(announced, knob=view.advise(finding))
 
 
 def _outcomes(view: RunView) -> dict[str, int]:

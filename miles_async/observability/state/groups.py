@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from miles_async.events import GroupFiltered, GroupGenerated, GroupMoved
 from miles_async.scheduling.ledger import GroupState
 
 ENDED = (GroupState.PUBLISHED, GroupState.DROPPED)
+RECENT_GROUPS = 512
 MAX_FILTER_REASONS = 40
 """Most reasons of filters that are counted separately, because a user's filter may give any number of them."""
+
+
+class Seconds(NamedTuple):
+    """How long a group took."""
+
+    generation: float
+    """From the first request until the last sample ended, with the tools that it called."""
+    reward: float
 
 
 @dataclass(slots=True)
@@ -50,6 +60,8 @@ class Groups:
         """Number of groups that filters rejected, by the reason that the filter gave."""
         self.left_out_samples = 0
         """Samples that failed and without which their group was generated."""
+        self.recent: deque[Seconds] = deque(maxlen=RECENT_GROUPS)
+        """How long each of the last generated groups took."""
 
     def move(self, event: GroupMoved) -> None:
         self.counts = event.counts
@@ -67,6 +79,7 @@ class Groups:
 
     def generate(self, event: GroupGenerated) -> None:
         self.left_out_samples += event.missing
+        self.recent.append(Seconds(event.generation_seconds, event.reward_seconds))
         if (group := self.live.get(event.sequence)) is not None:
             group.generated = event
 

@@ -17,6 +17,7 @@ MAX_HORIZON_SECONDS = 600.0
 REMEMBERED_STEPS = 4096
 """The last steps, of which each can still be undone."""
 REWARD_BATCHES = 10
+FEWEST_BATCHES, RECENT_BATCHES = 3, 16
 CLOCK_STEP_SECONDS = 60.0
 """Two times further apart than this lie before and after a step of the wall clock: a run reports twice a second."""
 
@@ -212,6 +213,8 @@ class LearnerTime:
         self.recent = RecentTime()
         self.accounted_until = 0.0
         """The newest time that the rollout worker has reported."""
+        self._at_steps: deque[dict[str, float]] = deque(maxlen=RECENT_BATCHES + 1)
+        """The seconds by label at the end of each of the last steps, oldest first."""
         self._step_ended: float | None = None
         self._horizon = HORIZON_SECONDS
 
@@ -220,6 +223,16 @@ class LearnerTime:
         if self._step_ended is not None:
             self._horizon = min(max(HORIZON_SECONDS, 3 * (time - self._step_ended)), MAX_HORIZON_SECONDS)
         self._step_ended = time
+        self._at_steps.append(dict(self.seconds))
+
+    @property
+    def per_batch(self) -> dict[str, float]:
+        """The seconds per batch by label, over the last batches; empty before there are `FEWEST_BATCHES`."""
+        if len(self._at_steps) <= FEWEST_BATCHES:
+            return {}
+        before, after = self._at_steps[0], self._at_steps[-1]
+        batches = len(self._at_steps) - 1
+        return {label: (seconds - before.get(label, 0.0)) / batches for label, seconds in after.items()}
 
     def unaccounted(self, now: float) -> float:
         """Return the seconds since the last call, which are to be passed to `add`. 0 if there are none.
@@ -242,6 +255,7 @@ class LearnerTime:
     def interrupt(self) -> None:
         """The rollout worker was lost: what the learner does is unknown until another one reports it."""
         self.phase, self.recent, self._step_ended = None, RecentTime(), None
+        self._at_steps.clear()
 
     def add(self, now: float, seconds: float, label: str, *, held_back: bool) -> None:
         """Account seconds that ended at `now`. `held_back` says whether admission waited for the learner."""

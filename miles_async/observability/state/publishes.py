@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from statistics import median
 
 from miles_async.events import PublishEnded, PublishStarted
 
+RECENT_PUBLISHES = 16
 MAX_VALUES = 1024
 """Most values of a duration that are kept in memory."""
 
@@ -45,6 +47,7 @@ class Publishes:
         self.whole, self.pause = Milliseconds(), Milliseconds()
         """From the start of staging until every engine decodes again, and the part of it in which engines paused."""
         self.bytes = 0
+        self.recent: deque[PublishEnded] = deque(maxlen=RECENT_PUBLISHES)
 
     def start(self, event: PublishStarted) -> None:
         self.running = event
@@ -56,3 +59,4 @@ class Publishes:
             self.whole.add(event.staged_seconds + event.paused_seconds)
             self.pause.add(event.paused_seconds)
             self.bytes += event.bytes
+            self.recent.append(event)

@@ -31,6 +31,7 @@ class Scripted:
     seen: list[int] = field(default_factory=list)
     """Response tokens that the group had at each call."""
     in_flight: int = 0
+    in_line: int = 0
     busy_seconds: float = 0.0
 
     async def generate(self, group: Group) -> None:

@@ -56,7 +56,9 @@ const colour = (name) => `var(--${name})`;
 const TRAINER = { step: "blue", batch: "orange", publish: "pink", evaluate: "green", save: "gray", interrupted: "yellow" };
 const VERDICTS = {
   "rollout-bound": "sky", "trainer-bound": "blue", "publish-bound": "pink", "window-bound": "orange",
-  "filter-bound": "yellow", "reward-bound": "green", "waste-bound": "orange", balanced: "gray", interrupted: "gray",
+  "filter-bound": "yellow", "reward-bound": "green", "waste-bound": "orange", "concurrency-bound": "sky",
+  "staleness-bound": "orange", "save-bound": "pink", "evaluation-bound": "green", "tool-bound": "green",
+  "machine-bound": "gray", balanced: "gray", interrupted: "gray",
 };
 
 /* The plots. A line is [series, label, colour]. `rate` lines are smoothed, because all groups of a step are counted in

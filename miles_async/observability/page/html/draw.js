@@ -6,7 +6,9 @@ const STATES = {
 };
 const BOTTLENECK = {
   "rollout-bound": "generate", "trainer-bound": "step", "publish-bound": "publish", "window-bound": "window",
-  "filter-bound": "reward", "reward-bound": "reward", "waste-bound": "generate",
+  "filter-bound": "reward", "reward-bound": "reward", "waste-bound": "generate", "concurrency-bound": "generate",
+  "staleness-bound": "generate", "save-bound": "step", "evaluation-bound": "step", "tool-bound": "generate",
+  "machine-bound": "generate",
 };
 const DOES = {
   batch: "waits for a batch", step: "trains", publish: "waits for a publish", save: "writes a checkpoint", evaluate: "waits for an evaluation",

@@ -65,8 +65,10 @@ async def test_closing_refuses_current_and_later_waiters() -> None:
     inside = asyncio.create_task(visit(permits, 1, log, "inside", stay))
     waiting = asyncio.create_task(visit(permits, 1, log, "waiting", leave))
     await asyncio.sleep(0)
+    assert permits.wanted == 1
     permits.close()
     await waiting
+    assert permits.wanted == 0
     await visit(permits, 1, log, "late", leave)
     assert sorted(log) == ["inside in", "late refused", "waiting refused"]
     permits.open()
