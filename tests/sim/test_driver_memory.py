@@ -29,7 +29,7 @@ from miles_async.events import (
 from miles_async.observability.console.stall_report import StallReport
 from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.metrics.recorder import MetricsRecorder
-from miles_async.observability.state import charts, publishes
+from miles_async.observability.state import charts, learner, publishes, tokens
 from miles_async.observability.summary import summarize
 from miles_async.observability.view import RunView
 from tests.unit.example_events import RUN
@@ -85,6 +85,8 @@ def rollout(number: int) -> Iterator[Event]:
 
 def test_memory_does_not_grow_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishes, "MAX_VALUES", 64)
+    monkeypatch.setattr(learner, "REMEMBERED_STEPS", 64)
+    monkeypatch.setattr(tokens, "MAX_RECENT_SECONDS", 64)
     for limit in ("WHOLE_RUN_BUCKETS", "RECENT_BUCKETS", "MAX_BATCHES"):
         monkeypatch.setattr(charts, limit, 8)
     view = RunView()
