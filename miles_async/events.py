@@ -504,7 +504,7 @@ class Pulse(Event, frozen=True, kw_only=True):
     warn_seconds: float = 0.0
     """Seconds without progress after which a warning follows; 0 in event logs of earlier versions."""
     slow_group_seconds: float = 0.0
-    """Seconds that hardly any group of the run takes (`scheduling/durations.py`); 0 before enough groups have ended."""
+    """Almost no group of the run takes longer (`scheduling/durations.py`); 0 before enough groups have ended."""
     processors: float = 0.0
     """Fraction of the processors' time on the node of the rollout worker that was used since the last pulse."""
 

@@ -111,7 +111,7 @@ class RunMonitor:
 
     @property
     def _slow_seconds(self) -> float | None:
-        """Seconds that hardly any group of this run takes; 0 while the run does not wait for groups.
+        """Almost no group of this run takes longer; 0 while the run does not wait for groups.
 
         None before enough groups have ended.
         """

@@ -31,7 +31,7 @@ class GroupDurations:
 
     def __init__(self) -> None:
         self.slow_seconds: float | None = None
-        """Seconds that hardly any group takes: twice the 99th percentile of the last groups; None if too few count."""
+        """Almost no group takes longer: twice the 99th percentile of the last groups. None if too few groups count."""
         self._waiting: dict[int, float] = {}
         """Seconds of groups that may have unfinished groups before them, by sequence number."""
         self._recent: deque[float] = deque(maxlen=RECENT_GROUPS)

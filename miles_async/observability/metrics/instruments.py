@@ -186,8 +186,8 @@ class Instruments:
         )
         self.slow_group_seconds = self._unknown_gauge(
             "slow_group_seconds",
-            "Seconds that hardly any group takes from its first request to its reward: twice the 99th percentile of "
-            "the last 1000 groups. NaN before 50 groups have ended.",
+            "Twice the 99th percentile of the seconds from first request to reward of the last 1000 groups: almost no "
+            "group takes longer. NaN before 50 groups have ended.",
         )
         self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
         self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
