@@ -77,7 +77,7 @@ for name in sys.argv[1:]:
 """
 
 ASK = """
-import http.client, os, sys
+import encodings.idna, http.client, os, sys
 from concurrent.futures import ThreadPoolExecutor
 {become_nobody}
 READS = "/", "/metrics", "/health", "/health_generate", "/liveness", "/readiness", "/get_model_info", "/v1/models"
@@ -254,7 +254,9 @@ OF_THE_TESTS = shared_files_of([psutil.Process()])
 def opened_by_nobody(found: Seen, processes: list[psutil.Process]) -> list[str]:
     """Let another user connect to Unix sockets, and read and write files, folders and the memory of processes."""
     connect = [sys.executable, "-c", CONNECT.replace("{become_nobody}", BECOME_NOBODY), *found.unix_sockets]
-    connected = subprocess.run(connect, capture_output=True, text=True, timeout=START_SECONDS).stdout.split()
+    connected = subprocess.run(
+        connect, stdout=subprocess.PIPE, text=True, timeout=START_SECONDS, check=True
+    ).stdout.split()
     files = [str(Path.home() / ".ray" / "auth_token"), str(found.folder / "config.yaml")]
     files += [f"/proc/{process.pid}/{file}" for process in processes for file in ("environ", "mem", "maps")]
     files += [name for name, _ in found.files if Path(name).is_file()]
@@ -283,7 +285,9 @@ def answered_without_a_key(listeners: list[Listener]) -> list[str]:
         if f'"prometheus_port": {listener.port}' not in listener.process
     }
     command = [sys.executable, "-c", ASK.replace("{become_nobody}", BECOME_NOBODY), *processes]
-    answered = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS).stdout.splitlines()
+    answered = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=START_SECONDS, check=True
+    ).stdout.splitlines()
     return [f"{processes[line.split()[0]]}: {line}" for line in answered]
 
 
