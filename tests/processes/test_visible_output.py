@@ -211,12 +211,12 @@ def test_the_log_of_a_server_is_visible_text_without_colours(tmp_path: Path) -> 
 
 def test_dead_letters_and_events_have_escapes_which_readers_resolve(tmp_path: Path) -> None:
     from miles_async.adapters.storage.dead_letters import DeadLetterFile
-    from miles_async.events import Event, SampleDiscarded, WarningRaised, decode, encode
+    from miles_async.events import DeadLettered, Event, SampleDiscarded, WarningRaised, decode, encode
     from miles_async.types import DropReason, Group, Sample
 
     class Events:
         def emit(self, event: Event) -> None:
-            raise AssertionError(event)
+            assert isinstance(event, DeadLettered), event
 
     group = Group([Sample(index=0, prompt="p", response=HOSTILE, tokens=[1], response_length=1)], feed_index="a")
     DeadLetterFile(tmp_path / "letters.jsonl", Events()).dead_letter(group, DropReason.FAILED, HOSTILE)
