@@ -87,21 +87,21 @@ WAITS = {
 }
 """The verdict for each thing that the learner does or waits for instead of training."""
 REASONS = {
-    Bottleneck.ROLLOUT: "the learner {waited}: for groups that were still being generated",
-    Bottleneck.TOOLS: "the learner {waited}: for groups, most of which waited for tools and not for the engines",
-    Bottleneck.IN_FLIGHT: "the learner {waited}: for groups, while the engines had room for more",
-    Bottleneck.STALENESS: "the learner {waited}: for groups, while the staleness limit let no more groups start",
+    Bottleneck.ROLLOUT: "the learner waited {share} for groups that were still being generated",
+    Bottleneck.TOOLS: "the learner waited {share} for groups, most of which waited for tools and not for the engines",
+    Bottleneck.IN_FLIGHT: "the learner waited {share} for groups, while the engines had room for more",
+    Bottleneck.STALENESS: "the learner waited {share} for groups, while the staleness limit let no more groups start",
     Bottleneck.TRAINER: "generation waited for the learner {held_back:.0%} of the time",
-    Bottleneck.PUBLISH: "the learner {waited}: for weights to be published",
-    Bottleneck.WINDOW: "the learner {waited}: for groups that the window held back",
-    Bottleneck.FILTER: "the learner {waited}: for groups, while filters dropped most of them",
-    Bottleneck.REWARD: "the learner {waited}: for rewards",
-    Bottleneck.SAVE: "the learner {waited}: for checkpoints to be saved",
-    Bottleneck.EVALUATE: "the learner {waited}: for evaluations",
+    Bottleneck.PUBLISH: "the learner waited {share} for weights to be published",
+    Bottleneck.WINDOW: "the learner waited {share} for groups that the window held back",
+    Bottleneck.FILTER: "the learner waited {share} for groups, while filters dropped most of them",
+    Bottleneck.REWARD: "the learner waited {share} for rewards",
+    Bottleneck.SAVE: "the learner waited {share} for checkpoints to be saved",
+    Bottleneck.EVALUATE: "the learner waited {share} for evaluations",
     Bottleneck.MACHINE: "{processors:.0%} of the processors' time is used",
-    Bottleneck.WASTE: "the learner {waited}: for groups, and {wasted:.0%} of the recent response tokens were "
+    Bottleneck.WASTE: "the learner waited {share} for groups, and {wasted:.0%} of the recent response tokens were "
     "wasted, most of them because {cause}",
-    Bottleneck.BALANCED: "the learner {waited}, and generation kept up",
+    Bottleneck.BALANCED: "the learner waited {waited:.0%} of the time, and generation kept up",
 }
 
 FULL = 0.9
@@ -280,11 +280,16 @@ def find(
     wasted = tokens.recent(learner.recently) if kind is Bottleneck.WASTE else Recent(0.0, None)
     reason = wasted.main_reason
     cause = CAUSES[reason].what if reason is not None else ""
-    share = f"waited {waited:.0%} of the time"
+    share = f"{waits.get(kind, waited):.0%} of the time"
     if waits.get(kind, waited) < 0.995 * waited:
-        share += f", {waits[kind]:.0%} of it"
+        share += f" ({waited:.0%} in all)"
     why = REASONS[kind].format(
-        waited=share, held_back=held_back, wasted=wasted.share, cause=cause, processors=processors
+        share=share,
+        waited=waited,
+        held_back=held_back,
+        wasted=wasted.share,
+        cause=cause,
+        processors=processors,
     )
     return Finding(kind, why, fractions, wasted_for=reason)
 
