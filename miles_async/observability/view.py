@@ -61,7 +61,7 @@ ADVICE_SECONDS = 20.0
 RECENT_PULSES = 40
 """Those of 20 seconds."""
 FILTERED_GROUPS = 64
-"""Last groups of which the fraction is known that filters dropped."""
+"""Number of recent groups for which the fraction that filters dropped is computed."""
 
 
 class Queue(NamedTuple):
@@ -365,7 +365,8 @@ class RunView:
     def model(self) -> Model | None:
         """What a change is estimated from; None if the last batches say too little."""
         run, learner = self.run, self.learner.per_batch
-        if run is None or not run.in_flight or not learner or not self.groups.recent:
+        seconds = sum(learner.values())
+        if run is None or not run.in_flight or not seconds or not self.groups.recent:
             return None
         # In a synchronous run, the groups of a batch are admitted when the weights of the batch before it are live.
         slots = run.groups_per_rollout if self._synchronous else run.slots
@@ -374,7 +375,7 @@ class RunView:
         share = min(1.0, self.publishes.version / max(self.steps.batches, 1)) / max(len(self.publishes.recent), 1)
         stage = share * sum(publish.staged_seconds for publish in self.publishes.recent)
         write = share * sum(publish.paused_seconds for publish in self.publishes.recent)
-        decoding = max(0.0, 1.0 - write / sum(learner.values()))
+        decoding = max(0.0, 1.0 - write / seconds)
         return Model(
             in_flight=run.in_flight,
             window=run.window,
@@ -388,7 +389,7 @@ class RunView:
             write=write,
             save=learner.get("save", 0.0),
             evaluate=learner.get("evaluate", 0.0),
-            batch_seconds=sum(learner.values()),
+            batch_seconds=seconds,
         )
 
     def advise(self, finding: Finding) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.events import GroupMoved, RunStarted
+from miles_async.events import GroupMoved, PublishEnded, RunStarted
 
 RUN = RunStarted(
     time=100.0,
@@ -14,6 +14,19 @@ RUN = RunStarted(
     queue_capacity=1000,
     window=3,
     slots=8,
+)
+PUBLISHED = PublishEnded(
+    time=101.0,
+    version=5,
+    live=True,
+    staged_seconds=0.1,
+    paused_seconds=0.1,
+    stopping_seconds=0.0,
+    write_seconds=0.1,
+    resuming_seconds=0.0,
+    bytes=1,
+    queue=0,
+    fenced=[],
 )
 
 

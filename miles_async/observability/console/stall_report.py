@@ -53,8 +53,9 @@ class StallReport:
         A rollout worker that answers knows how long this run may need (`Pulse.warn_seconds`).
         """
         seconds, pulse = self.idle_seconds(now), self._view.last(Pulse)
-        answers = pulse is not None and "rollout" not in self._view.silent
-        warn_seconds = max(self._warn_seconds, pulse.warn_seconds) if answers and pulse else self._warn_seconds
+        warn_seconds = self._warn_seconds
+        if pulse is not None and "rollout" not in self._view.silent:
+            warn_seconds = max(warn_seconds, pulse.warn_seconds)
         return seconds if seconds >= warn_seconds else 0.0
 
     def idle_seconds(self, now: float) -> float:

@@ -2,7 +2,7 @@
 
 A small model plays the recent groups of the run, with the seconds that each of them took, through the window, the slots
 and the learner of the run. Then it plays them again with one change. The absolute numbers of such a model are rough,
-because it knows nothing of pauses, retries or memory. Their ratio is what the verdict prints.
+because it knows nothing of retries, memory or the load of evaluations. Their ratio is what the verdict prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miles_async.observability.state.groups import Seconds
 from miles_async.scheduling.window import FIFOWindow
 
 MAX_GROUPS = 2048
-"""Groups that one estimate trains, in `FEWEST_BATCHES` batches at least: some ten milliseconds."""
+"""Groups that one estimate generates, for `FEWEST_BATCHES` batches at least: some ten milliseconds."""
 FEWEST_BATCHES, MOST_BATCHES = 4, 64
 """The first quarter of the batches fills the queue."""
 
@@ -56,7 +56,7 @@ class Model:
 
 def groups_per_second(model: Model) -> float:
     """Return the rate at which the modelled run trains groups; 0 if it trains none."""
-    return _Play(model, max(FEWEST_BATCHES, min(MOST_BATCHES, MAX_GROUPS // model.batch))).rate()
+    return _Play(model, max(FEWEST_BATCHES, min(MOST_BATCHES, int(MAX_GROUPS * model.kept) // model.batch))).rate()
 
 
 class _Play:

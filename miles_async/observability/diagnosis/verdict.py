@@ -88,7 +88,7 @@ WAITS = {
 """The verdict for each thing that the learner does or waits for instead of training."""
 REASONS = {
     Bottleneck.ROLLOUT: "the learner waited {share} for groups that were still being generated",
-    Bottleneck.TOOLS: "the learner waited {share} for groups, most of which waited for tools and not for the engines",
+    Bottleneck.TOOLS: "the learner waited {share} for groups that mostly waited for tools, not for the engines",
     Bottleneck.IN_FLIGHT: "the learner waited {share} for groups, while the engines had room for more",
     Bottleneck.STALENESS: "the learner waited {share} for groups, while the staleness limit let no more groups start",
     Bottleneck.TRAINER: "generation waited for the learner {held_back:.0%} of the time",
@@ -144,24 +144,21 @@ def _twice_as_fast(model: Model) -> Model:
     return replace(model, groups=[Seconds(each.generation / 2, each.reward) for each in model.groups])
 
 
+_MORE_GROUPS = Change("twice as many groups at once", lambda model: replace(model, in_flight=2 * model.in_flight))
 CHANGES = {
     Bottleneck.ROLLOUT: Change("twice the rollout capacity", _twice_as_fast),
     Bottleneck.TOOLS: Change("tools twice as fast", _twice_as_fast),
     Bottleneck.MACHINE: Change(
         "twice as many processors", lambda model: replace(_twice_as_fast(model), step=model.step / 2)
     ),
-    Bottleneck.IN_FLIGHT: Change(
-        "twice as many groups at once", lambda model: replace(model, in_flight=2 * model.in_flight)
-    ),
+    Bottleneck.IN_FLIGHT: _MORE_GROUPS,
     Bottleneck.STALENESS: Change("a staleness limit that is higher by 1", _higher_limit),
     Bottleneck.TRAINER: Change("a learner twice as fast", lambda model: replace(model, step=model.step / 2)),
     Bottleneck.PUBLISH: Change(
         "publishes twice as fast", lambda model: replace(model, stage=model.stage / 2, write=model.write / 2)
     ),
     Bottleneck.WINDOW: Change("the widest window", _widest_window),
-    Bottleneck.FILTER: Change(
-        "twice as many groups at once", lambda model: replace(model, in_flight=2 * model.in_flight)
-    ),
+    Bottleneck.FILTER: _MORE_GROUPS,
     Bottleneck.REWARD: Change(
         "a reward function twice as fast",
         lambda model: replace(model, groups=[Seconds(each.generation, each.reward / 2) for each in model.groups]),
@@ -249,7 +246,7 @@ def advice(verdict: Bottleneck, knob: str, model: Model | None) -> list[Advice]:
     """
     if model is None or verdict not in CHANGES:
         return [Advice(knob, None)]
-    known = estimates(model, {verdict, *SETTINGS})
+    known = estimates(model, dict.fromkeys((verdict, *SETTINGS)))
     mine = next((each for each in known if each.verdict is verdict), None)
     better = [Advice(KNOBS[each.verdict], each) for each in known[:1] if each.verdict is not verdict]
     if mine is None:

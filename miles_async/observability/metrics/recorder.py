@@ -152,6 +152,7 @@ class MetricsRecorder:
                 self._count_tokens(REMOVED)
             case RunEnded():
                 self._count_tokens(LEFTOVER)
+                self._metrics.training.set(0)
             case AgentSessionExpired():
                 self._metrics.expired_agent_sessions.inc()
             case DataSkipped():
@@ -178,8 +179,6 @@ class MetricsRecorder:
                 self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
-            case RunEnded():
-                self._metrics.training.set(0)
             case _:
                 pass
 

@@ -103,14 +103,11 @@ class EngineUse:
         if not self._reports:
             self._add(time)
 
-    def report(self, event: EngineBusy) -> float:
-        """Count a report, and return the seconds by which it increases the total."""
+    def report(self, event: EngineBusy) -> None:
         # A counter that is smaller than before is that of another rollout worker, which began at 0.
-        increase = event.busy - self._counted if event.busy >= self._counted else event.busy
+        self._total += event.busy - self._counted if event.busy >= self._counted else event.busy
         self.last, self._counted = event, event.busy
-        self._total += increase
         self._add(event.time)
-        return increase
 
     def interrupt(self) -> None:
         """Another rollout worker begins to count."""

@@ -15,7 +15,7 @@ HORIZON_SECONDS = 10.0
 """The recent time covers the last 10 seconds, or the last three batches if these take longer."""
 MAX_HORIZON_SECONDS = 600.0
 REMEMBERED_STEPS = 4096
-"""The last steps, of which each can still be undone."""
+"""Number of recent steps that can still be undone."""
 REWARD_BATCHES = 10
 FEWEST_BATCHES, RECENT_BATCHES = 3, 16
 CLOCK_STEP_SECONDS = 60.0

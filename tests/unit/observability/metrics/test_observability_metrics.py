@@ -407,6 +407,13 @@ def test_a_driver_that_continues_a_run_forgets_the_processes_of_the_driver_befor
     assert (see("since_progress_seconds"), see("head_age_seconds"), see("training")) == (2.0, 1.0, 1.0)
 
 
+def test_a_run_that_has_ended_does_not_train() -> None:
+    see = Watched(RUN, *step(151, 152, [0]))
+    assert see("training") == 1
+    see.observe(RunEnded(time=160.0, reason="done"))
+    assert see("training") == 0
+
+
 @pytest.mark.parametrize("name", ["slots_groups", "staleness_limit_versions", "router_up", "slow_group_seconds"])
 def test_a_value_that_is_not_known_is_not_zero(name: str) -> None:
     assert math.isnan(Watched(replace(RUN, slots=None))(name) or 0.0)

@@ -11,7 +11,6 @@ from miles_async.events import (
     EngineBusy,
     Event,
     LearnerRestored,
-    PublishEnded,
     PublishStarted,
     RunContinued,
     RunEnded,
@@ -23,7 +22,7 @@ from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.status import status
 from miles_async.observability.summary import summarize, summary_text
 from miles_async.observability.view import RunView
-from tests.unit.example_events import RUN, moved
+from tests.unit.example_events import PUBLISHED, RUN, moved
 from tests.unit.observability.metrics.test_observability_metrics import pulse
 
 
@@ -197,19 +196,7 @@ def test_logs_without_the_event_of_a_restart_show_it_by_the_groups_that_were_los
 
 
 def test_a_publish_that_a_driver_did_not_end_is_over_when_the_next_one_continues() -> None:
-    ended = PublishEnded(
-        time=179.0,
-        version=3,
-        live=True,
-        staged_seconds=0.1,
-        paused_seconds=0.1,
-        stopping_seconds=0.0,
-        write_seconds=0.1,
-        resuming_seconds=0.0,
-        bytes=1,
-        queue=0,
-        fenced=[],
-    )
+    ended = replace(PUBLISHED, time=179.0, version=3)
     assert view_of(*KILLED).publishes.running is not None
     view = view_of(*KILLED, *RESUMED)
     assert view.publishes.running is None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from miles_async.events import (
     EngineChanged,
     Evaluated,
     GroupFiltered,
     ProcessSilent,
-    PublishEnded,
     Pulse,
     QueueChanged,
     RouterChanged,
@@ -22,7 +22,7 @@ from miles_async.events import (
 from miles_async.observability.page.status import SLOTS_SHOWN, status
 from miles_async.observability.state.timeline import Timeline
 from miles_async.observability.view import RunView
-from tests.unit.example_events import RUN, moved
+from tests.unit.example_events import PUBLISHED, RUN, moved
 
 
 def means(timeline: Timeline, name: str) -> list[float | None]:
@@ -145,19 +145,7 @@ def test_the_snapshot_shows_the_version_of_each_engine_and_a_fenced_engine_stays
     view = RunView()
     for name in ("engine-0", "engine-1"):
         view.apply(EngineChanged(time=100.0, engine=name, state="routed", version=0, reason=None))
-    publish = PublishEnded(
-        time=101.0,
-        version=5,
-        live=True,
-        staged_seconds=0.1,
-        paused_seconds=0.1,
-        stopping_seconds=0.0,
-        write_seconds=0.1,
-        resuming_seconds=0.0,
-        bytes=1,
-        queue=0,
-        fenced=["engine-1"],
-    )
+    publish = replace(PUBLISHED, fenced=["engine-1"])
     view.apply(publish)
     view.apply(ProcessSilent(time=103.0, process="engine-1", seconds=2.0))
     figures = status(view, 104.0)
