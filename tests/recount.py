@@ -2,33 +2,40 @@
 
     python -m tests.recount RUN_FOLDER [...]
 
-`Recount` shares no code with `miles_async/observability/`: it reads the JSON itself, has all events in memory, and
-computes each number from the whole list, with intervals and sets instead of running sums. The command lists the numbers
-that differ, and its exit code is 1 if there are any.
+`Recount` shares no function with `miles_async/observability/`: it reads the JSON itself, has all events in memory, and
+computes each number from the whole list, with intervals and sets instead of running sums. Which verdict held at a time
+follows from two tables of rules, which are applied to what was known at that time (`docs/how-to/monitor.md`).
 
-Which verdict held at a time is a judgement and is not repeated here. It is checked that all verdicts together cover the
-time of the learner, and that summary and report agree on the time of each of them.
+The numbers are compared with a view that reads the event log now, and with `summary.json` and `report.html` if the run
+has written them. The command lists the numbers that differ, and its exit code is 1 if there are any. It also lists the
+files that cannot be compared.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
-from itertools import pairwise
-from math import isclose, sqrt
+from itertools import accumulate, groupby, pairwise
+from math import floor, isclose, sqrt
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
+from miles_async.events import EventsMissing, encode_json
+from miles_async.observability.diagnosis.verdict import MOSTLY_FILTERED, NEGLIGIBLE
 from miles_async.observability.page.status import status
+from miles_async.observability.state.learner import MAX_HORIZON_SECONDS
 from miles_async.observability.summary import summarize
 from miles_async.observability.trace.event_log import read_events
-from miles_async.observability.view import RunView
+from miles_async.observability.view import FILTERED_GROUPS, RECENT_PULSES, RunView
 
 Raw = dict[str, Any]
 Interval = tuple[float, float]
@@ -38,7 +45,16 @@ REPORTS = ("TrainerPhaseChanged", "StepStarted", "PublishStarted", "PublishEnded
 LONGEST_GAP = 60.0
 """Time between two reports above which the machine was suspended, or its clock was set."""
 FIRST_REWARDS = 10
+LISTED_REWARDS = 256
 Z = 1.959964
+ROUNDED = {"verdict_seconds": (1e-6, 1e-3), "rewards": (1e-3, 1e-6)}
+"""Relative and absolute tolerance of the numbers that are written with fewer digits."""
+
+HORIZON, HORIZON_BATCHES = 10.0, 3
+"""The verdict judges the last seconds, or the last batches if these take longer."""
+SILENT = 5.0
+NOTABLE_WASTE = 0.2
+BUSY_PROCESSORS = 0.9
 
 
 def raw_events(folder: Path) -> list[Raw]:
@@ -65,6 +81,8 @@ class Life:
 
     cause: str
     """What was replaced when it began: `driver`, `rollout_worker` or `learner`; empty for the first one."""
+    first: int
+    """Position of its first event in the log."""
     driver_started: float | None = None
     events: list[Raw] = field(default_factory=list)
 
@@ -78,32 +96,218 @@ class Life:
         return max(event["time"] for event in self.events if event["type"] in (*REPORTS, "RunEnded"))
 
 
+class Tokens(NamedTuple):
+    """Response tokens that an event generated or wasted."""
+
+    place: int
+    """Position of the event in the log."""
+    time: float
+    generated: int
+    wasted: int
+    reason: str | None
+
+
+class Span(NamedTuple):
+    """The time between two reports of a rollout worker, in which the learner was in one phase."""
+
+    report: int
+    """Position in the log of the report that ends it."""
+    begin: float
+    end: float
+    phase: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was known when a report arrived, from the events before it."""
+
+    run: Recount
+    span: Span
+    """The time that the report ends."""
+
+    @cached_property
+    def pulse(self) -> Raw | None:
+        return self.run.before(self.span.report, "Pulse")
+
+    @cached_property
+    def engines(self) -> Raw | None:
+        return self.run.before(self.span.report, "EngineBusy")
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a value of the last pulse. Zeros and missing values are not in the log."""
+        return (self.pulse or {}).get(name)
+
+    @property
+    def admission_waits_for_learner(self) -> bool:
+        return self["waits_for"] in ("slots", "queue")
+
+    @property
+    def publishing(self) -> bool:
+        begun, ended = (self.run.place(self.span.report, kind) for kind in ("PublishStarted", "PublishEnded"))
+        lost = bisect_left(self.run.restored, self.span.report)
+        return begun > max(ended, self.run.restored[lost - 1] if lost else -1)
+
+    @property
+    def window_holds_back(self) -> bool:
+        """Whether the groups behind the window would complete the batch, or occupy the slots that others need."""
+        finished = self.run.finished_before(self.span.report)
+        missing = (self["wanted"] or 0) - (self["collected"] or 0)
+        return finished > 0 and (finished >= missing or self["waits_for"] == "slots")
+
+    @property
+    def head_waits_for_reward(self) -> bool:
+        at_engines = self["oldest"] is not None and self["oldest"] <= self["head"]
+        return self["head_state"] == "in_flight" and bool(self["rewarding"]) and not at_engines
+
+    @property
+    def filtered(self) -> float:
+        """The fraction of the last groups that filters dropped."""
+        fates = self.run.filter_fates
+        last = bisect_left(fates, (self.span.report,))
+        recent = [dropped for _, dropped in fates[max(0, last - FILTERED_GROUPS) : last]]
+        return fmean(recent) if recent else 0.0
+
+    @property
+    def wasted(self) -> float:
+        """The avoidable waste among the tokens generated since the horizon, which begins with a full second."""
+        since = floor(self.span.end - self.run.horizon(self.span.report))
+        last = bisect_left(self.run.tokens_moved, (self.span.report,))
+        first = bisect_left(self.run.newest_tokens, since, hi=last)
+        # Tokens with a much later time were generated before the clock was set back.
+        recent = [
+            tokens
+            for tokens in self.run.tokens_moved[first:last]
+            if since <= tokens.time <= self.span.end + LONGEST_GAP
+        ]
+        wasted = sum(tokens.wasted for tokens in recent if tokens.reason != "filtered")
+        return wasted / max(1, wasted, sum(tokens.generated for tokens in recent))
+
+    @property
+    def processors(self) -> float:
+        places = self.run.places["Pulse"]
+        last = bisect_left(places, self.span.report)
+        recent = places[max(0, last - RECENT_PULSES) : last]
+        return fmean(self.run.events[place].get("processors", 0.0) for place in recent) if recent else 0.0
+
+    @property
+    def silent(self) -> str | None:
+        """The process that has not answered for the longest time, if that is long enough for a verdict."""
+        started = self.run.place(self.span.report, "RunStarted")
+        seconds = {}
+        for process, places in self.run.heartbeats.items():
+            last = bisect_left(places, self.span.report) - 1
+            if last >= 0 and places[last] > started:
+                seconds[process] = self.run.events[places[last]]["seconds"]
+        process = max(seconds, key=lambda name: seconds[name], default=None)
+        return process if process is not None and seconds[process] >= SILENT else None
+
+    @property
+    def synchronous(self) -> bool:
+        return bool(self.run.of("RunStarted")[0]["entry"] == "train.py")
+
+
+WAITS: Sequence[tuple[str, Callable[[Moment], bool]]] = (
+    ("step", lambda at: at.span.phase == "step"),
+    ("publish-bound", lambda at: at.span.phase == "publish"),
+    ("save-bound", lambda at: at.span.phase == "save"),
+    ("evaluation-bound", lambda at: at.span.phase == "evaluate"),
+    # The learner waits for a batch.
+    ("rollout-bound", lambda at: at.pulse is None or at.engines is None),
+    ("publish-bound", lambda at: at.publishing),
+    ("reward-bound", lambda at: at.window_holds_back and at.head_waits_for_reward),
+    ("window-bound", lambda at: at.window_holds_back),
+    ("reward-bound", lambda at: (at["rewarding"] or 0) > at["generating"]),
+    ("filter-bound", lambda at: at.filtered > MOSTLY_FILTERED),
+    ("waste-bound", lambda at: at.wasted > NOTABLE_WASTE),
+    ("staleness-bound", lambda at: at["waits_for"] == "slots"),
+    ("tool-bound", lambda at: at.engines is not None and 2 * at.engines["in_flight"] < at["generating"]),
+    ("rollout-bound", lambda at: at.synchronous or at["waits_for"] != "in_flight"),
+    ("rollout-bound", lambda at: at.engines is not None and at.engines.get("in_line", 0) > 0),
+    ("concurrency-bound", lambda at: True),
+)
+"""What the learner does or waits for: the first rule that applies names it."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The fractions of the time up to the horizon."""
+
+    by_wait: Mapping[str, float]
+    """The names are those of `WAITS`."""
+    held_back: float
+    """In which admission waited for the learner."""
+
+    @property
+    def waits(self) -> dict[str, float]:
+        return {name: share for name, share in self.by_wait.items() if name != "step"}
+
+    @property
+    def longest(self) -> str:
+        return max(self.waits, key=lambda name: self.waits[name])
+
+
+VERDICTS: Sequence[tuple[Callable[[Moment, Shares], bool], Callable[[Shares], str]]] = (
+    (lambda at, of: (at.silent or "").startswith("learner"), lambda of: "trainer-bound"),
+    (lambda at, of: at.silent is not None, lambda of: "rollout-bound"),
+    (lambda at, of: at.synchronous and of.waits[of.longest] > of.by_wait["step"], lambda of: of.longest),
+    (lambda at, of: at.synchronous, lambda of: "trainer-bound"),
+    (lambda at, of: sum(of.waits.values()) > NEGLIGIBLE, lambda of: of.longest),
+    (lambda at, of: of.held_back > NEGLIGIBLE, lambda of: "trainer-bound"),
+    (lambda at, of: True, lambda of: "balanced"),
+)
+"""The first rule that applies gives the verdict."""
+SLOWED_BY_PROCESSORS = ("rollout-bound", "concurrency-bound", "trainer-bound")
+
+
 class Recount:
     """The numbers of one run."""
 
     def __init__(self, events: list[Raw]) -> None:
         self.events = events
 
+    @cached_property
+    def places(self) -> Mapping[str, list[int]]:
+        """The positions of the events of each type in the log."""
+        places = defaultdict(list)
+        for place, event in enumerate(self.events):
+            places[event["type"]].append(place)
+        return places
+
     def of(self, *kinds: str) -> list[Raw]:
-        return [event for event in self.events if event["type"] in kinds]
+        return [self.events[place] for place in sorted(place for kind in kinds for place in self.places[kind])]
 
     def last(self, *kinds: str) -> Raw | None:
-        return next((event for event in reversed(self.events) if event["type"] in kinds), None)
+        return self.before(len(self.events), *kinds)
+
+    def place(self, before: int, *kinds: str) -> int:
+        """Return the last position of an event of these types before a position; -1 if there is none."""
+        counts = ((places, bisect_left(places, before)) for places in map(self.places.__getitem__, kinds))
+        return max((places[count - 1] for places, count in counts if count), default=-1)
+
+    def before(self, place: int, *kinds: str) -> Raw | None:
+        """Return the last event of these types before a position."""
+        found = self.place(place, *kinds)
+        return self.events[found] if found >= 0 else None
 
     @cached_property
     def lives(self) -> list[Life]:
         """The rollout workers of the run whose training loop has begun, in order."""
-        lives, driver, reported, runs, begun = [Life("")], None, False, False, True
-        for event in self.events:
+        return [life for life in self._every_life if life.loop]
+
+    @cached_property
+    def _every_life(self) -> list[Life]:
+        lives, driver, reported, runs, begun = [Life("", 0)], None, False, False, True
+        for place, event in enumerate(self.events):
             kind = event["type"]
             if kind == "RunStarted" and runs:
                 driver = event["time"]
                 continue
             runs = runs or kind == "RunStarted"
-            restored = kind in ("RunContinued", "LearnerRestored") or event.get("reason") == "worker_lost"
-            by_driver = driver is not None and (restored or (kind in REPORTS and event["time"] >= driver))
-            if reported and begun and (restored or by_driver):
-                lives.append(Life("rollout_worker"))
+            by_driver = driver is not None and (
+                _is_of_another_worker(event) or (kind in (*REPORTS, "RunEnded") and event["time"] >= driver)
+            )
+            if reported and begun and (_is_of_another_worker(event) or by_driver):
+                lives.append(Life("rollout_worker", place))
                 begun = False
             if by_driver and len(lives) > 1:
                 lives[-1].cause, lives[-1].driver_started, driver = "driver", driver, None
@@ -111,7 +315,13 @@ class Recount:
                 lives[-1].cause = "learner"
             lives[-1].events.append(event)
             reported, begun = reported or kind in REPORTS, begun or kind == "TrainerPhaseChanged"
-        return [life for life in lives if life.loop]
+        return lives
+
+    @cached_property
+    def restored(self) -> list[int]:
+        """Where in the log another rollout worker begins, or begins again because it was lost before its loop ran."""
+        again = (place for place, event in enumerate(self.events) if _is_of_another_worker(event))
+        return sorted({*(life.first for life in self._every_life), *again})
 
     @cached_property
     def served(self) -> list[Interval]:
@@ -233,52 +443,31 @@ class Recount:
         kept = [end["reward"] for end, _, kept in self.steps if kept]
         count = min(FIRST_REWARDS, max(1, len(kept) // 4))
         ends = {"reward_first": fmean(kept[:count]), "reward_last": fmean(kept[-count:]), "reward_batches": count}
-        by_batch = {end["rollout"]: end["reward"] for end, _, kept in self.steps if kept}
-        if max(by_batch) >= 256:
-            return ends
-        return {**ends, "rewards": [by_batch.get(rollout) for rollout in range(max(by_batch) + 1)]}
+        batches, width = max(end["rollout"] for end, _, _ in self.steps) + 1, 1
+        while batches > LISTED_REWARDS * width:
+            width *= 2
+        by_place = defaultdict(list)
+        for end, _, is_kept in self.steps:
+            if is_kept:
+                by_place[end["rollout"] // width].append(end["reward"])
+        rewards = [fmean(by_place[place]) if by_place[place] else None for place in range(-(-batches // width))]
+        return {**ends, "batches_per_reward": width, "rewards": rewards}
 
     # Tokens
 
     def tokens(self) -> Raw:
-        longest = self.of("RunStarted")[0].get("longest_response", 0) * self.of("RunStarted")[0]["samples_per_group"]
-        wasted, generated, at_most = Counter[str](), 0, 0
-        removed: dict[int, int] = {}
-        done_tokens, done_seconds, generating = 0, 0.0, 0.0
-        entered: dict[int, float] = {}
-        for index, event in enumerate(self.events):
-            match event["type"]:
-                case "GroupGenerated":
-                    generated += event["response_tokens"]
-                    done_tokens += event["response_tokens"]
-                    done_seconds += event["generation_seconds"]
-                case "Pulse" if event["generating"]:
-                    generating = event["time"]
-                case "SampleDiscarded":
-                    generated += event["tokens"]
-                    wasted[event["reason"]] += event["tokens"]
-                case "SamplesRemoved":
-                    removed[event["rollout"]] = event.get("tokens", 0)
-                case "GroupMoved" if event["after"] == "in_flight":
-                    entered[event["sequence"]] = event["time"]
-                case "GroupMoved" if event["after"] == "dropped":
-                    before, reason, tokens = event.get("before"), event["reason"], event.get("discarded_tokens", 0)
-                    if before == "in_flight" and reason in ("worker_lost", "engine_lost", "router_lost"):
-                        carried = event.get("kept_tokens", 0)
-                        at_most += max(0, longest - carried)
-                        if event["sequence"] in entered and done_seconds:
-                            seconds = max(0.0, min(generating, event["time"]) - entered[event["sequence"]])
-                            estimate = min(longest, round(seconds * done_tokens / done_seconds)) - carried
-                            tokens = max(tokens, estimate, 0)
-                    if before in ("fed", "in_flight") and reason != "filtered":
-                        generated += tokens
-                    if reason == "aborted":
-                        reason = self._fate_of_abort(index)
-                    if reason is not None:
-                        wasted[reason] += tokens
+        moved, at_most = self.tokens_moved, 0
+        wasted = Counter[str]()
+        for tokens in moved:
+            if tokens.reason is not None:
+                wasted[tokens.reason] += tokens.wasted
+        for event in self.of("GroupMoved"):
+            if _was_lost_in_flight(event):
+                at_most += max(0, self._longest_group - event.get("kept_tokens", 0))
+        removed = {event["rollout"]: event.get("tokens", 0) for event in self.of("SamplesRemoved")}
         wasted["removed"] += sum(removed.values())
         wasted["leftover"] += self._unused_tokens()
-        generated = max(generated, wasted.total())
+        generated = max(sum(tokens.generated for tokens in moved), wasted.total())
         return {
             "generated_tokens": generated,
             "wasted_tokens": {reason: tokens for reason, tokens in sorted(wasted.items()) if tokens},
@@ -286,12 +475,54 @@ class Recount:
             "lost_tokens_at_most": at_most,
         }
 
-    def _fate_of_abort(self, index: int) -> str | None:
-        """Return whether aborted tokens were wasted or left over at the end of the run; None if that is not known."""
-        for later in range(index, len(self.events)):
+    @property
+    def _longest_group(self) -> int:
+        """The most response tokens of a group."""
+        started = self.of("RunStarted")[0]
+        return int(started.get("longest_response", 0) * started["samples_per_group"])
+
+    @cached_property
+    def tokens_moved(self) -> list[Tokens]:
+        """The tokens of each event, without the groups that are left over and the samples that filters removed."""
+        found: list[Tokens] = []
+        done_tokens, done_seconds, generating = 0, 0.0, 0.0
+        entered: dict[int, float] = {}
+        for place, event in enumerate(self.events):
+            time = event["time"]
+            match event["type"]:
+                case "GroupGenerated":
+                    found.append(Tokens(place, time, event["response_tokens"], 0, None))
+                    done_tokens += event["response_tokens"]
+                    done_seconds += event["generation_seconds"]
+                case "Pulse" if event["generating"]:
+                    generating = time
+                case "SampleDiscarded":
+                    found.append(Tokens(place, time, event["tokens"], event["tokens"], event["reason"]))
+                case "GroupMoved" if event["after"] == "in_flight":
+                    entered[event["sequence"]] = time
+                case "GroupMoved" if event["after"] == "dropped":
+                    reason, tokens = event["reason"], event.get("discarded_tokens", 0)
+                    if _was_lost_in_flight(event) and event["sequence"] in entered and done_seconds:
+                        seconds = max(0.0, min(generating, time) - entered[event["sequence"]])
+                        estimate = min(self._longest_group, round(seconds * done_tokens / done_seconds))
+                        tokens = max(tokens, estimate - event.get("kept_tokens", 0), 0)
+                    is_new = event.get("before") in ("fed", "in_flight") and reason != "filtered"
+                    found.append(Tokens(place, time, tokens if is_new else 0, 0, None))
+                    fate, when = self._fate_of_abort(place) if reason == "aborted" else (reason, place)
+                    found.append(Tokens(when, self.events[when]["time"], 0, tokens, fate))
+        return sorted(found, key=lambda tokens: tokens.place)
+
+    @cached_property
+    def newest_tokens(self) -> list[float]:
+        """The latest time up to each element of `tokens_moved`."""
+        return list(accumulate((tokens.time for tokens in self.tokens_moved), max))
+
+    def _fate_of_abort(self, place: int) -> tuple[str | None, int]:
+        """Return whether aborted tokens were wasted or left over at the end of the run, and where that is decided."""
+        for later in range(place, len(self.events)):
             if (kind := self.events[later]["type"]) in ("StepStarted", "RunEnded"):
-                return "aborted" if kind == "StepStarted" else "leftover"
-        return None
+                return "aborted" if kind == "StepStarted" else "leftover", later
+        return None, place
 
     @cached_property
     def states(self) -> dict[int, str]:
@@ -308,6 +539,125 @@ class Recount:
             for sequence, state in self.states.items()
             if state in ("in_flight", "finished", "queued", "leased")
         )
+
+    # Verdicts
+
+    @cached_property
+    def _reports(self) -> list[tuple[int, Interval | None]]:
+        """The position of each report, and the time since the one before it; None if the clock was set meanwhile."""
+        found: list[tuple[int, Interval | None]] = []
+        newest = 0.0
+        for place in sorted(place for kind in (*REPORTS, "RunEnded") for place in self.places[kind]):
+            now = self.events[place]["time"]
+            was_set = newest > 0 and abs(now - newest) > LONGEST_GAP
+            found.append((place, None if was_set else (newest, max(newest, now))))
+            newest = now if was_set else max(newest, now)
+        return found
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The time since the training loop of the first rollout worker began, without interruptions."""
+        found = []
+        for place, passed in self._reports:
+            last = self.place(place, "TrainerPhaseChanged", "StepStarted", "RunEnded")
+            begun = self.restored[bisect_right(self.restored, place) - 1]
+            if passed is None or passed[0] == passed[1] or last < begun or self.events[last]["type"] == "RunEnded":
+                continue
+            found.append(Span(place, *passed, self.events[last].get("to", "step")))
+        return found
+
+    @cached_property
+    def _breaks(self) -> list[int]:
+        """Where the horizon of the verdict begins anew."""
+        return sorted({*self.restored, *(place for place, passed in self._reports if passed is None)})
+
+    def _part(self, place: int) -> int:
+        """Return a number that is the same for all positions between two breaks."""
+        return bisect_right(self._breaks, place)
+
+    @cached_property
+    def _horizons(self) -> list[float]:
+        """The horizon after each step. The first step of a part has that of the step before it."""
+        found = [HORIZON]
+        for before, after in pairwise(self.places["StepEnded"]):
+            batches = HORIZON_BATCHES * (self.events[after]["time"] - self.events[before]["time"])
+            known = self._part(before) == self._part(after)
+            found.append(min(max(HORIZON, batches), MAX_HORIZON_SECONDS) if known else found[-1])
+        return found
+
+    def horizon(self, place: int) -> float:
+        """Return how many seconds before a position the verdict judges."""
+        return self._horizons[max(0, bisect_left(self.places["StepEnded"], place) - 1)]
+
+    @cached_property
+    def heartbeats(self) -> Mapping[str, list[int]]:
+        """The positions of the reports on each process that did not answer."""
+        places = defaultdict(list)
+        for place in self.places["ProcessSilent"]:
+            places[self.events[place]["process"]].append(place)
+        return places
+
+    @cached_property
+    def filter_fates(self) -> list[tuple[int, bool]]:
+        """For each group that passed a filter or was dropped by it: the position, and whether it was dropped."""
+        moved = ((place, self.events[place]) for place in self.places["GroupMoved"])
+        return [
+            (place, event.get("reason") == "filtered")
+            for place, event in moved
+            if event["after"] == "finished" or event.get("reason") == "filtered"
+        ]
+
+    @cached_property
+    def _finished(self) -> list[int]:
+        """The number of finished groups after each change of a group."""
+        moved = self.of("GroupMoved")
+        return list(accumulate((e["after"] == "finished") - (e.get("before") == "finished") for e in moved))
+
+    def finished_before(self, place: int) -> int:
+        changes = bisect_left(self.places["GroupMoved"], place)
+        return self._finished[changes - 1] if changes else 0
+
+    @cached_property
+    def verdict_seconds(self) -> dict[str, float]:
+        """The seconds of each verdict."""
+        seconds = Counter[str]()
+        for _, spans in groupby(self.spans, key=lambda span: self._part(span.report)):
+            for moment, shares in self._shares([Moment(self, span) for span in spans]):
+                verdict = next(result(shares) for applies, result in VERDICTS if applies(moment, shares))
+                full = moment.silent is None and moment.processors > BUSY_PROCESSORS
+                verdict = "machine-bound" if full and verdict in SLOWED_BY_PROCESSORS else verdict
+                seconds[verdict] += moment.span.end - moment.span.begin  # type: ignore[assignment]
+        return dict(seconds)
+
+    def _shares(self, moments: Sequence[Moment]) -> Iterator[tuple[Moment, Shares]]:
+        """Yield each moment between two breaks, and the shares of the time up to it."""
+        waits = [next(name for name, applies in WAITS if applies(moment)) for moment in moments]
+        seconds = [moment.span.end - moment.span.begin for moment in moments]
+        held = [moment.admission_waits_for_learner for moment in moments]
+        sums = {
+            name: list(accumulate((s * (wait == name) for s, wait in zip(seconds, waits, strict=True)), initial=0.0))
+            for name in dict.fromkeys(name for name, _ in WAITS)
+        }
+        held_back = list(accumulate((s * h for s, h in zip(seconds, held, strict=True)), initial=0.0))
+        ends = [moment.span.end for moment in moments]
+        # A span that has left the horizon does not return when the horizon grows.
+        begins = accumulate((moment.span.end - self.horizon(moment.span.report) for moment in moments), max)
+        for number, (moment, begin) in enumerate(zip(moments, begins, strict=True), start=1):
+            first = bisect_left(ends, begin)
+            amounts = {name: amount[number] - amount[first] for name, amount in sums.items()}
+            total = sum(amounts.values())
+            shares = {name: amount / total for name, amount in amounts.items()}
+            yield moment, Shares(shares, (held_back[number] - held_back[first]) / total)
+
+    def verdicts(self) -> Raw:
+        """Return what the summary has of the verdicts."""
+        seconds = self.verdict_seconds
+        longest = max(seconds, key=lambda name: seconds[name], default=None)
+        return {
+            "verdict": longest,
+            "verdict_share": seconds[longest] / sum(seconds.values()) if longest is not None else None,
+            "verdict_seconds": seconds,
+        }
 
     # Everything else
 
@@ -327,11 +677,15 @@ class Recount:
         for cause, begin, until in self.interruptions:
             interrupted[cause] += until - begin  # type: ignore[assignment]  # seconds
         newest = self.last("StepEnded", "LearnerRestored")
+        collapse, unwritten = self.of("CollapseRiskChanged"), self.last("DeadLettersUnwritten")
         steps = self.of("StepEnded")
         causes = ["driver"] * (len(started) - 1)
         causes += [life.cause for life in self.lives if life.cause in ("rollout_worker", "learner")]
         return {
             "run": started[0]["run"],
+            "entry": started[0]["entry"],
+            "started": _timestamp(started[0]["time"]),
+            "ended": _timestamp(ended),
             "wall_seconds": ended - started[0]["time"],
             "reason": end["reason"] if end["type"] == "RunEnded" else None,
             "warm_start_seconds": cold[0]["warm_start_seconds"] if cold else None,
@@ -348,9 +702,12 @@ class Recount:
             "dropped": dropped,
             "recycled": dropped.get("stale", 0),
             "left_out_samples": sum(event.get("missing", 0) for event in self.of("GroupGenerated")),
+            "collapse_announced_after_rollout": collapse[0]["rollout"] if collapse else None,
+            "unwritten_dead_letters": unwritten["letters"] if unwritten is not None else 0,
             **_accuracies(evaluated),
             **(self.work() | self.rewards() if steps else {}),
             **self.tokens(),
+            **self.verdicts(),
         }
 
     def page(self) -> Raw:
@@ -378,17 +735,8 @@ class Recount:
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the learner."""
         seconds = Counter[str]()
-        for life in self.lives:
-            phase, until = None, None
-            for event in life.events:
-                if event["type"] not in (*REPORTS, "RunEnded"):
-                    continue
-                now = event["time"]
-                if phase is not None and until is not None and 0 < now - until <= LONGEST_GAP:
-                    seconds[phase] += now - until
-                until = now if until is None or abs(now - until) > LONGEST_GAP else max(until, now)
-                if event["type"] in ("TrainerPhaseChanged", "StepStarted", "RunEnded"):
-                    phase = {"StepStarted": "step", "RunEnded": None}.get(event["type"], event.get("to"))
+        for span in self.spans:
+            seconds[span.phase] += span.end - span.begin  # type: ignore[assignment]
         return dict(seconds)
 
     def totals(self) -> Raw:
@@ -403,8 +751,22 @@ class Recount:
             "recycled": sum(event["reason"] == "stale" for event in dropped),
             "dropped": sum(event["reason"] != "stale" for event in dropped),
             **{f"trainer:{phase}": seconds for phase, seconds in self.phases.items()},
+            **{f"verdict:{verdict}": seconds for verdict, seconds in self.verdict_seconds.items()},
             **({"trainer:interrupted": away, "verdict:interrupted": away} if away else {}),
         }
+
+
+def _is_of_another_worker(event: Raw) -> bool:
+    """Whether only a rollout worker that replaces a lost one emits this event."""
+    return event["type"] in ("RunContinued", "LearnerRestored") or event.get("reason") == "worker_lost"
+
+
+def _was_lost_in_flight(event: Raw) -> bool:
+    return event.get("before") == "in_flight" and event.get("reason") in ("worker_lost", "engine_lost", "router_lost")
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def _accuracies(evaluated: Sequence[Raw]) -> Raw:
@@ -433,60 +795,104 @@ def _wilson(share: float, samples: int) -> list[float]:
     return [(-b - root) / (2 * a), (-b + root) / (2 * a)]
 
 
-def differences(folder: Path) -> Iterator[str]:
-    """Describe each number that summary, page and report show otherwise than it follows from the raw events."""
+class Comparison(NamedTuple):
+    """The recount of a run, compared with what is shown."""
+
+    differences: list[str]
+    """Each number that is shown otherwise than it follows from the raw events."""
+    left_out: list[str]
+    """Each file that cannot be compared, and why."""
+
+
+def compare(folder: Path) -> Comparison:
     view = RunView(recent=False)
     for event in read_events(folder / "events.jsonl"):
         view.apply(event)
-    recount = Recount(raw_events(folder))
-    shown = summarize(view)
-    yield from _differences("summary.json", recount.summary(), shown)
-    yield from _differences("page", recount.page(), _flat(status(view, view.time)))
     figures = view.charts.figures("whole", view.until(view.time))
+    now: Raw = json.loads(
+        encode_json({"summary": summarize(view), "state": {"now": status(view, view.time), "figures": figures}})
+    )
+    events = raw_events(folder)
+    found = Comparison([*_differences("", Recount(events), now)], [])
+    for file, values in _written(folder):
+        summary = values["summary"]
+        ends = [
+            place
+            for place, event in enumerate(events, start=1)
+            if event["type"] == "RunEnded" and _timestamp(event["time"]) == summary.get("ended")
+        ]
+        if view.last(EventsMissing) is not None:
+            found.left_out.append(f"{file}: parts of the event log were deleted")
+        elif summary.keys() != now["summary"].keys():
+            found.left_out.append(f"{file}: another version wrote the file")
+        elif not ends:
+            found.left_out.append(f"{file}: the file was written before the run ended")
+        else:
+            found.differences.extend(_differences(f"{file} on disk, ", Recount(events[: ends[-1]]), values))
+    return found
+
+
+def _written(folder: Path) -> Iterator[tuple[str, Raw]]:
+    """Yield each file that the run has written, and its numbers."""
+    summary, report = folder / "summary.json", folder / "report.html"
+    if summary.exists():
+        yield summary.name, {"summary": json.loads(summary.read_bytes())}
+    if report.exists():
+        data = re.search(rb'<script type="application/json" id="state">(.*?)</script>', report.read_bytes(), re.DOTALL)
+        assert data is not None, f"{report} has no data: write it again with `make report`"
+        yield report.name, json.loads(data[1])["runs"][0]
+
+
+def _differences(file: str, recount: Recount, shown: Raw) -> Iterator[str]:
+    yield from _differing(f"{file}summary", recount.summary(), shown["summary"])
+    if "state" not in shown:
+        return
+    yield from _differing(f"{file}page", recount.page(), _flat(shown["state"]["now"]))
+    figures = shown["state"]["figures"]
     drawn = {
         name: sum(value or 0.0 for value in curve["mean"]) * figures["width"]
         for name, curve in figures["series"].items()
     }
     # A curve has four significant digits.
-    yield from _differences("report", recount.totals(), drawn, tolerance=2e-3)
-    verdicts = {f"verdict:{name}": seconds for name, seconds in shown["verdict_seconds"].items()}
-    yield from _differences("report", verdicts, drawn, tolerance=2e-3)
-    covered = {"verdict_seconds": sum(recount.phases.values())}
-    yield from _differences("summary.json", covered, {"verdict_seconds": sum(verdicts.values())}, tolerance=1e-4)
+    yield from _differing(f"{file}curves", recount.totals(), drawn, tolerance=2e-3)
 
 
 def _flat(values: Mapping[str, Any]) -> Raw:
     inner = {
-        f"{name}.{key}": value for name in ("queue", "trainer", "slots") for key, value in (values[name] or {}).items()
+        f"{name}.{key}": value
+        for name in ("queue", "trainer", "slots", "publish")
+        for key, value in (values[name] or {}).items()
     }
-    return {**values, **inner, "publish.version": values["publish"].version if values["publish"] else None}
+    return {**values, **inner}
 
 
-def _differences(where: str, recounted: Raw, shown: Mapping[str, Any], tolerance: float = 1e-6) -> Iterator[str]:
+def _differing(where: str, recounted: Raw, shown: Mapping[str, Any], tolerance: float = 1e-6) -> Iterator[str]:
     for name, value in recounted.items():
-        if not _equal(value, shown.get(name, 0 if value == 0 else None), tolerance):
+        relative, absolute = ROUNDED.get(name, (tolerance, tolerance))
+        if not _equal(value, shown.get(name, 0 if value == 0 else None), relative, absolute):
             yield f"{where}: {name} is shown as {shown.get(name)}, and the events give {value}"
 
 
-def _equal(one: Any, other: Any, tolerance: float) -> bool:
+def _equal(one: Any, other: Any, relative: float, absolute: float) -> bool:
     match one, other:
         case int() | float(), int() | float():
-            return isclose(one, other, rel_tol=max(tolerance, 1e-6), abs_tol=max(tolerance, 1e-3 * tolerance))
+            return isclose(one, other, rel_tol=relative, abs_tol=absolute)
         case dict(), dict():
             names = {name for name in {*one, *other} if one.get(name) or other.get(name)}
-            return all(_equal(one.get(name, 0), other.get(name, 0), tolerance) for name in names)
+            return all(_equal(one.get(name, 0), other.get(name, 0), relative, absolute) for name in names)
         case list() | tuple(), list() | tuple():
             pairs = zip(one, other, strict=False)
-            return len(one) == len(other) and all(_equal(a, b, max(tolerance, 1e-3)) for a, b in pairs)
+            return len(one) == len(other) and all(_equal(a, b, relative, absolute) for a, b in pairs)
     return bool(one == other)
 
 
 def main(folders: Sequence[str]) -> int:
     found = 0
     for folder in folders:
-        listed = list(differences(Path(folder)))
-        print(f"{folder}: {len(listed)} differences", *listed, sep="\n  ")
-        found += len(listed)
+        differences, left_out = compare(Path(folder))
+        lines = (*differences, *(f"not compared: {reason}" for reason in left_out))
+        print(f"{folder}: {len(differences)} differences", *lines, sep="\n  ")
+        found += len(differences)
     return 1 if found else 0
 
 
