@@ -22,15 +22,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, groupby, pairwise
 from math import floor, isclose, sqrt
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from miles_async.events import EventsMissing, encode_json
-from miles_async.observability.diagnosis.verdict import MOSTLY_FILTERED, NEGLIGIBLE
+from miles_async.observability.diagnosis.verdict import MOSTLY_FILTERED, NEGLIGIBLE, WAITS
 from miles_async.observability.page.status import status
 from miles_async.observability.state.learner import MAX_HORIZON_SECONDS
 from miles_async.observability.summary import summarize
@@ -85,6 +86,8 @@ class Life:
     """Position of its first event in the log."""
     driver_started: float | None = None
     events: list[Raw] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Positions of the end of the run."""
 
     @cached_property
     def loop(self) -> list[float]:
@@ -116,6 +119,10 @@ class Span(NamedTuple):
     end: float
     phase: str
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -126,20 +133,20 @@ class Moment:
     """The time that the report ends."""
 
     @cached_property
-    def pulse(self) -> Raw | None:
-        return self.run.before(self.span.report, "Pulse")
+    def pulse(self) -> Raw:
+        """The last pulse; empty if there was none."""
+        return self.run.before(self.span.report, "Pulse") or {}
 
     @cached_property
-    def engines(self) -> Raw | None:
-        return self.run.before(self.span.report, "EngineBusy")
-
-    def __getitem__(self, name: str) -> Any:
-        """Return a value of the last pulse. Zeros and missing values are not in the log."""
-        return (self.pulse or {}).get(name)
+    def engines(self) -> Raw:
+        """The last report on the engines; empty if there was none."""
+        return self.run.before(self.span.report, "EngineBusy") or {}
 
     @property
-    def admission_waits_for_learner(self) -> bool:
-        return self["waits_for"] in ("slots", "queue")
+    def blocked(self) -> str | None:
+        """The limit that admission waits for."""
+        limit: str | None = self.pulse.get("waits_for")
+        return limit
 
     @property
     def publishing(self) -> bool:
@@ -151,19 +158,24 @@ class Moment:
     def window_holds_back(self) -> bool:
         """Whether the groups behind the window would complete the batch, or occupy the slots that others need."""
         finished = self.run.finished_before(self.span.report)
-        missing = (self["wanted"] or 0) - (self["collected"] or 0)
-        return finished > 0 and (finished >= missing or self["waits_for"] == "slots")
+        missing = self.pulse.get("wanted", 0) - self.pulse.get("collected", 0)
+        return finished > 0 and (finished >= missing or self.blocked == "slots")
 
     @property
     def head_waits_for_reward(self) -> bool:
-        at_engines = self["oldest"] is not None and self["oldest"] <= self["head"]
-        return self["head_state"] == "in_flight" and bool(self["rewarding"]) and not at_engines
+        at_engines = "oldest" in self.pulse and self.pulse["oldest"] <= self.pulse["head"]
+        return self.pulse.get("head_state") == "in_flight" and "rewarding" in self.pulse and not at_engines
+
+    @property
+    def engines_have_room(self) -> bool:
+        """Whether only the number of groups in flight keeps more requests from the engines."""
+        return self.blocked == "in_flight" and not self.engines.get("in_line") and not self.synchronous
 
     @property
     def filtered(self) -> float:
         """The fraction of the last groups that filters dropped."""
         fates = self.run.filter_fates
-        last = bisect_left(fates, (self.span.report,))
+        last = bisect_left(fates, self.span.report, key=itemgetter(0))
         recent = [dropped for _, dropped in fates[max(0, last - FILTERED_GROUPS) : last]]
         return fmean(recent) if recent else 0.0
 
@@ -171,12 +183,12 @@ class Moment:
     def wasted(self) -> float:
         """The avoidable waste among the tokens generated since the horizon, which begins with a full second."""
         since = floor(self.span.end - self.run.horizon(self.span.report))
-        last = bisect_left(self.run.tokens_moved, (self.span.report,))
-        first = bisect_left(self.run.newest_tokens, since, hi=last)
+        last = bisect_left(self.run.token_changes, self.span.report, key=itemgetter(0))
+        first = bisect_left(self.run.newest_token_times, since, hi=last)
         # Tokens with a much later time were generated before the clock was set back.
         recent = [
             tokens
-            for tokens in self.run.tokens_moved[first:last]
+            for tokens in self.run.token_changes[first:last]
             if since <= tokens.time <= self.span.end + LONGEST_GAP
         ]
         wasted = sum(tokens.wasted for tokens in recent if tokens.reason != "filtered")
@@ -206,24 +218,23 @@ class Moment:
         return bool(self.run.of("RunStarted")[0]["entry"] == "train.py")
 
 
-WAITS: Sequence[tuple[str, Callable[[Moment], bool]]] = (
+WAIT_RULES: Sequence[tuple[str, Callable[[Moment], bool]]] = (
     ("step", lambda at: at.span.phase == "step"),
     ("publish-bound", lambda at: at.span.phase == "publish"),
     ("save-bound", lambda at: at.span.phase == "save"),
     ("evaluation-bound", lambda at: at.span.phase == "evaluate"),
     # The learner waits for a batch.
-    ("rollout-bound", lambda at: at.pulse is None or at.engines is None),
+    ("rollout-bound", lambda at: not at.pulse or not at.engines),
     ("publish-bound", lambda at: at.publishing),
     ("reward-bound", lambda at: at.window_holds_back and at.head_waits_for_reward),
     ("window-bound", lambda at: at.window_holds_back),
-    ("reward-bound", lambda at: (at["rewarding"] or 0) > at["generating"]),
+    ("reward-bound", lambda at: at.pulse.get("rewarding", 0) > at.pulse["generating"]),
     ("filter-bound", lambda at: at.filtered > MOSTLY_FILTERED),
     ("waste-bound", lambda at: at.wasted > NOTABLE_WASTE),
-    ("staleness-bound", lambda at: at["waits_for"] == "slots"),
-    ("tool-bound", lambda at: at.engines is not None and 2 * at.engines["in_flight"] < at["generating"]),
-    ("rollout-bound", lambda at: at.synchronous or at["waits_for"] != "in_flight"),
-    ("rollout-bound", lambda at: at.engines is not None and at.engines.get("in_line", 0) > 0),
-    ("concurrency-bound", lambda at: True),
+    ("staleness-bound", lambda at: at.blocked == "slots"),
+    ("tool-bound", lambda at: 2 * at.engines["in_flight"] < at.pulse["generating"]),
+    ("concurrency-bound", lambda at: at.engines_have_room),
+    ("rollout-bound", lambda at: True),
 )
 """What the learner does or waits for: the first rule that applies names it."""
 
@@ -233,9 +244,9 @@ class Shares:
     """The fractions of the time up to the horizon."""
 
     by_wait: Mapping[str, float]
-    """The names are those of `WAITS`."""
+    """The names are those of `WAIT_RULES`."""
     held_back: float
-    """In which admission waited for the learner."""
+    """The fraction in which admission waited for the learner."""
 
     @property
     def waits(self) -> dict[str, float]:
@@ -243,10 +254,11 @@ class Shares:
 
     @property
     def longest(self) -> str:
-        return max(self.waits, key=lambda name: self.waits[name])
+        """The longest wait. Simulated waits may be equally long: the first one of `WAITS` then counts."""
+        return str(max(WAITS.values(), key=lambda name: round(self.waits[name], 9)))
 
 
-VERDICTS: Sequence[tuple[Callable[[Moment, Shares], bool], Callable[[Shares], str]]] = (
+VERDICT_RULES: Sequence[tuple[Callable[[Moment, Shares], bool], Callable[[Shares], str]]] = (
     (lambda at, of: (at.silent or "").startswith("learner"), lambda of: "trainer-bound"),
     (lambda at, of: at.silent is not None, lambda of: "rollout-bound"),
     (lambda at, of: at.synchronous and of.waits[of.longest] > of.by_wait["step"], lambda of: of.longest),
@@ -257,6 +269,13 @@ VERDICTS: Sequence[tuple[Callable[[Moment, Shares], bool], Callable[[Shares], st
 )
 """The first rule that applies gives the verdict."""
 SLOWED_BY_PROCESSORS = ("rollout-bound", "concurrency-bound", "trainer-bound")
+"""Verdicts that are `machine-bound` while almost all of the processors' time is used."""
+
+
+def verdict_at(moment: Moment, shares: Shares) -> str:
+    verdict = next(result(shares) for applies, result in VERDICT_RULES if applies(moment, shares))
+    slowed = verdict in SLOWED_BY_PROCESSORS and moment.silent is None and moment.processors > BUSY_PROCESSORS
+    return "machine-bound" if slowed else verdict
 
 
 class Recount:
@@ -302,9 +321,11 @@ class Recount:
             if kind == "RunStarted" and runs:
                 driver = event["time"]
                 continue
+            if kind == "RunEnded" and driver is not None:
+                continue  # the driver ended before its rollout worker reported anything
             runs = runs or kind == "RunStarted"
             by_driver = driver is not None and (
-                _is_of_another_worker(event) or (kind in (*REPORTS, "RunEnded") and event["time"] >= driver)
+                _is_of_another_worker(event) or (kind in REPORTS and event["time"] >= driver)
             )
             if reported and begun and (_is_of_another_worker(event) or by_driver):
                 lives.append(Life("rollout_worker", place))
@@ -314,6 +335,8 @@ class Recount:
             elif kind == "LearnerRestored" and lives[-1].cause == "rollout_worker" and not begun:
                 lives[-1].cause = "learner"
             lives[-1].events.append(event)
+            if kind == "RunEnded":
+                lives[-1].ends.append(place)
             reported, begun = reported or kind in REPORTS, begun or kind == "TrainerPhaseChanged"
         return lives
 
@@ -446,17 +469,17 @@ class Recount:
         batches, width = max(end["rollout"] for end, _, _ in self.steps) + 1, 1
         while batches > LISTED_REWARDS * width:
             width *= 2
-        by_place = defaultdict(list)
+        by_value = defaultdict(list)
         for end, _, is_kept in self.steps:
             if is_kept:
-                by_place[end["rollout"] // width].append(end["reward"])
-        rewards = [fmean(by_place[place]) if by_place[place] else None for place in range(-(-batches // width))]
+                by_value[end["rollout"] // width].append(end["reward"])
+        rewards = [fmean(by_value[number]) if by_value[number] else None for number in range(-(-batches // width))]
         return {**ends, "batches_per_reward": width, "rewards": rewards}
 
     # Tokens
 
     def tokens(self) -> Raw:
-        moved, at_most = self.tokens_moved, 0
+        moved, at_most = self.token_changes, 0
         wasted = Counter[str]()
         for tokens in moved:
             if tokens.reason is not None:
@@ -482,7 +505,7 @@ class Recount:
         return int(started.get("longest_response", 0) * started["samples_per_group"])
 
     @cached_property
-    def tokens_moved(self) -> list[Tokens]:
+    def token_changes(self) -> list[Tokens]:
         """The tokens of each event, without the groups that are left over and the samples that filters removed."""
         found: list[Tokens] = []
         done_tokens, done_seconds, generating = 0, 0.0, 0.0
@@ -513,9 +536,9 @@ class Recount:
         return sorted(found, key=lambda tokens: tokens.place)
 
     @cached_property
-    def newest_tokens(self) -> list[float]:
-        """The latest time up to each element of `tokens_moved`."""
-        return list(accumulate((tokens.time for tokens in self.tokens_moved), max))
+    def newest_token_times(self) -> list[float]:
+        """The latest time up to each element of `token_changes`."""
+        return list(accumulate((tokens.time for tokens in self.token_changes), max))
 
     def _fate_of_abort(self, place: int) -> tuple[str | None, int]:
         """Return whether aborted tokens were wasted or left over at the end of the run, and where that is decided."""
@@ -543,13 +566,18 @@ class Recount:
     # Verdicts
 
     @cached_property
+    def _ends(self) -> list[int]:
+        """Where the work of a rollout worker ends with the run."""
+        return [place for life in self._every_life for place in life.ends]
+
+    @cached_property
     def _reports(self) -> list[tuple[int, Interval | None]]:
         """The position of each report, and the time since the one before it; None if the clock was set meanwhile."""
         found: list[tuple[int, Interval | None]] = []
         newest = 0.0
-        for place in sorted(place for kind in (*REPORTS, "RunEnded") for place in self.places[kind]):
+        for place in sorted((*self._ends, *(place for kind in REPORTS for place in self.places[kind]))):
             now = self.events[place]["time"]
-            was_set = newest > 0 and abs(now - newest) > LONGEST_GAP
+            was_set = bool(found) and abs(now - newest) > LONGEST_GAP
             found.append((place, None if was_set else (newest, max(newest, now))))
             newest = now if was_set else max(newest, now)
         return found
@@ -559,11 +587,11 @@ class Recount:
         """The time since the training loop of the first rollout worker began, without interruptions."""
         found = []
         for place, passed in self._reports:
-            last = self.place(place, "TrainerPhaseChanged", "StepStarted", "RunEnded")
-            begun = self.restored[bisect_right(self.restored, place) - 1]
-            if passed is None or passed[0] == passed[1] or last < begun or self.events[last]["type"] == "RunEnded":
-                continue
-            found.append(Span(place, *passed, self.events[last].get("to", "step")))
+            last = self.place(place, "TrainerPhaseChanged", "StepStarted")
+            is_of_its_worker = last >= self.restored[bisect_right(self.restored, place) - 1]
+            has_ended = bisect_left(self._ends, last) < bisect_left(self._ends, place)
+            if passed is not None and passed[0] < passed[1] and is_of_its_worker and not has_ended:
+                found.append(Span(place, *passed, self.events[last].get("to", "step")))
         return found
 
     @cached_property
@@ -620,31 +648,28 @@ class Recount:
     @cached_property
     def verdict_seconds(self) -> dict[str, float]:
         """The seconds of each verdict."""
-        seconds = Counter[str]()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for _, spans in groupby(self.spans, key=lambda span: self._part(span.report)):
             for moment, shares in self._shares([Moment(self, span) for span in spans]):
-                verdict = next(result(shares) for applies, result in VERDICTS if applies(moment, shares))
-                full = moment.silent is None and moment.processors > BUSY_PROCESSORS
-                verdict = "machine-bound" if full and verdict in SLOWED_BY_PROCESSORS else verdict
-                seconds[verdict] += moment.span.end - moment.span.begin  # type: ignore[assignment]
+                seconds[verdict_at(moment, shares)] += moment.span.seconds
         return dict(seconds)
 
     def _shares(self, moments: Sequence[Moment]) -> Iterator[tuple[Moment, Shares]]:
         """Yield each moment between two breaks, and the shares of the time up to it."""
-        waits = [next(name for name, applies in WAITS if applies(moment)) for moment in moments]
-        seconds = [moment.span.end - moment.span.begin for moment in moments]
-        held = [moment.admission_waits_for_learner for moment in moments]
-        sums = {
-            name: list(accumulate((s * (wait == name) for s, wait in zip(seconds, waits, strict=True)), initial=0.0))
-            for name in dict.fromkeys(name for name, _ in WAITS)
-        }
-        held_back = list(accumulate((s * h for s, h in zip(seconds, held, strict=True)), initial=0.0))
+        waits = [next(name for name, applies in WAIT_RULES if applies(moment)) for moment in moments]
+        seconds = [moment.span.seconds for moment in moments]
+
+        def sums(counts: Iterable[bool]) -> list[float]:
+            return list(accumulate((s if c else 0.0 for s, c in zip(seconds, counts, strict=True)), initial=0.0))
+
+        by_wait = {name: sums(wait == name for wait in waits) for name, _ in WAIT_RULES}
+        held_back = sums(moment.blocked in ("slots", "queue") for moment in moments)
         ends = [moment.span.end for moment in moments]
         # A span that has left the horizon does not return when the horizon grows.
         begins = accumulate((moment.span.end - self.horizon(moment.span.report) for moment in moments), max)
         for number, (moment, begin) in enumerate(zip(moments, begins, strict=True), start=1):
             first = bisect_left(ends, begin)
-            amounts = {name: amount[number] - amount[first] for name, amount in sums.items()}
+            amounts = {name: amount[number] - amount[first] for name, amount in by_wait.items()}
             total = sum(amounts.values())
             shares = {name: amount / total for name, amount in amounts.items()}
             yield moment, Shares(shares, (held_back[number] - held_back[first]) / total)
@@ -716,14 +741,15 @@ class Recount:
         outcomes = Counter(ends)
         outcomes["published"] -= sum(event.get("before") == "published" for event in moved)
         outcomes += Counter(f"filtered: {event['reason']}" for event in self.of("GroupFiltered"))
-        queue = self.last("QueueChanged", "Pulse", "BatchDrained")
+        # The queue is not known until the rollout worker of the last driver has reported it.
+        queue = self.last("RunStarted", "QueueChanged", "Pulse", "BatchDrained")
         busy, phase, publish = self.last("EngineBusy"), self.last("TrainerPhaseChanged"), self.last("PublishEnded")
         newest = self.last("StepEnded", "LearnerRestored")
         return {
             "fed": sum(event.get("before") is None for event in moved),
             "outcomes": {name: count for name, count in outcomes.items() if count},
             "requests": busy["in_flight"] if busy is not None else 0,
-            "queue.depth": queue["queue" if queue["type"] == "Pulse" else "depth"] if queue is not None else None,
+            "queue.depth": queue.get("queue", queue.get("depth")) if queue is not None else None,
             "rollouts_done": newest["rollout"] + 1 if newest is not None and self.of("StepEnded") else 0,
             "trainer.does": phase["to"] if phase is not None else None,
             "publish.version": publish["version"] if publish is not None else None,
@@ -734,9 +760,9 @@ class Recount:
     @cached_property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the learner."""
-        seconds = Counter[str]()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
-            seconds[span.phase] += span.end - span.begin  # type: ignore[assignment]
+            seconds[span.phase] += span.seconds
         return dict(seconds)
 
     def totals(self) -> Raw:
@@ -813,7 +839,8 @@ def compare(folder: Path) -> Comparison:
         encode_json({"summary": summarize(view), "state": {"now": status(view, view.time), "figures": figures}})
     )
     events = raw_events(folder)
-    found = Comparison([*_differences("", Recount(events), now)], [])
+    up_to = cache(lambda length: Recount(events[:length]))
+    found = Comparison([*_differences("", up_to(len(events)), now)], [])
     for file, values in _written(folder):
         summary = values["summary"]
         ends = [
@@ -828,7 +855,7 @@ def compare(folder: Path) -> Comparison:
         elif not ends:
             found.left_out.append(f"{file}: the file was written before the run ended")
         else:
-            found.differences.extend(_differences(f"{file} on disk, ", Recount(events[: ends[-1]]), values))
+            found.differences.extend(_differences(f"{file} on disk, ", up_to(ends[-1]), values))
     return found
 
 
