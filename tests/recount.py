@@ -210,8 +210,8 @@ class Moment:
             last = bisect_left(places, self.span.report) - 1
             if last >= 0 and places[last] > started:
                 seconds[process] = self.run.events[places[last]]["seconds"]
-        process = max(seconds, key=lambda name: seconds[name], default=None)
-        return process if process is not None and seconds[process] >= SILENT else None
+        longest = max(seconds, key=lambda name: seconds[name], default=None)
+        return longest if longest is not None and seconds[longest] >= SILENT else None
 
     @property
     def synchronous(self) -> bool:
@@ -432,21 +432,25 @@ class Recount:
         kept = [step for step in finite if step[2]]
         undone = [step for step in finite if not step[2]]
         ages = Counter(age for _, start, _ in kept if start is not None for age in start["staleness"])
-        return {
-            "training_seconds": seconds,
-            "groups_per_second": groups(kept) / seconds,
-            "tokens_per_second": tokens(kept) / seconds,
-            "groups_per_second_gross": groups(finite) / seconds,
-            "tokens_per_second_gross": tokens(finite) / seconds,
+        counts = {
             "undone_batches": sum(not step[2] for step in steps),
             "undone_groups": groups(undone),
             "undone_tokens": tokens(undone),
             "lost_learner_seconds": sum(end["seconds"] for end, _, kept in steps if not kept)
             + sum(end - begin for begin, end in self.unfinished),
-            "learner_idle_share": max(0.0, 1 - overlap(phase, [*trained_in, *lost]) / present),
-            "engine_idle_share": max(0.0, 1 - self.busy(*self.training) / present),
             "staleness_max": max(ages, default=None),
             "staleness_histogram": {str(age): ages[age] for age in sorted(ages)},
+        }
+        if present <= 0:
+            return counts  # the clock was set back by more than the training phase, so there are no rates
+        return counts | {
+            "training_seconds": seconds,
+            "groups_per_second": groups(kept) / seconds,
+            "tokens_per_second": tokens(kept) / seconds,
+            "groups_per_second_gross": groups(finite) / seconds,
+            "tokens_per_second_gross": tokens(finite) / seconds,
+            "learner_idle_share": max(0.0, 1 - overlap(phase, [*trained_in, *lost]) / present),
+            "engine_idle_share": max(0.0, 1 - self.busy(*self.training) / present) if self.of("EngineBusy") else None,
         }
 
     def busy(self, begin: float, end: float) -> float:
