@@ -400,8 +400,8 @@ class _RunFile:
         )
         step = SHRINK_BYTES // PAGE_BYTES
         if unused > max(step, pages // 2):
-            # SQLite frees one page for each row of the result.
-            self._connection.execute(f"PRAGMA incremental_vacuum({step})").fetchall()
+            # SQLite frees one page per step of this statement, and `execute` takes only one step.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({step})")
 
     def _transact(
         self, changes: Changes, contents: Mapping[int, SampleValues], posted: Mapping[str, SampleValues]

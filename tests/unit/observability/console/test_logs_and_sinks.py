@@ -136,7 +136,7 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
 
 
 def test_a_log_of_the_maximum_size_is_rotated_and_its_process_continues_in_the_emptied_file(tmp_path: Path) -> None:
-    log_tail = LogTail(tmp_path, 50)
+    log_tail = LogTail(tmp_path, 100)
     with (tmp_path / "engine-0.log").open("a") as engine:
         for line in ("first", "second", "third"):
             print(line * 10, file=engine, flush=True)
