@@ -1,12 +1,11 @@
-"""How the run store encodes values: as MessagePack, compressed with zlib.
+"""How the run store encodes values: as MessagePack, compressed with Zstandard.
 
-Samples repeat their prompts, events repeat the names of their fields, and most loss masks repeat a one. Level 1 of zlib
-takes a quarter of a microsecond per token, without the interpreter lock.
+Samples repeat their prompts, events repeat the names of their fields, and most loss masks repeat a one. pyarrow has
+Zstandard, which compresses as well as zlib in a quarter of the time, and releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample
@@ -29,16 +29,21 @@ encode = msgspec.msgpack.Encoder().encode
 """Encode a value as MessagePack, which stores floats exactly."""
 decode = msgspec.msgpack.Decoder().decode
 """The inverse of `encode`."""
+_zstandard = pa.Codec("zstd", compression_level=1)
+_SIZE_BYTES = 8
+"""Bytes before compressed data. They contain the size of the decompressed data."""
 
 
 def pack(value: Any) -> bytes:
     """Encode and compress a value."""
-    return zlib.compress(encode(value), 1)
+    data = encode(value)
+    return len(data).to_bytes(_SIZE_BYTES) + _zstandard.compress(data, asbytes=True)
 
 
-def unpack(data: bytes) -> Any:
-    """The inverse of `pack`. Raises zlib.error or MsgspecError for other data."""
-    return decode(zlib.decompress(data))
+def unpack(data: bytes, decode: Callable[[bytes], Any] = decode) -> Any:
+    """The inverse of `pack`, for data that is not damaged. `decode` decodes the MessagePack."""
+    size = int.from_bytes(data[:_SIZE_BYTES])
+    return decode(_zstandard.decompress(memoryview(data)[_SIZE_BYTES:], size, asbytes=True))
 
 
 def pack_samples(samples: SampleValues) -> bytes:

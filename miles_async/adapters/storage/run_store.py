@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -58,8 +57,8 @@ from miles_async.types import Group, Sample
 FILE = "run.sqlite"
 FORMAT = 3
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
-PAGE_BYTES = 16 << 10
-"""A page of the file. Groups of many tokens are written faster than with SQLite's default of 4 KiB."""
+PAGE_BYTES = 4 << 10
+"""A page of the file. A batch writes each page that it changes, so that large pages cost small groups many bytes."""
 CACHE_BYTES = 16 << 20
 """Changed pages that a transaction keeps in memory; it writes further ones to the log early."""
 CHECKPOINT_BYTES = 16 << 20
@@ -174,7 +173,7 @@ def _reported_for(path: Path) -> Iterator[None]:
         # The lowest byte is the kind of error. A file that ends too early is damaged, although it is an I/O error.
         outer_cause = code & 0xFF in _OUTER_CAUSES and code != sqlite3.SQLITE_IOERR_SHORT_READ
         raise (_unusable if outer_cause else _damaged)(path, error) from error
-    except (zlib.error, msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
         raise _damaged(path, error) from error
 
 
@@ -534,7 +533,7 @@ class _RunFile:
             posted=[name for name, _ in rows(_POSTED)],
             keys=dict(rows(_KEYS)),
             progress={name: unpack(data) for name, data in rows(_PROGRESS)},
-            events=[(batch, _decode_events(zlib.decompress(data))) for batch, data in rows(_EVENTS)],
+            events=[(batch, unpack(data, _decode_events)) for batch, data in rows(_EVENTS)],
         )
         if contents or _sum_text(total) != rows_checksum:
             raise _damaged(self._path, "rows are missing or belong to different batches")
