@@ -37,7 +37,8 @@ _SIZE_BYTES = 8
 def pack(value: Any) -> bytes:
     """Encode and compress a value."""
     data = encode(value)
-    return len(data).to_bytes(_SIZE_BYTES) + _zstandard.compress(data, asbytes=True)
+    compressed: bytes = _zstandard.compress(data, asbytes=True)
+    return len(data).to_bytes(_SIZE_BYTES) + compressed
 
 
 def unpack(data: bytes, decode: Callable[[bytes], Any] = decode) -> Any:

@@ -182,9 +182,9 @@ def test_the_file_does_not_grow_while_groups_come_and_go(tmp_path: Path) -> None
 def test_the_file_is_small_again_after_its_groups_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "SHRINK_BYTES", 1 << 18)
     groups = {number: finished_group(number, tokens=200) for number in range(1, 1001)}
-    finished = {number: a_finished(group) for number, group in groups.items()}
+    changes = Changes(number=1, groups={number: a_finished(group) for number, group in groups.items()})
     with closing(SqliteRunStore(tmp_path, "a")) as store:
-        asyncio.run(store.write(Changes(number=1, groups=finished)))
+        asyncio.run(store.write(changes))
     large = (tmp_path / FILE).stat().st_size
     with closing(SqliteRunStore(tmp_path, "a")) as store:
         asyncio.run(store.write(Changes(number=2, groups=dict.fromkeys(range(1, 1000)))))
