@@ -4,10 +4,12 @@
 
 Writes groups of 8 samples with 256 response tokens: first as fast as possible, then 500 groups per second in ten
 batches per second. An event loop that wakes up every millisecond measures how late it does, with and without the store
-beside it. Then a new process reads the state of 1,000 groups of 8 samples with 8,192 tokens, and loads 32 of them.
-Last, runs the rollout worker of `benchmarks.rollout_worker` alternately with and without the store, at its greatest
-rate and against engines that make 500 groups per second: the costs are medians over the rounds of the loss of groups
-per second. Needs 2 GiB of disk space. Writes benchmarks/results/run-store.json.
+beside it. Then counts the bytes that are written for each group, to the log and to the file, if ten small groups (of 8
+samples with 256 tokens) or one large group (of 64 samples with 8,192 tokens) finish per batch. Then a new process reads
+the state of 1,000 groups of 8 samples with 8,192 tokens, and loads 32 of them. Last, runs the rollout worker of
+`benchmarks.rollout_worker` alternately with and without the store, at its greatest rate and against engines that make
+500 groups per second: the costs are medians over the rounds of the loss of groups per second. Needs 2 GiB of disk
+space. Writes benchmarks/results/run-store.json.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from statistics import median, quantiles
 
+import numpy as np
 import psutil
 import uvloop
 
@@ -44,6 +47,7 @@ GROUPS_PER_BATCH = GROUPS_PER_SECOND // BATCHES_PER_SECOND
 LIVE = 400
 """Groups that are stored at the same time."""
 LARGE_GROUPS, LARGE_TOKENS = 1000, 8192
+VOCABULARY = 150_000
 ROUNDS = 8
 """Pairs of runs of the rollout worker."""
 READ = """
@@ -76,35 +80,43 @@ print(json.dumps({**found, "read_process_cpu_seconds": time.process_time()}))
 """
 
 
-def group(draw: random.Random, tokens: int) -> Group:
-    return Group(
-        Sample(
-            index=index,
-            prompt=[{"role": "user", "content": "What is 17 + 25? Think step by step."}],
-            label="42",
-            metadata={"feed_index": "sample_0_0", "difficulty": 0.25, "tags": ["addition", "two digits"]},
-            tokens=[draw.randrange(150_000) for _ in range(tokens + 20)],
-            response="word " * tokens,
-            response_length=tokens,
-            loss_mask=[1] * tokens,
-            rollout_log_probs=[-draw.random() for _ in range(tokens)],
-            sampling_mask=SamplingMask.from_rows([[draw.randrange(150_000) for _ in range(2)] for _ in range(tokens)]),
-            spans=[VersionSpan(3, 0, tokens // 2), VersionSpan(4, tokens // 2, tokens)],
-            reward=draw.random(),
-            status=SampleStatus.COMPLETED,
-        )
-        for index in range(SAMPLES)
+def token(draw: random.Random) -> int:
+    """A token id. The frequencies follow Zipf's law, as in texts."""
+    return int(VOCABULARY ** draw.random())
+
+
+def group(draw: random.Random, tokens: int, samples: int = SAMPLES, *, masked: bool = True) -> Group:
+    return Group(sample(draw, index, tokens, masked) for index in range(samples))
+
+
+def sample(draw: random.Random, index: int, tokens: int, masked: bool) -> Sample:
+    ids = [token(draw) for _ in range(tokens + 20)]
+    return Sample(
+        index=index,
+        prompt=[{"role": "user", "content": "What is 17 + 25? Think step by step."}],
+        label="42",
+        metadata={"feed_index": "sample_0_0", "difficulty": 0.25, "tags": ["addition", "two digits"]},
+        tokens=ids,
+        response=" ".join(f"{token:x}" for token in ids[-tokens:]),
+        response_length=tokens,
+        loss_mask=[1] * tokens,
+        # SGLang's log-probabilities are float32.
+        rollout_log_probs=np.log(1 - np.random.default_rng(index).random(tokens, np.float32)).tolist(),
+        sampling_mask=SamplingMask.from_rows([[one, token(draw)] for one in ids[-tokens:]]) if masked else None,
+        spans=[VersionSpan(3, 0, tokens // 2), VersionSpan(4, tokens // 2, tokens)],
+        reward=draw.random(),
+        status=SampleStatus.COMPLETED,
     )
 
 
-def changes(number: int, groups: Sequence[Group]) -> Changes:
+def changes(number: int, groups: Sequence[Group], live: int = LIVE) -> Changes:
     """A batch in which these groups finish, the groups of the previous batch are queued, and old ones are trained."""
     first = (number - 1) * len(groups)
     states = {
         GroupState.QUEUED: range(max(0, first - len(groups)), first),
         GroupState.FINISHED: range(first, first + len(groups)),
     }
-    ended = range(first - LIVE, first - LIVE + len(groups))
+    ended = range(first - live, first - live + len(groups))
     return Changes(
         number=number,
         groups={
@@ -185,6 +197,22 @@ async def measure_writes(folder: Path, seconds: float) -> dict[str, float]:
     return found
 
 
+async def measure_bytes(folder: Path) -> dict[str, float]:
+    """Bytes that the store passes to the operating system for each group, and CPU seconds of its thread."""
+    draw = random.Random(0)
+    found: dict[str, float] = {}
+    for name, samples, tokens, per_batch, batches in (("small", SAMPLES, TOKENS, 10, 400), ("large", 64, 8192, 1, 24)):
+        groups = [group(draw, tokens, samples, masked=False) for _ in range(per_batch)]
+        before = psutil.Process().io_counters().write_chars
+        with closing(SqliteRunStore(folder / f"{name}-groups", "benchmark")) as store:
+            for number in range(1, batches + 1):
+                await store.write(changes(number, groups, live=8 * per_batch))
+            found[f"writer_cpu_ms_per_{name}_group"] = writer_seconds() / (per_batch * batches) * 1000
+        written = psutil.Process().io_counters().write_chars - before
+        found[f"kb_written_per_{name}_group"] = written / (per_batch * batches) / 1000
+    return found
+
+
 async def write_large(folder: Path) -> None:
     draw = random.Random(0)
     groups = [group(draw, LARGE_TOKENS) for _ in range(10)]
@@ -229,6 +257,7 @@ def main() -> None:
     load = machine_load()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         found = asyncio.run(measure_writes(Path(scratch) / "small", arguments.seconds))
+        found |= asyncio.run(measure_bytes(Path(scratch)))
         found |= measure_read(Path(scratch) / "large")
         with fake_engine() as url:
             found |= uvloop.run(measure_worker(url, Path(scratch), arguments.seconds / 3))

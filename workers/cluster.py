@@ -148,6 +148,9 @@ class Cluster:
         if self._config.cluster.ray_address is None:
             protect_token()
             self._ray_folder = make_private_folder()
+            # By default, Ray keeps 3 GiB of each log.
+            os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(self._config.observability.log_rotate_bytes))
+            os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", "1")
         self._reaper = SessionReaper()
         try:
             with self._starting("Ray"), isolated_ray(self._reaper):

@@ -52,6 +52,17 @@ def test_a_server_imports_the_project_that_started_it(tmp_path: Path, monkeypatc
         server.start({}, None, PATIENCE_SECONDS, KEY)
 
 
+def test_the_cause_of_a_failed_start_is_found_although_the_log_was_rotated_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails.py").write_text("import os, sys; os.truncate(sys.argv[1], 0); raise SystemError('no memory')")
+    (tmp_path / "log").write_text("of an earlier server\n" * 1000)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ServerProcess("it", "fails", [str(tmp_path / "log")], "http://127.0.0.1:1/", tmp_path / "log")
+    with pytest.raises(FatalError, match="SystemError: no memory"):
+        server.start({}, None, PATIENCE_SECONDS, KEY)
+
+
 def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells.py").write_text(
         "import os, sys; key = sys.stdin.readline();"

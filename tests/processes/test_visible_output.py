@@ -65,7 +65,7 @@ SINKS = {
 from miles_async.observability.console.log_tail import LogTail
 (FOLDER / "rollout.log").write_bytes(f"ERROR {HOSTILE[:250]}".encode() + b"\\x9b31m\\n")
 (FOLDER / "engine.jsonl").write_text(json.dumps({"level": "error", "event": HOSTILE, HOSTILE[:40]: HOSTILE}) + "\\n")
-LogTail(FOLDER).poll()
+LogTail(FOLDER, 2**20).poll()
 """,
     "a warning of the run": """
 from miles_async.events import WarningRaised

@@ -139,7 +139,10 @@ class ServerProcess:
             return False
 
     def _failure(self, what: str) -> Exception:
-        log = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
+        written = self.log_path.read_bytes()
+        # A log that was rotated during the start is shorter than it was at the beginning.
+        start = self._log_start if self._log_start <= len(written) else 0
+        log = written[start:].decode(errors="replace")
         if _PORT_TAKEN.search(log):
             return PortTakenError(what)
         return FatalError(f"{what}: {cause(log)} (log: {self.log_path})")

@@ -20,44 +20,56 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
-import numpy as np
 import structlog
 
 from miles_async.adapters.storage.checksum import checksum
+from miles_async.adapters.storage.encoding import (
+    SampleValues,
+    decode,
+    encode,
+    pack,
+    pack_samples,
+    response_tokens,
+    sample_values,
+    unpack,
+    unpack_samples,
+    versions,
+)
 from miles_async.adapters.storage.folder_lock import lock_folder
 from miles_async.adapters.system.file_systems import MOUNTS, file_system, is_network_file_system
 from miles_async.atomic_files import atomic_file
 from miles_async.errors import FatalError, StoreError, UserError
 from miles_async.events import AnyEvent
-from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRun
 from miles_async.types import Group, Sample
 
 FILE = "run.sqlite"
-FORMAT = 2
+FORMAT = 3
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
-PAGE_BYTES = 16 << 10
-"""A page of the file. Groups of many tokens are written faster than with SQLite's default of 4 KiB."""
+PAGE_BYTES = 4 << 10
+"""A page of the file. A batch writes each page that it changes, so that large pages cost small groups many bytes."""
 CACHE_BYTES = 16 << 20
 """Changed pages that a transaction keeps in memory; it writes further ones to the log early."""
 CHECKPOINT_BYTES = 16 << 20
 """The write-ahead log is copied into the file when it has reached this size."""
+SHRINK_BYTES = 8 << 20
+"""The file shrinks by so much after a batch, as long as more than this and more than half of the file is unused."""
 BUSY_SECONDS = 60.0
 """How long a transaction waits for a process that lists the store."""
 
 _MISSING = object()
+_decode_events = msgspec.msgpack.Decoder(GenericAlias(list, (AnyEvent,))).decode
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -101,11 +113,11 @@ class SqliteRunStore:
         """
         # The pipeline may recycle a group while the thread works, so the thread gets the values of the fields.
         contents = {
-            sequence: [_field_values(sample) for sample in change.content]
+            sequence: [sample_values(sample) for sample in change.content]
             for sequence, change in changes.groups.items()
             if change is not None and change.content is not None
         }
-        posted = {name: [_field_values(sample) for sample in group] for name, group in changes.posted.items()}
+        posted = {name: [sample_values(sample) for sample in group] for name, group in changes.posted.items()}
         await self._in_thread(self._file.write, changes, contents, posted)
 
     async def read(self) -> StoredRun | None:
@@ -286,6 +298,7 @@ def _create_if_missing(path: Path, run_id: str) -> None:
         connection = sqlite3.connect(temporary, isolation_level=None)
         try:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute(f"PRAGMA user_version = {FORMAT}")
             for table in (*_TABLES, _RUN):
                 connection.execute(table.create)
@@ -307,6 +320,8 @@ def _set_durability(connection: sqlite3.Connection, path: Path, mounts: Path) ->
     connection.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")
     connection.execute(f"PRAGMA cache_size = {-CACHE_BYTES // 1024}")  # SQLite reads a negative size as KiB
     connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}")
+    # Some builds of SQLite, such as Debian's, write zeros over everything that is deleted.
+    connection.execute("PRAGMA secure_delete = OFF")
     # A log that one large batch has extended is truncated afterwards.
     connection.execute(f"PRAGMA journal_size_limit = {2 * CHECKPOINT_BYTES}")
 
@@ -356,9 +371,7 @@ class _RunFile:
             self._checksums = {}
             raise _damaged(self._path, "rows are missing or belong to different batches")
 
-    def write(
-        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
-    ) -> None:
+    def write(self, changes: Changes, contents: Mapping[int, SampleValues], posted: Mapping[str, SampleValues]) -> None:
         """Store a batch.
 
         `contents` and `posted` hold the fields of the samples of finished groups, by sequence number, and of posted
@@ -375,9 +388,22 @@ class _RunFile:
                 self._transact(changes, contents, posted)
         except sqlite3.Error as error:
             raise StoreError(f"the run store {self._path} cannot be written ({error}): free some disk space") from error
+        # The batch is stored. If the disk is too full to shrink the file, the next batch tries again.
+        with suppress(sqlite3.Error):
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Return unused pages to the file system if there are many. The next checkpoint of the log cuts the file."""
+        pages, unused = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count")
+        )
+        step = SHRINK_BYTES // PAGE_BYTES
+        if unused > max(step, pages // 2):
+            # SQLite frees one page per step of this statement, and `execute` takes only one step.
+            self._connection.executescript(f"PRAGMA incremental_vacuum({step})")
 
     def _transact(
-        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
+        self, changes: Changes, contents: Mapping[int, SampleValues], posted: Mapping[str, SampleValues]
     ) -> None:
         """Store a batch in one transaction. If this raises an error, nothing of the batch is stored."""
         execute = self._connection.execute
@@ -395,7 +421,7 @@ class _RunFile:
             raise
 
     def _apply(
-        self, changes: Changes, contents: Mapping[int, _SampleValues], posted: Mapping[str, _SampleValues]
+        self, changes: Changes, contents: Mapping[int, SampleValues], posted: Mapping[str, SampleValues]
     ) -> None:
         # `executemany` takes row by row from these generators, and SQLite releases the interpreter lock for each row.
         groups = (
@@ -415,24 +441,19 @@ class _RunFile:
         self._put(
             _CONTENTS,
             (
-                (
-                    sequence,
-                    _encode(_versions(samples)),
-                    sum(one[_RESPONSE_LENGTH] for one in samples),
-                    _encode_samples(samples),
-                )
+                (sequence, encode(versions(samples)), response_tokens(samples), pack_samples(samples))
                 for sequence, samples in contents.items()
             ),
         )
-        self._put(_POSTED, ((name, _encode_samples(samples)) for name, samples in posted.items()))
+        self._put(_POSTED, ((name, pack_samples(samples)) for name, samples in posted.items()))
         self._put(_KEYS, _kept(changes.keys))
-        prompts = ((name, self._owed_position(name), _encode(prompt)) for name, prompt in _kept(changes.prompts))
+        prompts = ((name, self._owed_position(name), pack(prompt)) for name, prompt in _kept(changes.prompts))
         self._put(_OWED, prompts)
         # The same object has the same contents, and may be too large to be encoded several times a second.
         changed = (item for item in changes.progress.items() if item[1] is not self._progress.get(item[0], _MISSING))
-        self._put(_PROGRESS, ((name, _encode(value)) for name, value in changed))
+        self._put(_PROGRESS, ((name, pack(value)) for name, value in changed))
         if changes.events:
-            self._put(_EVENTS, [(changes.number, _encode(changes.events))])
+            self._put(_EVENTS, [(changes.number, pack(changes.events))])
         ended, forgotten = _removed(changes.groups), _removed(changes.prompts)
         self._delete(_GROUPS, ended)
         self._delete(_CONTENTS, ended)
@@ -479,7 +500,7 @@ class _RunFile:
 
     def progress(self) -> dict[str, Any]:
         with _reported_for(self._path):
-            return {name: _decode(data) for (name, data), _ in self._checked_rows(_PROGRESS)}
+            return {name: unpack(data) for (name, data), _ in self._checked_rows(_PROGRESS)}
 
     def _stored_run(self) -> StoredRun | None:
         _, number, rows_checksum = self._run_row()
@@ -491,9 +512,7 @@ class _RunFile:
                 total += row_sum
                 yield row
 
-        contents = {
-            sequence: StoredContent(_decode(versions), tokens) for sequence, versions, tokens, _ in rows(_CONTENTS)
-        }
+        contents = {sequence: StoredContent(decode(data), tokens) for sequence, data, tokens, _ in rows(_CONTENTS)}
         groups = []
         for sequence, feed_index, attempt, state, _, adopted, rollout in rows(_GROUPS):
             groups.append(
@@ -510,11 +529,11 @@ class _RunFile:
         stored = StoredRun(
             number=number,
             groups=groups,
-            prompts=[Group.from_prompt_dict(_decode(data)) for _, _, data in rows(_OWED)],
+            prompts=[Group.from_prompt_dict(unpack(data)) for _, _, data in rows(_OWED)],
             posted=[name for name, _ in rows(_POSTED)],
             keys=dict(rows(_KEYS)),
-            progress={name: _decode(data) for name, data in rows(_PROGRESS)},
-            events=[(batch, _decode_events(data)) for batch, data in rows(_EVENTS)],
+            progress={name: unpack(data) for name, data in rows(_PROGRESS)},
+            events=[(batch, unpack(data, _decode_events)) for batch, data in rows(_EVENTS)],
         )
         if contents or _sum_text(total) != rows_checksum:
             raise _damaged(self._path, "rows are missing or belong to different batches")
@@ -524,7 +543,7 @@ class _RunFile:
         """The samples of the group with this key. Raises FatalError if they are damaged or missing."""
         with _reported_for(self._path):
             for (*_, data), _ in self._checked(table, self._connection.execute(table.select_row, (key,))):
-                return _decode_samples(data)
+                return unpack_samples(data)
         raise _damaged(self._path, f"group {key} is missing")
 
     def _run_row(self) -> tuple[str, int, str]:
@@ -560,48 +579,9 @@ def _removed(entries: Mapping[T, object]) -> list[T]:
 def _row_checksum(table: _Table, row: tuple[Any, ...]) -> str:
     *values, last = row
     # The last value may be large, and a combined encoding would copy it.
-    return checksum([_encoder.encode((table.name, *values)), last if isinstance(last, bytes) else _encode(last)])
+    return checksum([encode((table.name, *values)), last if isinstance(last, bytes) else encode(last)])
 
 
 def _sum_text(total: int) -> str:
     """A sum of checksums as 32 hexadecimal digits."""
     return f"{total % (1 << 128):032x}"
-
-
-_FIELDS = tuple(entry.name for entry in fields(Sample))
-_field_values = attrgetter(*_FIELDS)
-"""The values of `_FIELDS` of a sample, as a tuple."""
-_SampleValues = Sequence[tuple[Any, ...]]
-"""The values of `_FIELDS` of each sample of a group."""
-_SPANS, _RESPONSE_LENGTH = _FIELDS.index("spans"), _FIELDS.index("response_length")
-
-# MessagePack stores floats exactly. For lists of numbers, msgspec is at least twice as fast as a conversion to arrays.
-_encoder = msgspec.msgpack.Encoder()
-_decode = msgspec.msgpack.Decoder().decode
-_decode_events = msgspec.msgpack.Decoder(GenericAlias(list, (AnyEvent,))).decode
-_encode = _encoder.encode
-
-
-def _versions(samples: _SampleValues) -> list[int]:
-    """The weight versions of a group in ascending order. Empty if a sample has none."""
-    spans = [values[_SPANS] for values in samples]
-    return sorted({span.version for one in spans for span in one}) if all(spans) else []
-
-
-def _encode_samples(samples: _SampleValues) -> bytes:
-    named = [dict(zip(_FIELDS, values, strict=True)) for values in samples]
-    for values in named:
-        if (mask := values["sampling_mask"]) is not None:
-            values["sampling_mask"] = [np.asarray(array, np.int32).tobytes() for array in (mask.counts, mask.token_ids)]
-    return _encode(named)
-
-
-def _decode_samples(data: bytes) -> list[Sample]:
-    samples = []
-    for values in _decode(data):
-        mask = values.pop("sampling_mask")
-        sample = Sample.from_dict(values)
-        if mask is not None:
-            sample.sampling_mask = SamplingMask(*(np.frombuffer(array, np.int32) for array in mask))
-        samples.append(sample)
-    return samples

@@ -40,6 +40,10 @@ class Observability(Section):
     event_log_max_bytes: int = Field(10 * 2**30, ge=2**20)
     """Maximum size in bytes of the event log in the run folder, which the report reads. Beyond it, the oldest events
     are deleted, except for the part with the start of the run."""
+    log_rotate_bytes: int = Field(64 * 2**20, ge=2**16)
+    """Size in bytes at which a log file in the run folder is rotated: its lines move to a file with the suffix .1 and
+    replace the lines there. Each log therefore keeps at most about twice this size. The logs of a Ray that the run
+    starts have the same limit."""
     log_format: Literal["console", "json"] = "console"
     """Format of the output on stderr: console prints short lines for people, json prints every figure for programs."""
     progress_bar: bool = True

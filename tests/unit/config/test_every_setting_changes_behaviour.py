@@ -502,6 +502,7 @@ NAMED: dict[str, str] = {
     "trace_max_bytes": f"{RUN}::test_the_trace_of_a_run_stays_within_its_configured_size",
     "event_log_rotate_bytes": f"{RUN}::test_the_event_log_of_a_run_is_split_at_the_configured_size",
     "event_log_max_bytes": f"{RUN}::test_the_event_log_of_a_run_stays_within_its_configured_size",
+    "log_rotate_bytes": f"{RUN}::test_the_logs_of_a_run_are_rotated_at_the_configured_size",
     "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",

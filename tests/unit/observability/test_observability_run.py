@@ -541,6 +541,15 @@ def test_the_event_log_of_a_run_stays_within_its_configured_size(
     assert "".join(capsys.readouterr()).count("the event log is full (--event-log-max-bytes)") == 1
 
 
+@pytest.mark.parametrize("limit, rotated", [(2**16, True), (2**17, False)])
+def test_the_logs_of_a_run_are_rotated_at_the_configured_size(limit: int, rotated: bool, tmp_path: Path) -> None:
+    folder = RunFolder.create(config_in(tmp_path))
+    (folder.logs / "engine-0.log").write_text("x" * 2**16)
+    with EventSubscribers(config_in(tmp_path, log_rotate_bytes=limit), folder) as subscribers:
+        subscribers.tick(time.monotonic())
+    assert (folder.logs / "engine-0.log.1").exists() == rotated
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_bar_of_a_run_is_shown_if_it_is_enabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool

@@ -129,8 +129,8 @@ async def test_the_store_does_not_write_a_value_again_that_has_not_changed(
         encoded.append(value)
         return encode_value(value)
 
-    encode_value = run_store._encode
-    monkeypatch.setattr(run_store, "_encode", noting)
+    encode_value = run_store.pack
+    monkeypatch.setattr(run_store, "pack", noting)
     store, metadata = SqliteRunStore(tmp_path, "run"), {"a": 1}
     for number in (1, 2):
         await store.write(Changes(number=number, progress={"data": {"next": number}, "metadata": metadata}))

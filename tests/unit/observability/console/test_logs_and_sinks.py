@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,14 @@ from miles_async.events import (
     StepStarted,
     decode,
 )
+from miles_async.observability.console import log_tail as log_tail_module
 from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.metrics import trackers
 from miles_async.observability.metrics.trackers import BackgroundTracker, Point, Trackers
 from miles_async.observability.output import VisibleOutput, controls_of, protected
-from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.run_folder import DRIVER_LOG, RunFolder
 from miles_async.observability.view import RunView
 from tests.configuration import run_config
 
@@ -111,7 +113,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 
     (tmp_path / "learner-0.jsonl").write_text(says("info", "taught"))
     (tmp_path / "learner-1.jsonl").write_text(says("info", "taught") + says("warning", "slow"))
-    LogTail(tmp_path).poll()
+    LogTail(tmp_path, 2**20).poll()
     assert [(line["process"], line["event"], line["step"]) for line in logged()] == [
         ("learner-0", "taught", 3),
         ("learner-1", "slow", 3),
@@ -121,7 +123,7 @@ def test_warnings_of_every_process_and_all_lines_of_the_leading_ones_are_shown(t
 def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_path: Path, logged: Any) -> None:
     engine = tmp_path / "engine-0.log"
     engine.write_text("INFO all is well\n[2026] ERROR out of memory\nERROR not yet wri")
-    log_tail = LogTail(tmp_path)
+    log_tail = LogTail(tmp_path, 2**20)
     log_tail.poll()
     assert [line["line"] for line in logged()] == ["[2026] ERROR out of memory"]
     with engine.open("a") as file:
@@ -131,6 +133,71 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
     assert lines[0]["line"] == "ERROR not yet written"
     assert len(lines) == ERRORS_SHOWN  # the four that were left, and the notice that the rest is in the file
     assert "only in its log file" in lines[-1]["event"]
+
+
+def test_a_log_of_the_maximum_size_is_rotated_and_its_process_continues_in_the_emptied_file(tmp_path: Path) -> None:
+    log_tail = LogTail(tmp_path, 100)
+    with (tmp_path / "engine-0.log").open("a") as engine:
+        for line in ("first", "second", "third"):
+            print(line * 10, file=engine, flush=True)
+            log_tail.poll()
+        assert (tmp_path / "engine-0.log").read_text() == "third" * 10 + "\n"
+    assert (tmp_path / "engine-0.log.1").read_text() == "first" * 10 + "\n" + "second" * 10 + "\n"
+
+
+def test_a_log_keeps_the_lines_of_two_rotations_at_most(tmp_path: Path) -> None:
+    log_tail = LogTail(tmp_path, 100)
+    with (tmp_path / "engine-0.log").open("a") as engine:
+        for number in range(1000):
+            print(number, file=engine, flush=True)
+            log_tail.poll()
+    kept = (tmp_path / "engine-0.log.1").read_text() + (tmp_path / "engine-0.log").read_text()
+    assert 100 <= len(kept) <= 208
+    assert kept.splitlines() == [str(number) for number in range(1000)][-len(kept.splitlines()) :]
+
+
+def test_every_line_is_read_once_although_its_file_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
+) -> None:
+    monkeypatch.setattr(log_tail_module, "MAX_READ_BYTES", 200)
+    draw, log_tail = random.Random(0), LogTail(tmp_path, 1000)
+    written = "".join(json.dumps({"event": str(number)}) + "\n" for number in range(1000))
+    with (tmp_path / "rollout.jsonl").open("a") as rollout:
+        while written:
+            # Often more than one poll reads, and often only a part of a line.
+            length = draw.randrange(400)
+            print(written[:length], end="", file=rollout, flush=True)
+            written = written[length:]
+            log_tail.poll()
+    for _ in range(100):
+        log_tail.poll()
+    assert [line["event"] for line in logged()] == [str(number) for number in range(1000)]
+    assert (tmp_path / "rollout.jsonl.1").exists()
+
+
+def test_the_drivers_own_log_is_rotated(tmp_path: Path) -> None:
+    (tmp_path / DRIVER_LOG).write_text("x" * 100)
+    LogTail(tmp_path, 100).poll()
+    assert (tmp_path / DRIVER_LOG).read_text() == ""
+    assert (tmp_path / f"{DRIVER_LOG}.1").read_text() == "x" * 100
+
+
+def test_a_log_that_cannot_be_rotated_keeps_its_lines_with_one_warning_and_is_rotated_later(
+    tmp_path: Path, logged: Any
+) -> None:
+    engine, obstacle = tmp_path / "engine-0.log", tmp_path / "engine-0.log.1"
+    obstacle.mkdir()
+    engine.write_text("x" * 100)
+    log_tail = LogTail(tmp_path, 100)
+    for _ in range(3):
+        log_tail.poll()
+    assert [(line["file"], line["level"]) for line in logged()] == [(str(engine), "warning")]
+    assert engine.read_text() == "x" * 100
+    obstacle.rmdir()
+    engine.write_text("x" * 200)
+    log_tail.poll()
+    assert (engine.read_text(), obstacle.read_text()) == ("", "x" * 200)
+    assert logged() == []
 
 
 def points(*events: Event, always_train_step: bool = False) -> list[Point]:

@@ -458,7 +458,7 @@ def test_the_drivers_own_log_file_is_not_repeated_in_its_log(tmp_path: Path) -> 
     path = tmp_path / "driver.jsonl"
     with log_file(path):
         structlog.get_logger("workers.x").warning("once")
-        LogTail(tmp_path).poll()
+        LogTail(tmp_path, 2**20).poll()
     assert len(path.read_text().splitlines()) == 1
 
 
