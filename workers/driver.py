@@ -35,7 +35,7 @@ from miles_async.observability.output import protect_output
 from miles_async.observability.page.earlier import configuration_id
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
-from miles_async.observability.trace.event_log import cut_incomplete_batch, read_events
+from miles_async.observability.trace.event_log import cut_incomplete_batch
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.scheduling.bounds import Schedule
 
@@ -123,8 +123,7 @@ async def _drive(
     _ignore_hangup()
     if not is_interactive(config):
         print(table(config, entry), flush=True)
-    earlier = read_events(folder.events) if checked.beginning.folder is not None else ()
-    with EventSubscribers(config, folder, earlier) as subscribers:
+    with EventSubscribers(config, folder, continued=checked.beginning.folder is not None) as subscribers:
         stop = StopRequest(subscribers, config.cluster.drain_seconds)
         stop.handle_signals()
         # Importing Ray takes seconds, so it is imported after all fast checks have passed.

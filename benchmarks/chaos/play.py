@@ -79,6 +79,8 @@ def flags(folder: Path, rollouts: int) -> list[str]:
         "save_keep": 2,
         # The check may begin a second after the loss. Its failure is reported after the router has removed the engine.
         "engine_health_timeout_seconds": DETECTION_SECONDS - 3,
+        # Small, so that a driver that continues the run starts from a snapshot.
+        "event_log_rotate_bytes": 2**16,
         "no_progress_warn_seconds": 10,
         "no_progress_abort_seconds": STALL_SECONDS,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles_async.config.disk import disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
 from miles_async.config.model_shape import shape_of
@@ -50,8 +51,37 @@ def table(config: RunConfig, entry: str) -> str:
         ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
+        *_disk_rows(config, entry),
     ]
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
+
+
+def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
+    space, saves = disk_space(config, entry), config.learner.save is not None
+    run = space.events + space.store + space.logs
+    rows: list[tuple[str, object, str]] = [
+        (
+            "disk",
+            _gigabytes(run),
+            f"at most: event log {_gigabytes(space.events)}, run store {_gigabytes(space.store)} (writes "
+            f"{_gigabytes(space.stored)} in all), logs {_gigabytes(space.logs)}",
+        )
+    ]
+    if saves and space.checkpoint is not None:
+        kept = config.learner.save_keep + 1
+        rows.append(
+            (
+                "save",
+                _gigabytes(kept * space.checkpoint),
+                f"about {_gigabytes(space.checkpoint)} for each checkpoint: "
+                f"{config.learner.save_keep} kept, and one that is being written",
+            )
+        )
+    return rows
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB"
 
 
 def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:

@@ -70,6 +70,11 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def snapshot(self) -> Path:
+        """What was derived from the earlier parts of the event log, see `observability/snapshot.py`."""
+        return self.path / "snapshot.bin"
+
+    @property
     def trace(self) -> Path:
         """The trace for ui.perfetto.dev, see `trace/perfetto.py`."""
         return self.path / "trace.json"

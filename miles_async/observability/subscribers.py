@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,9 @@ from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import RunData, flatten, report
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.snapshot import Snapshot, read_snapshot, write_snapshot
 from miles_async.observability.summary import summary_text, write_summary
-from miles_async.observability.trace.event_log import EventLogWriter
+from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from miles_async.observability.trace.perfetto import PerfettoTrace
 from miles_async.observability.view import RunView
 
@@ -48,14 +49,19 @@ class EventSubscribers:
     The pipeline never waits for a subscriber. Use it as a context manager, which closes all files and servers.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, earlier: Iterable[Event] = ()) -> None:
-        """Take in `earlier`, the events of an earlier driver of this run, which are in the event log already.
+    def __init__(self, config: RunConfig, folder: RunFolder, *, continued: bool = False) -> None:
+        """`continued` says that another driver of this run has written the event log up to now.
 
-        Raises UserError if the metrics port is already in use.
+        Raises UserError if the metrics port is already in use, or if the event log is damaged.
         """
         registry = CollectorRegistry()
-        self._view = view = RunView()
+        snapshot = read_snapshot(folder.snapshot) if continued else None
+        self._view = view = snapshot.view if snapshot is not None else RunView()
         self._metrics = MetricsRecorder(registry, view)
+        self._collapse = CollapseDetector()
+        if snapshot is not None:
+            self._metrics.restore(snapshot.metrics)
+            self._collapse = snapshot.collapse
         folders = {"run": folder.path, "store": folder.store}
         if (save := config.learner.save_folder) is not None:
             folders["save"] = save
@@ -67,13 +73,15 @@ class EventSubscribers:
             rotate_bytes=settings.event_log_rotate_bytes,
             max_bytes=settings.event_log_max_bytes,
             on_error=self._warn_of_write,
+            on_rotate=self._write_snapshot,
         )
-        self._perfetto = (
-            PerfettoTrace(view, folder.trace, settings.trace_max_bytes, self._warn_of_write) if settings.trace else None
-        )
+        self._perfetto: PerfettoTrace | None = None
+        if settings.trace:
+            written = snapshot.trace if snapshot is not None else None
+            self._perfetto = PerfettoTrace(view, folder.trace, settings.trace_max_bytes, self._warn_of_write, written)
         self._verdicts = Announcements()
-        self._collapse = CollapseDetector()
-        for event in earlier:
+        after = snapshot.parts if snapshot is not None else 0
+        for event in read_events(folder.events, after=after) if continued else ():
             self._record(event)
             self._collapse.observe(event)  # what it announced is in the log
         # Only now: a counter that grows while old events are read would look as if all of it had just happened.
@@ -151,6 +159,12 @@ class EventSubscribers:
             self._write_summary()
             self._write_report()
             print(summary_text(self._view), flush=True)
+
+    def _write_snapshot(self, parts: int) -> None:
+        trace = self._perfetto.written if self._perfetto is not None else None
+        snapshot = Snapshot(parts, self._view, self._metrics.recorded, self._collapse, trace)
+        with self._surviving_loss_of(self._folder.snapshot):
+            write_snapshot(self._folder.snapshot, snapshot)
 
     def write_early_summary(self, end: RunEnded) -> None:
         """Write `summary.json` before the run has ended, in case that this process is killed before it ends.

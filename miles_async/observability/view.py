@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from math import inf
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from miles_async.events import (
     AdmissionBlocked,
@@ -148,6 +148,14 @@ class RunView:
         self._processors: deque[float] = deque(maxlen=RECENT_PULSES)
         """The use of the processors in the last pulses."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all that was derived, for a snapshot."""
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = Lock()
+
     def last(self, kind: type[E]) -> E | None:
         """Return the last event of a type, and None if there was none."""
         event = self._last.get(kind)
@@ -233,7 +241,9 @@ class RunView:
             case RunEnded():
                 self.ended = event
                 self.tokens.end_run(event.time, self.groups.live.values())
-                self._enter_phase(None, event.time)
+                # A driver that ends before its rollout worker reports says nothing about the learner.
+                if not self.uptime.is_of_next_driver(event.time):
+                    self._enter_phase(None, event.time)
             case _:
                 pass
 

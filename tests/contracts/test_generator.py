@@ -60,7 +60,8 @@ def skipping(live: Case, folder: Path, *, stream: bool) -> Case:
     """A generator that records what `live` generates, and has nothing to replay."""
     prefix = "skip_async_rollout_" if stream else "skip_rollout_"
     settings: dict[str, Any] = {"enable": True, "dump_dir": str(folder), "steps": ["0-"]}
-    config = run_config(**{f"{prefix}{name}": value for name, value in settings.items()})
+    skips = {f"{prefix}{name}": value for name, value in settings.items()}
+    config = run_config(**skips, skip_drain_seconds=0.1)
     context = RecordingContext(identity={}, warn=lambda sentence: None, offload=_at_once)
     generator = RecordingGenerator(
         live.generator,

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from miles_async.atomic_files import write_atomically
-from miles_async.events import Event, LearnerRestored, ProcessSilent, Pulse, RunContinued, RunEnded, encode
+from miles_async.events import (
+    Event,
+    GroupGenerated,
+    LearnerRestored,
+    ProcessSilent,
+    Pulse,
+    RunContinued,
+    RunEnded,
+    SampleDiscarded,
+    encode,
+)
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.page.report import RunData, report
 from miles_async.observability.state.learner import Work
@@ -278,13 +288,41 @@ def test_a_summary_that_cannot_be_compared_is_named(
     assert "not compared: summary.json: the file was written before the run ended" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("restart", [1, 2])
 def test_a_driver_that_ends_before_its_rollout_worker_reports_changes_only_the_number_of_restarts(
-    resumed_twice: Path,
+    resumed_twice: Path, tmp_path: Path, restart: int
 ) -> None:
     events = recount.raw_events(resumed_twice)
-    second = [place for place, event in enumerate(events) if event["type"] == "RunStarted"][1]
-    last, started = events[second - 1]["time"], events[second]
+    place = [place for place, event in enumerate(events) if event["type"] == "RunStarted"][restart]
+    last, started = events[place - 1]["time"], events[place]
     failed = [started | {"time": last + 5.0}, {"type": "RunEnded", "time": last + 6.0, "reason": "no memory"}]
-    before, after = recount.Recount(events), recount.Recount([*events[:second], *failed, *events[second:]])
+    changed = [*events[:place], *failed, *events[place:]]
+    before, after = recount.Recount(events), recount.Recount(changed)
     assert after.verdict_seconds == before.verdict_seconds
     assert after.summary() == before.summary() | {"restarts": {"driver": 3, "rollout_worker": 2}}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in changed))
+    assert recount.compare(tmp_path) == EQUAL
+
+
+def test_tokens_of_the_time_before_the_wall_clock_was_set_back_are_not_recent(tmp_path: Path, driver: Driver) -> None:
+    class Waste:
+        """Makes the driver see much waste until the clock is set back."""
+
+        def emit(self, event: Event) -> None:
+            if isinstance(event, GroupGenerated) and event.time > 0:
+                discarded = SampleDiscarded(
+                    time=event.time,
+                    sequence=event.sequence,
+                    sample=None,
+                    reason="failed",
+                    tokens=event.response_tokens,
+                    error="the tool failed",
+                )
+                driver.emit(discarded)
+
+    World(
+        config=config(), wall_clock_steps={10.0: -300.0}, engines=EngineModel(concurrency=8), sinks=(driver, Waste())
+    ).run()
+    driver.end()
+    seconds = recount.Recount(recount.raw_events(tmp_path)).verdict_seconds
+    assert verdicts(tmp_path) == pytest.approx(seconds, abs=1e-3)

@@ -13,7 +13,9 @@ import pytest
 from benchmarks.chaos.cases import Strike
 from benchmarks.chaos.play import Outcome, play
 from miles_async.events import Event, LearnerRestored, RunEnded, RunStarted
+from miles_async.observability.snapshot import read_snapshot
 from miles_async.observability.trace.event_log import read_events
+from tests.recount import compare
 
 STRIKES = (
     # The first of the learner's two ranks has received its part of the second batch, and the other rank has not.
@@ -75,6 +77,13 @@ def test_a_run_that_is_started_again_continues_in_its_folder(continued: Continue
         assert f"run {folder.name} is continued" in continued.output(part)
     assert sum(isinstance(event, RunStarted) for event in continued.events) == 3
     assert [event.reason for event in continued.events if isinstance(event, RunEnded)][-1:] == ["done"]
+
+
+def test_what_a_continued_run_shows_follows_from_its_raw_events(continued: Continued) -> None:
+    """Its second and its third driver started from a snapshot."""
+    [folder] = (continued.folder / "runs").glob("*-chain_sum")
+    assert read_snapshot(folder / "snapshot.bin") is not None
+    assert compare(folder).differences == []
 
 
 def test_a_continued_run_starts_from_a_checkpoint(continued: Continued) -> None:

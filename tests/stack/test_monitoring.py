@@ -141,9 +141,9 @@ def monitored(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             subscribers.tick(now)
 
         async def start() -> None:
+            watch(run_started(config, folder, RUN[0], "a model"))
             for engine in stack.cluster.handles.engines:
                 watch(EngineChanged(time=time.time(), engine=engine.name, state="routed", version=0, reason=None))
-            watch(run_started(config, folder, RUN[0], "a model"))
             watch(ClusterReady(time=time.time(), weight_transfer="p2p", warm_start_seconds=0.0, warm_start_cached=True))
 
         stack.do(start())

@@ -7,6 +7,8 @@ values come from users or libraries is limited to `MAX_LABEL_VALUES` values.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
@@ -24,6 +26,9 @@ MAX_LABEL_VALUES = 64
 MAX_LABEL_CHARACTERS = 80
 
 M = TypeVar("M", Counter, Gauge, Histogram)
+Values = dict[str, list[tuple[dict[str, str], list[float]]]]
+"""The series of metrics by the name of their attribute in `Instruments`. A series has its labels, and its value; a
+histogram has the number of observations in each bucket, and their sum."""
 
 
 class BoundedLabels(Generic[M]):
@@ -45,6 +50,10 @@ class BoundedLabels(Generic[M]):
                 self._series[value] = series
         return series
 
+    @property
+    def metric(self) -> M:
+        return self._metric
+
 
 class Instruments:
     """All metrics of one run, registered in one registry."""
@@ -57,6 +66,28 @@ class Instruments:
         self._declare_staleness()
         self._declare_learner()
         self._declare_weights_and_engines()
+
+    def values(self) -> Values:
+        """Return the values of all metrics, as `restore` takes them."""
+        return {
+            name: list(_series(metric.metric if isinstance(metric, BoundedLabels) else metric))
+            for name, metric in vars(self).items()
+            if metric is not self._registry
+        }
+
+    def restore(self, values: Values) -> None:
+        """Give the metrics of a run the values that they had when another driver ended."""
+        for name, all_series in values.items():
+            metric = vars(self)[name]
+            for labels, numbers in all_series:
+                match metric:
+                    case Info():
+                        metric.info(labels)
+                    case BoundedLabels():
+                        [value] = labels.values()
+                        _restore(metric.labels(value), numbers)
+                    case _:
+                        _restore(metric.labels(**labels) if labels else metric, numbers)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"miles_async_{name}", text, labels, registry=self._registry)
@@ -314,3 +345,38 @@ class Instruments:
         self.write_failures = counter(
             "weight_write_failures", "Weight writes that failed, by what was done next.", "then"
         )
+
+
+def _series(metric: Counter | Gauge | Histogram | Info) -> Iterator[tuple[dict[str, str], list[float]]]:
+    """Yield labels and value of each series of a metric."""
+    [collected] = metric.collect()
+    if not isinstance(metric, Histogram):
+        for sample in collected.samples:
+            if not sample.name.endswith("_created"):
+                yield sample.labels, [sample.value]
+        return
+    # A histogram with a negative bound serves no sums.
+    sums = {tuple(sample.labels.values()): sample.value for sample in collected.samples if sample.name.endswith("_sum")}
+    cumulative = [0.0]
+    for sample in collected.samples:
+        if sample.name.endswith("_bucket"):
+            cumulative.append(sample.value)
+            if sample.labels["le"] == "+Inf":
+                labels = {name: value for name, value in sample.labels.items() if name != "le"}
+                counts = (after - before for before, after in pairwise(cumulative))
+                yield labels, [*counts, sums.get(tuple(labels.values()), 0.0)]
+                cumulative = [0.0]
+
+
+def _restore(series: Counter | Gauge | Histogram, numbers: list[float]) -> None:
+    *counts, value = numbers
+    match series:
+        case Counter():
+            series.inc(value)
+        case Gauge():
+            series.set(value)
+        case Histogram():
+            # The library can only observe values one by one.
+            series._sum.inc(value)
+            for bucket, count in zip(series._buckets, counts, strict=True):
+                bucket.inc(count)

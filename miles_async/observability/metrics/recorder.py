@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -50,7 +51,7 @@ from miles_async.events import (
     WriteFailed,
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
-from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.metrics.instruments import Instruments, Values
 from miles_async.observability.state.engines import IdleCause, idle_cause
 from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.state.tokens import LEFTOVER, REMOVED
@@ -61,6 +62,16 @@ from miles_async.types import DropReason
 PRESENT = EngineBusy, EngineChanged, Pulse, RouterChanged
 """Events that describe the present state of a process. A driver that continues a run may still receive those of
 processes that the driver before it had started."""
+
+
+class RecordedMetrics(NamedTuple):
+    """What a recorder knows besides its view."""
+
+    values: Values
+    saved: int | None
+    """The rollout of the newest checkpoint."""
+    lost: set[str]
+    """Engines that were lost."""
 
 
 class MetricsRecorder:
@@ -74,11 +85,20 @@ class MetricsRecorder:
         self._view = view
         self._bind_gauges()
         self._counted: dict[Counter, float] = {}
-        """The value of each counter that `_increase_to` sets."""
+        """The value of each counter that `_increase_to` has increased."""
         self._saved: int | None = None
         """The rollout of the newest checkpoint."""
         self._lost: set[str] = set()
         """Engines that were lost."""
+
+    @property
+    def recorded(self) -> RecordedMetrics:
+        return RecordedMetrics(self._metrics.values(), self._saved, self._lost)
+
+    def restore(self, recorded: RecordedMetrics) -> None:
+        """Continue the metrics of another recorder. Call it before any other method."""
+        self._metrics.restore(recorded.values)
+        self._saved, self._lost = recorded.saved, recorded.lost
 
     def observe(self, event: Event) -> None:
         if isinstance(event, PRESENT) and event.time < self._view.past:
@@ -208,6 +228,7 @@ class MetricsRecorder:
 
     def watch_disks(self, folders: Mapping[str, Path]) -> None:
         """Serve the free space of the disks with these folders, by name; it is read at each scrape."""
+        self._metrics.disk_free.clear()
         for name, folder in folders.items():
             self._metrics.disk_free.labels(name).set_function(partial(_free_bytes, folder))
 
@@ -225,9 +246,10 @@ class MetricsRecorder:
     def _increase_to(self, counter: Counter, total: float) -> None:
         # Events arrive slightly late, so a tick may count idle seconds that a later event shows to have been busy. A
         # counter must never decrease, so it keeps its value until the true total has caught up.
-        counted = self._counted.get(counter, 0.0)
-        if total > counted:
-            counter.inc(total - counted)
+        if counter not in self._counted:
+            self._counted[counter] = _value(counter)
+        if total > self._counted[counter]:
+            counter.inc(total - self._counted[counter])
             self._counted[counter] = total
 
     def _count_blocked(self, cause: str, still_waiting: float) -> None:
@@ -373,6 +395,11 @@ class MetricsRecorder:
         self._metrics.eval_oldest_version.labels(event.name).set(oldest)
         self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)
+
+
+def _value(counter: Counter) -> float:
+    [collected] = counter.collect()
+    return next(sample.value for sample in collected.samples if sample.name.endswith("_total"))
 
 
 def _free_bytes(folder: Path) -> float:

@@ -24,6 +24,7 @@ from miles_async.observability.output import protect_output
 from miles_async.observability.page.document import document, page_state
 from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.run_folder import RunFolder
+from miles_async.observability.snapshot import read_snapshot
 from miles_async.observability.summary import summarize
 from miles_async.observability.trace.event_log import read_events
 from miles_async.observability.view import RunView
@@ -43,15 +44,20 @@ class RunData:
         """Read a run folder. Raises UserError if the folder holds no run or its events cannot be read."""
         try:
             config = flatten(parse_yaml((folder.path / "config.yaml").read_text()))
-            events = read_events(folder.events)
-            return RunData.from_events(folder.path.resolve(), config, events)
+            snapshot = read_snapshot(folder.snapshot)
+            if snapshot is None:
+                return RunData.from_events(folder.path.resolve(), config, read_events(folder.events))
+            later = read_events(folder.events, after=snapshot.parts)
+            return RunData.from_events(folder.path.resolve(), config, later, snapshot.view)
         except OSError as error:
             raise UserError(f"{folder.path} is not a run folder ({error.strerror}: {error.filename})") from error
 
     @staticmethod
-    def from_events(folder: Path, config: dict[str, Any], events: Iterator[Event]) -> RunData:
-        """Raises UserError if there are no events."""
-        view = RunView(recent=False)
+    def from_events(
+        folder: Path, config: dict[str, Any], events: Iterator[Event], view: RunView | None = None
+    ) -> RunData:
+        """`view` has applied the earlier events. Raises UserError if there are no events."""
+        view = view or RunView(recent=False)
         for event in events:
             view.apply(event)
         if not view.time:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from miles_async.events import GroupGenerated, GroupMoved, RunStarted, SampleDiscarded, SamplesRemoved
 from miles_async.observability.state.groups import Group
-from miles_async.observability.state.learner import REMEMBERED_STEPS
+from miles_async.observability.state.learner import CLOCK_STEP_SECONDS, REMEMBERED_STEPS
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -192,6 +192,8 @@ class Tokens:
     def _in_second(self, time: float, tokens: int) -> Counter[str]:
         """Count generated tokens, and return the waste of the same second."""
         second = int(time)
+        while self._recent and self._recent[-1][0] > second + CLOCK_STEP_SECONDS:
+            self._recent.pop()  # the clock was set back
         before = self._recent.pop() if self._recent and self._recent[-1][0] == second else (second, 0, Counter[str]())
         self._recent.append((second, before[1] + tokens, before[2]))
         return before[2]

@@ -7,6 +7,9 @@
 When `events.jsonl` has reached its maximum size, it becomes the next part, and a thread compresses it. If the log
 exceeds its total size, its oldest parts are deleted. The first part stays, because reports need the start of the run.
 `read_events` reads all parts.
+
+A part ends with a complete batch of events of the rollout worker. So what is known at the end of a part can be stored
+beside the log (`observability/snapshot.py`), and a driver that continues the run receives no event of the part again.
 """
 
 from __future__ import annotations
@@ -53,16 +56,22 @@ class EventLogWriter:
         rotate_bytes: int,
         max_bytes: int,
         on_error: Callable[[Path, OSError], None],
+        on_rotate: Callable[[int], None] = lambda parts: None,
     ) -> None:
-        """`path` is the newest file of the log. It is rotated at `rotate_bytes`, or earlier if `max_bytes` is small.
+        """`path` is the newest file of the log. It is rotated after the batch of events with which its size reaches
+        `rotate_bytes`, or earlier if `max_bytes` is small.
 
-        `max_bytes` limits the total size of the log. Raises OSError if the file cannot be created.
+        `max_bytes` limits the total size of the log. `on_rotate` is called with the number of parts, before the first
+        event of the next part is written. Raises OSError if the file cannot be created.
         """
         self._path = path
         # An eighth, so that the newest file, a part and its compressed copy leave room for earlier parts.
         self._rotate_bytes = min(rotate_bytes, max_bytes // 8)
         self._max_archive_bytes = max_bytes - 3 * self._rotate_bytes
         self._on_error = on_error
+        self._on_rotate = on_rotate
+        self._full = False
+        """Whether to rotate the file before the next event."""
         self._file = path.open("ab", buffering=_BUFFER_BYTES)
         self._size = self._file.tell()
         self._parts = max(_part_numbers(path), default=0)
@@ -75,12 +84,13 @@ class EventLogWriter:
             return
         line = encode(event) + b"\n"
         try:
-            if self._size and self._size + len(line) > self._rotate_bytes:
+            if self._full:
                 self._rotate()
             self._file.write(line)
             self._size += len(line)
         except OSError as error:
             self._fail(error)
+        self._full = self._size >= self._rotate_bytes and isinstance(event, EventsReceived)
 
     def flush(self) -> None:
         """Write all events to the file, so that they survive this process."""
@@ -115,6 +125,7 @@ class EventLogWriter:
         self._file = self._path.open("ab", buffering=_BUFFER_BYTES)
         self._size = 0
         self._start_archiver()
+        self._on_rotate(self._parts)
 
     def _start_archiver(self) -> Thread:
         """Return the thread that compresses parts; start it unless it is running."""
@@ -173,7 +184,8 @@ def cut_incomplete_batch(path: Path) -> int:
             end = logged.find(b"\n", begin) + 1
         file.truncate(end if begin >= 0 else 0)
     # If the newest file has no complete batch, the last one is at the end of the part before it.
-    last = read_events(path) if begin < 0 else [decode(logged[begin:end])]
+    parts = _part_numbers(path)[-1:]
+    last = read_events(path, after=parts[0] - 1 if parts else 0) if begin < 0 else [decode(logged[begin:end])]
     return max((event.number for event in last if isinstance(event, EventsReceived)), default=0)
 
 
@@ -189,14 +201,14 @@ def last_event(path: Path) -> Event | None:
         return None
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """Yield the events of a log in the order in which they were written. `path` is the newest file of the log.
+def read_events(path: Path, *, after: int = 0) -> Iterator[Event]:
+    """Yield the events of a log in the order in which they were written, without those of the first `after` parts.
 
-    Deleted parts are reported as one `EventsMissing`. The log may be written meanwhile. A last line without a newline
-    was cut off by a crash and is skipped. Raises UserError, with file and line number, if any other line is not an
-    event, and OSError if there is no log.
+    `path` is the newest file of the log. Deleted parts are reported as one `EventsMissing`. The log may be written
+    meanwhile. A last line without a newline was cut off by a crash and is skipped. Raises UserError, with file and line
+    number, if any other line is not an event, and OSError if there is no log.
     """
-    number, time = 1, 0.0
+    number, time = after + 1, 0.0
     while (file := _open_next(path, number)) is not None:
         found, name, stream = file
         if found > number:

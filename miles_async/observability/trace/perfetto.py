@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,32 +68,57 @@ class _Rows:
         return self.created, True
 
 
+@dataclass(slots=True)
+class WrittenTrace:
+    """What must be known of a trace to continue it."""
+
+    end: int = 0
+    """Bytes of the file that hold entries."""
+    began: float | None = None
+    rows: _Rows = field(default_factory=_Rows)
+    row_of: dict[int, int] = field(default_factory=dict)
+    """The row of each live group, by sequence number."""
+    request_ends: list[float] = field(default_factory=list)
+    """When the last request in each row ended."""
+    phase: TrainerPhaseChanged | None = None
+    counted_at: float = 0.0
+
+
 class PerfettoTrace:
     """Writes the trace of a run.
 
     Pass every event that the view has applied to `observe`, and call `close` at the end.
     """
 
-    def __init__(self, view: RunView, path: Path, max_bytes: int, on_error: Callable[[Path, OSError], None]) -> None:
+    def __init__(
+        self,
+        view: RunView,
+        path: Path,
+        max_bytes: int,
+        on_error: Callable[[Path, OSError], None],
+        written: WrittenTrace | None = None,
+    ) -> None:
         """Create the file at `path`, which grows to `max_bytes` at most. Raises OSError if it cannot be created.
 
-        If it cannot be written later, `on_error` is called once, and the trace ends.
+        `written` describes the trace of another driver of the run, which is continued if the file is still there. If
+        the file cannot be written later, `on_error` is called once, and the trace ends.
         """
-        self._file = TraceFile(path, max_bytes, on_error=on_error)
+        if written is not None and not (path.exists() and path.stat().st_size >= written.end):
+            written = None
+        self._file = TraceFile(path, max_bytes, on_error=on_error, end=written.end if written is not None else None)
         self._view = view
-        self._began: float | None = None
-        self._rows = _Rows()
-        self._row_of: dict[int, int] = {}
-        """The row of each live group, by sequence number."""
-        self._request_ends: list[float] = []
-        """When the last request in each row ended."""
-        self._phase: TrainerPhaseChanged | None = None
-        self._counted_at = 0.0
+        self._written = written or WrittenTrace()
+
+    @property
+    def written(self) -> WrittenTrace:
+        """The trace up to now."""
+        self.flush()
+        return replace(self._written, end=self._file.end)
 
     def observe(self, event: Event) -> None:
         match event:
-            case RunStarted() if not self._began:
-                self._began = event.time
+            case RunStarted() if not self._written.began:
+                self._written.began = event.time
                 for process, name in _NAMES.items():
                     self._describe("process_name", process, name=name)
                     self._describe("process_sort_index", process, sort_index=process)
@@ -101,14 +126,14 @@ class PerfettoTrace:
                 self._moved(event)
             case RequestEnded():
                 self._request(event)
-            case QueueChanged() if abs(event.time - self._counted_at) >= COUNTER_SECONDS:
-                self._counted_at = event.time
+            case QueueChanged() if abs(event.time - self._written.counted_at) >= COUNTER_SECONDS:
+                self._written.counted_at = event.time
                 counts = {"queued": event.depth, "held back by the window": event.blocked}
                 entry = {"ph": "C", "name": "groups", "pid": QUEUE, "tid": 0, "ts": self._microseconds(event.time)}
                 self._file.write({**entry, "args": counts}, detail=True)
             case TrainerPhaseChanged():
                 self._finish_phase(event.time)
-                self._phase = event
+                self._written.phase = event
             case StepEnded():
                 self._stepped(event)
             case PublishEnded():
@@ -141,19 +166,19 @@ class PerfettoTrace:
     def _moved(self, event: GroupMoved) -> None:
         groups = self._view.groups
         if event.after not in ENDED:
-            if event.sequence not in self._row_of:
-                row, is_new = self._rows.take()
-                self._row_of[event.sequence] = row
+            if event.sequence not in self._written.row_of:
+                row, is_new = self._written.rows.take()
+                self._written.row_of[event.sequence] = row
                 if is_new:
                     self._describe("thread_name", GROUPS, row, name=f"slot {row}")
         elif groups.ended is not None:
             self._write_group(groups.ended, event.time, event.reason or event.after)
 
     def _write_group(self, group: Group, end: float, outcome: str) -> None:
-        row = self._row_of.pop(group.sequence, None)
+        row = self._written.row_of.pop(group.sequence, None)
         if row is None:
             return
-        heapq.heappush(self._rows.free, row)
+        heapq.heappush(self._written.rows.free, row)
         facts: dict[str, Any] = {"feed_index": group.feed_index, "attempt": group.attempt, "outcome": outcome}
         generated = group.generated
         if generated is not None:
@@ -170,21 +195,21 @@ class PerfettoTrace:
 
     def _request(self, event: RequestEnded) -> None:
         # Slices in one row must not overlap, so a request goes to the first row whose last request has ended.
-        free = (row for row, ended in enumerate(self._request_ends) if ended <= event.started)
-        row = next(free, len(self._request_ends))
-        if row == len(self._request_ends):
-            self._request_ends.append(0.0)
+        free = (row for row, ended in enumerate(self._written.request_ends) if ended <= event.started)
+        row = next(free, len(self._written.request_ends))
+        if row == len(self._written.request_ends):
+            self._written.request_ends.append(0.0)
             self._describe("thread_name", REQUESTS, row, name=f"request {row + 1}")
-        self._request_ends[row] = event.time
+        self._written.request_ends[row] = event.time
         name = f"group {event.sequence}" if event.sequence is not None else "evaluation or chat turn"
         facts = {"samples": event.samples, "response_tokens": event.response_tokens}
         self._slice(REQUESTS, row, name, event.started, event.time, detail=True, **facts)
 
     def _finish_phase(self, now: float) -> None:
-        if self._phase is not None:
-            name = _WAITING.get(self._phase.to, self._phase.to)
-            self._slice(LEARNER, 0, name, self._phase.time, now)
-            self._phase = None
+        if self._written.phase is not None:
+            name = _WAITING.get(self._written.phase.to, self._written.phase.to)
+            self._slice(LEARNER, 0, name, self._written.phase.time, now)
+            self._written.phase = None
 
     def _stepped(self, event: StepEnded) -> None:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
@@ -222,4 +247,4 @@ class PerfettoTrace:
         self._file.write({"ph": "M", "name": kind, "pid": process, "tid": row, "args": facts})
 
     def _microseconds(self, time: float) -> int:
-        return round(1e6 * (time - (self._began or time)))
+        return round(1e6 * (time - (self._written.began or time)))

@@ -28,17 +28,24 @@ class TraceFile:
     and the trace ends.
     """
 
-    def __init__(self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None]) -> None:
-        """Raises OSError if the file cannot be created."""
+    def __init__(
+        self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None], end: int | None = None
+    ) -> None:
+        """`end` is an earlier `end` of the file, after which the file is continued; None begins a new file.
+
+        Raises OSError if the file cannot be created.
+        """
         self._path = path
         self._on_error = on_error
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.pwrite(self._file, _HEAD + _TAIL, 0)
-        self._end = len(_HEAD)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.end = len(_HEAD) if end is None else end
         """Offset of the closing bracket."""
+        os.ftruncate(self._file, self.end)
+        os.pwrite(self._file, _HEAD, 0)
+        os.pwrite(self._file, _TAIL, self.end)
         self._max_bytes = max_bytes - len(_TAIL)
         self._buffer: list[bytes] = []
-        self._size = len(_HEAD)
+        self._size = self.end
         """Size in bytes, including the buffered entries."""
         self._broken = False
         self.dropped = 0
@@ -62,16 +69,16 @@ class TraceFile:
     def flush(self) -> None:
         if not self._buffer or self._broken:
             return
-        lines = (b",\n" if self._end > len(_HEAD) else b"") + b",\n".join(self._buffer)
+        lines = (b",\n" if self.end > len(_HEAD) else b"") + b",\n".join(self._buffer)
         self._buffer = []
         try:
-            if os.pwrite(self._file, lines + _TAIL, self._end) < len(lines) + len(_TAIL):
+            if os.pwrite(self._file, lines + _TAIL, self.end) < len(lines) + len(_TAIL):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._end += len(lines)
+            self.end += len(lines)
         except OSError as error:
             # A partial write left the file without its closing bracket: go back to the last valid state and stop.
             self._broken = True
             with suppress(OSError):
-                os.ftruncate(self._file, self._end)
-                os.pwrite(self._file, _TAIL, self._end)
+                os.ftruncate(self._file, self.end)
+                os.pwrite(self._file, _TAIL, self.end)
             self._on_error(self._path, error)

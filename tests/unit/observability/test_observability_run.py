@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import re
-import string
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from miles_async.events import (
     EngineBusy,
     Evaluated,
     Event,
+    EventsReceived,
     GroupMoved,
     LearnerRestored,
     PublishEnded,
@@ -42,6 +42,7 @@ from miles_async.events import (
     StepStarted,
 )
 from miles_async.observability import http_server, run_folder
+from miles_async.observability import subscribers as subscribers_of_run
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.program_lines import PlainLines
 from miles_async.observability.console.terminal import ProgressBar
@@ -481,18 +482,21 @@ def test_events_reach_the_disk_once_a_second(tmp_path: Path) -> None:
         assert list(read_events(folder.events)) == [RUN]
 
 
-def test_metrics_are_served_when_the_events_of_an_earlier_driver_have_been_read(tmp_path: Path) -> None:
+def test_metrics_are_served_when_the_events_of_an_earlier_driver_have_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, folder = config_in(tmp_path, metrics_port=free_port()), RunFolder.create(config_in(tmp_path))
     refused = []
 
-    def earlier() -> Iterator[Event]:
+    def earlier(path: Path, *, after: int) -> Iterator[Event]:
         for event in WHOLE_RUN:
             with pytest.raises(OSError, match="refused"):
                 urlopen(f"http://127.0.0.1:{config.observability.metrics_port}/metrics", timeout=PATIENCE_SECONDS)
             refused.append(event)
             yield event
 
-    with EventSubscribers(config, folder, earlier()) as subscribers:
+    monkeypatch.setattr(subscribers_of_run, "read_events", earlier)
+    with EventSubscribers(config, folder, continued=True) as subscribers:
         with urlopen(subscribers.metrics_url, timeout=PATIENCE_SECONDS) as response:
             assert "miles_async_rollout_batches 2.0" in response.read().decode()
         assert refused == WHOLE_RUN
@@ -518,10 +522,12 @@ def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -
     """Return the files of the event log of a run with 6 MB of events."""
     monkeypatch.setattr(event_log, "CLOSE_SECONDS", PATIENCE_SECONDS)
     folder = RunFolder.create(config_in(tmp_path))
-    text = "".join(random.Random(0).choices(string.ascii_letters, k=10_000))
+    random_text = random.Random(0)
     with EventSubscribers(config_in(tmp_path, **settings), folder) as subscribers:
         for second in range(600):
+            text = random_text.randbytes(5000).hex()
             subscribers.emit(DataSkipped(time=100.0 + second, reason="bad_row", sentence=text))
+            subscribers.emit(EventsReceived(time=100.0 + second, number=second))
     return sorted(folder.path.glob("events*"))
 
 

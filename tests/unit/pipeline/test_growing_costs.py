@@ -9,6 +9,7 @@ import pytest
 
 from miles_async.adapters.datasets.buffer import Buffer, pop_first
 from miles_async.adapters.storage import run_store
+from miles_async.adapters.storage.encoding import pack
 from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
@@ -127,9 +128,8 @@ async def test_the_store_does_not_write_a_value_again_that_has_not_changed(
 
     def noting(value: Any) -> bytes:
         encoded.append(value)
-        return encode_value(value)
+        return pack(value)
 
-    encode_value = run_store.pack
     monkeypatch.setattr(run_store, "pack", noting)
     store, metadata = SqliteRunStore(tmp_path, "run"), {"a": 1}
     for number in (1, 2):

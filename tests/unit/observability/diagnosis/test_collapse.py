@@ -30,7 +30,6 @@ from miles_async.observability.page.report import RunData
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.subscribers import EventSubscribers
 from miles_async.observability.summary import summary_text
-from miles_async.observability.trace.event_log import read_events
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
@@ -204,7 +203,7 @@ def test_a_driver_that_continues_a_run_clears_what_the_driver_before_it_announce
     folder = RunFolder.create(config)
     with EventSubscribers(config, folder) as subscribers:
         subscribers.emit(RUN, *(step_ended(i, ess=0.99 if i < 8 else 0.2, grad_norm=1.0) for i in range(14)))
-    with EventSubscribers(config, folder, list(read_events(folder.events))) as subscribers:
+    with EventSubscribers(config, folder, continued=True) as subscribers:
         assert "miles_async_collapse_risk 1.0" in served(subscribers)
         subscribers.emit(RUN)
         assert "miles_async_collapse_risk 0.0" in served(subscribers)

@@ -1,0 +1,58 @@
+"""The disk space that a run needs, estimated from its settings (docs/how-to/disk-space.md has the measurements)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from miles_async.config.generation import bounds_of
+from miles_async.config.model_shape import shape_of
+from miles_async.config.schema import RunConfig
+
+EVENT_BYTES = 250
+"""Bytes of a group in the compressed parts of the event log."""
+GROUP_BYTES, TOKEN_BYTES = 4000, 10
+"""Bytes of a group in the run store, and further bytes per token."""
+PARAMETER_BYTES = 14
+"""Bytes of a parameter in a checkpoint: its value in 16 and in 32 bits, and two moments of Adam in 32 bits."""
+DRIVER_ROLLOUT_ROUTER = 3
+"""Processes that write logs in every run, besides engines and learner ranks."""
+
+
+class DiskSpace(NamedTuple):
+    """Bytes that a run needs at most, if every response has its full length."""
+
+    events: int
+    """The event log."""
+    store: int
+    """The run store: groups that are finished and not trained, or that no checkpoint covers."""
+    stored: int
+    """What the whole run writes to the store."""
+    logs: int
+    checkpoint: int | None
+    """One checkpoint, about; None if the size of the model is not known."""
+
+
+def disk_space(config: RunConfig, entry: str) -> DiskSpace:
+    rollout, learner, settings = config.rollout, config.learner, config.observability
+    bounds = bounds_of(config, entry)
+    tokens = (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
+    group = GROUP_BYTES + rollout.n_samples_per_prompt * tokens * TOKEN_BYTES
+    all_groups = rollout.rollout_batch_size * rollout.num_rollout
+    uncovered = rollout.rollout_batch_size * (learner.save_interval or 0) if config.restarts_learner else 0
+    processes = config.engine.count + learner.ranks + DRIVER_ROLLOUT_ROUTER
+    return DiskSpace(
+        events=min(settings.event_log_max_bytes, all_groups * EVENT_BYTES + 2 * settings.event_log_rotate_bytes),
+        store=group * min(all_groups, bounds.room + bounds.publish_groups + uncovered),
+        stored=group * all_groups,
+        logs=processes * 2 * 2 * settings.log_rotate_bytes,
+        checkpoint=_parameters(config) * PARAMETER_BYTES or None,
+    )
+
+
+def _parameters(config: RunConfig) -> int:
+    """Return about how many parameters the model has; 0 if its dimensions are not known."""
+    if (shape := shape_of(config.model)) is None:
+        return 0
+    attention = 2 * shape.hidden * shape.head_width * (shape.heads + shape.query_groups)
+    feed_forward = 3 * shape.hidden * shape.feed_forward * (shape.experts or 1)
+    return shape.layers * (attention + feed_forward) + 2 * shape.vocabulary * shape.hidden
