@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.buffer import Buffer, pop_first
-from miles_async.adapters.storage import run_store
-from miles_async.adapters.storage.encoding import pack
+from miles_async.adapters.storage import encoding
 from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
@@ -128,9 +127,10 @@ async def test_the_store_does_not_write_a_value_again_that_has_not_changed(
 
     def noting(value: Any) -> bytes:
         encoded.append(value)
-        return pack(value)
+        return encode_value(value)
 
-    monkeypatch.setattr(run_store, "pack", noting)
+    encode_value = encoding.encode
+    monkeypatch.setattr(encoding, "encode", noting)
     store, metadata = SqliteRunStore(tmp_path, "run"), {"a": 1}
     for number in (1, 2):
         await store.write(Changes(number=number, progress={"data": {"next": number}, "metadata": metadata}))
