@@ -100,12 +100,12 @@ class LogTail:
 
     def _show(self, file: _File, path: Path) -> bool:
         """Repeat the important new lines of `path`, the file or its copy. Returns whether it had anything new."""
+        if file.path.name == DRIVER_LOG:
+            return False
         before = file.read
-        lines = _new_lines(file, path)
-        if file.path.name != DRIVER_LOG:
-            show = self._show_structured if file.path.suffix == ".jsonl" else self._show_plain
-            for line in lines:
-                show(file, line)
+        show = self._show_structured if file.path.suffix == ".jsonl" else self._show_plain
+        for line in _new_lines(file, path):
+            show(file, line)
         return file.read > before
 
     def _show_structured(self, file: _File, line: str) -> None:
