@@ -102,7 +102,7 @@ class Life:
 class Tokens(NamedTuple):
     """Response tokens that an event generated or wasted."""
 
-    place: int
+    position: int
     """Position of the event in the log."""
     time: float
     generated: int
@@ -150,7 +150,7 @@ class Moment:
 
     @property
     def publishing(self) -> bool:
-        begun, ended = (self.run.place(self.span.report, kind) for kind in ("PublishStarted", "PublishEnded"))
+        begun, ended = (self.run.position(self.span.report, kind) for kind in ("PublishStarted", "PublishEnded"))
         lost = bisect_left(self.run.restored, self.span.report)
         return begun > max(ended, self.run.restored[lost - 1] if lost else -1)
 
@@ -196,20 +196,20 @@ class Moment:
 
     @property
     def processors(self) -> float:
-        places = self.run.places["Pulse"]
-        last = bisect_left(places, self.span.report)
-        recent = places[max(0, last - RECENT_PULSES) : last]
-        return fmean(self.run.events[place].get("processors", 0.0) for place in recent) if recent else 0.0
+        positions = self.run.positions["Pulse"]
+        last = bisect_left(positions, self.span.report)
+        recent = positions[max(0, last - RECENT_PULSES) : last]
+        return fmean(self.run.events[position].get("processors", 0.0) for position in recent) if recent else 0.0
 
     @property
     def silent(self) -> str | None:
         """The process that has not answered for the longest time, if that is long enough for a verdict."""
-        started = self.run.place(self.span.report, "RunStarted")
+        started = self.run.position(self.span.report, "RunStarted")
         seconds = {}
-        for process, places in self.run.heartbeats.items():
-            last = bisect_left(places, self.span.report) - 1
-            if last >= 0 and places[last] > started:
-                seconds[process] = self.run.events[places[last]]["seconds"]
+        for process, positions in self.run.heartbeats.items():
+            last = bisect_left(positions, self.span.report) - 1
+            if last >= 0 and positions[last] > started:
+                seconds[process] = self.run.events[positions[last]]["seconds"]
         longest = max(seconds, key=lambda name: seconds[name], default=None)
         return longest if longest is not None and seconds[longest] >= SILENT else None
 
@@ -285,27 +285,30 @@ class Recount:
         self.events = events
 
     @cached_property
-    def places(self) -> Mapping[str, list[int]]:
+    def positions(self) -> Mapping[str, list[int]]:
         """The positions of the events of each type in the log."""
-        places = defaultdict(list)
-        for place, event in enumerate(self.events):
-            places[event["type"]].append(place)
-        return places
+        positions = defaultdict(list)
+        for position, event in enumerate(self.events):
+            positions[event["type"]].append(position)
+        return positions
 
     def of(self, *kinds: str) -> list[Raw]:
-        return [self.events[place] for place in sorted(place for kind in kinds for place in self.places[kind])]
+        return [
+            self.events[position]
+            for position in sorted(position for kind in kinds for position in self.positions[kind])
+        ]
 
     def last(self, *kinds: str) -> Raw | None:
         return self.before(len(self.events), *kinds)
 
-    def place(self, before: int, *kinds: str) -> int:
+    def position(self, before: int, *kinds: str) -> int:
         """Return the last position of an event of these types before a position; -1 if there is none."""
-        counts = ((places, bisect_left(places, before)) for places in map(self.places.__getitem__, kinds))
-        return max((places[count - 1] for places, count in counts if count), default=-1)
+        counts = ((positions, bisect_left(positions, before)) for positions in map(self.positions.__getitem__, kinds))
+        return max((positions[count - 1] for positions, count in counts if count), default=-1)
 
-    def before(self, place: int, *kinds: str) -> Raw | None:
+    def before(self, position: int, *kinds: str) -> Raw | None:
         """Return the last event of these types before a position."""
-        found = self.place(place, *kinds)
+        found = self.position(position, *kinds)
         return self.events[found] if found >= 0 else None
 
     @cached_property
@@ -316,7 +319,7 @@ class Recount:
     @cached_property
     def _every_life(self) -> list[Life]:
         lives, driver, reported, runs, begun = [Life("", 0)], None, False, False, True
-        for place, event in enumerate(self.events):
+        for position, event in enumerate(self.events):
             kind = event["type"]
             if kind == "RunStarted" and runs:
                 driver = event["time"]
@@ -328,7 +331,7 @@ class Recount:
                 _is_of_another_worker(event) or (kind in REPORTS and event["time"] >= driver)
             )
             if reported and begun and (_is_of_another_worker(event) or by_driver):
-                lives.append(Life("rollout_worker", place))
+                lives.append(Life("rollout_worker", position))
                 begun = False
             if by_driver and len(lives) > 1:
                 lives[-1].cause, lives[-1].driver_started, driver = "driver", driver, None
@@ -336,14 +339,14 @@ class Recount:
                 lives[-1].cause = "learner"
             lives[-1].events.append(event)
             if kind == "RunEnded":
-                lives[-1].ends.append(place)
+                lives[-1].ends.append(position)
             reported, begun = reported or kind in REPORTS, begun or kind == "TrainerPhaseChanged"
         return lives
 
     @cached_property
     def restored(self) -> list[int]:
         """Where in the log another rollout worker begins, or begins again because it was lost before its loop ran."""
-        again = (place for place, event in enumerate(self.events) if _is_of_another_worker(event))
+        again = (position for position, event in enumerate(self.events) if _is_of_another_worker(event))
         return sorted({*(life.first for life in self._every_life), *again})
 
     @cached_property
@@ -514,17 +517,17 @@ class Recount:
         found: list[Tokens] = []
         done_tokens, done_seconds, generating = 0, 0.0, 0.0
         entered: dict[int, float] = {}
-        for place, event in enumerate(self.events):
+        for position, event in enumerate(self.events):
             time = event["time"]
             match event["type"]:
                 case "GroupGenerated":
-                    found.append(Tokens(place, time, event["response_tokens"], 0, None))
+                    found.append(Tokens(position, time, event["response_tokens"], 0, None))
                     done_tokens += event["response_tokens"]
                     done_seconds += event["generation_seconds"]
                 case "Pulse" if event["generating"]:
                     generating = time
                 case "SampleDiscarded":
-                    found.append(Tokens(place, time, event["tokens"], event["tokens"], event["reason"]))
+                    found.append(Tokens(position, time, event["tokens"], event["tokens"], event["reason"]))
                 case "GroupMoved" if event["after"] == "in_flight":
                     entered[event["sequence"]] = time
                 case "GroupMoved" if event["after"] == "dropped":
@@ -534,22 +537,22 @@ class Recount:
                         estimate = min(self._longest_group, round(seconds * done_tokens / done_seconds))
                         tokens = max(tokens, estimate - event.get("kept_tokens", 0), 0)
                     is_new = event.get("before") in ("fed", "in_flight") and reason != "filtered"
-                    found.append(Tokens(place, time, tokens if is_new else 0, 0, None))
-                    fate, when = self._fate_of_abort(place) if reason == "aborted" else (reason, place)
+                    found.append(Tokens(position, time, tokens if is_new else 0, 0, None))
+                    fate, when = self._fate_of_abort(position) if reason == "aborted" else (reason, position)
                     found.append(Tokens(when, self.events[when]["time"], 0, tokens, fate))
-        return sorted(found, key=lambda tokens: tokens.place)
+        return sorted(found, key=lambda tokens: tokens.position)
 
     @cached_property
     def newest_token_times(self) -> list[float]:
         """The latest time up to each element of `token_changes`."""
         return list(accumulate((tokens.time for tokens in self.token_changes), max))
 
-    def _fate_of_abort(self, place: int) -> tuple[str | None, int]:
+    def _fate_of_abort(self, position: int) -> tuple[str | None, int]:
         """Return whether aborted tokens were wasted or left over at the end of the run, and where that is decided."""
-        for later in range(place, len(self.events)):
+        for later in range(position, len(self.events)):
             if (kind := self.events[later]["type"]) in ("StepStarted", "RunEnded"):
                 return "aborted" if kind == "StepStarted" else "leftover", later
-        return None, place
+        return None, position
 
     @cached_property
     def states(self) -> dict[int, str]:
@@ -572,17 +575,17 @@ class Recount:
     @cached_property
     def _ends(self) -> list[int]:
         """Where the work of a rollout worker ends with the run."""
-        return [place for life in self._every_life for place in life.ends]
+        return [position for life in self._every_life for position in life.ends]
 
     @cached_property
     def _reports(self) -> list[tuple[int, Interval | None]]:
         """The position of each report, and the time since the one before it; None if the clock was set meanwhile."""
         found: list[tuple[int, Interval | None]] = []
         newest = 0.0
-        for place in sorted((*self._ends, *(place for kind in REPORTS for place in self.places[kind]))):
-            now = self.events[place]["time"]
+        for position in sorted((*self._ends, *(position for kind in REPORTS for position in self.positions[kind]))):
+            now = self.events[position]["time"]
             was_set = bool(found) and abs(now - newest) > LONGEST_GAP
-            found.append((place, None if was_set else (newest, max(newest, now))))
+            found.append((position, None if was_set else (newest, max(newest, now))))
             newest = now if was_set else max(newest, now)
         return found
 
@@ -590,52 +593,52 @@ class Recount:
     def spans(self) -> list[Span]:
         """The time since the training loop of the first rollout worker began, without interruptions."""
         found = []
-        for place, passed in self._reports:
-            last = self.place(place, "TrainerPhaseChanged", "StepStarted")
-            is_of_its_worker = last >= self.restored[bisect_right(self.restored, place) - 1]
-            has_ended = bisect_left(self._ends, last) < bisect_left(self._ends, place)
+        for position, passed in self._reports:
+            last = self.position(position, "TrainerPhaseChanged", "StepStarted")
+            is_of_its_worker = last >= self.restored[bisect_right(self.restored, position) - 1]
+            has_ended = bisect_left(self._ends, last) < bisect_left(self._ends, position)
             if passed is not None and passed[0] < passed[1] and is_of_its_worker and not has_ended:
-                found.append(Span(place, *passed, self.events[last].get("to", "step")))
+                found.append(Span(position, *passed, self.events[last].get("to", "step")))
         return found
 
     @cached_property
     def _breaks(self) -> list[int]:
-        """Where the horizon of the verdict begins anew."""
-        return sorted({*self.restored, *(place for place, passed in self._reports if passed is None)})
+        """Where the horizon of the verdict begins again."""
+        return sorted({*self.restored, *(position for position, passed in self._reports if passed is None)})
 
-    def _part(self, place: int) -> int:
+    def _part(self, position: int) -> int:
         """Return a number that is the same for all positions between two breaks."""
-        return bisect_right(self._breaks, place)
+        return bisect_right(self._breaks, position)
 
     @cached_property
     def _horizons(self) -> list[float]:
         """The horizon after each step. The first step of a part has that of the step before it."""
         found = [HORIZON]
-        for before, after in pairwise(self.places["StepEnded"]):
+        for before, after in pairwise(self.positions["StepEnded"]):
             batches = HORIZON_BATCHES * (self.events[after]["time"] - self.events[before]["time"])
             known = self._part(before) == self._part(after)
             found.append(min(max(HORIZON, batches), MAX_HORIZON_SECONDS) if known else found[-1])
         return found
 
-    def horizon(self, place: int) -> float:
+    def horizon(self, position: int) -> float:
         """Return how many seconds before a position the verdict judges."""
-        return self._horizons[max(0, bisect_left(self.places["StepEnded"], place) - 1)]
+        return self._horizons[max(0, bisect_left(self.positions["StepEnded"], position) - 1)]
 
     @cached_property
     def heartbeats(self) -> Mapping[str, list[int]]:
         """The positions of the reports on each process that did not answer."""
-        places = defaultdict(list)
-        for place in self.places["ProcessSilent"]:
-            places[self.events[place]["process"]].append(place)
-        return places
+        positions = defaultdict(list)
+        for position in self.positions["ProcessSilent"]:
+            positions[self.events[position]["process"]].append(position)
+        return positions
 
     @cached_property
     def filter_fates(self) -> list[tuple[int, bool]]:
         """For each group that passed a filter or was dropped by it: the position, and whether it was dropped."""
-        moved = ((place, self.events[place]) for place in self.places["GroupMoved"])
+        moved = ((position, self.events[position]) for position in self.positions["GroupMoved"])
         return [
-            (place, event.get("reason") == "filtered")
-            for place, event in moved
+            (position, event.get("reason") == "filtered")
+            for position, event in moved
             if event["after"] == "finished" or event.get("reason") == "filtered"
         ]
 
@@ -645,8 +648,8 @@ class Recount:
         moved = self.of("GroupMoved")
         return list(accumulate((e["after"] == "finished") - (e.get("before") == "finished") for e in moved))
 
-    def finished_before(self, place: int) -> int:
-        changes = bisect_left(self.places["GroupMoved"], place)
+    def finished_before(self, position: int) -> int:
+        changes = bisect_left(self.positions["GroupMoved"], position)
         return self._finished[changes - 1] if changes else 0
 
     @cached_property
@@ -848,8 +851,8 @@ def compare(folder: Path) -> Comparison:
     for file, values in _written(folder):
         summary = values["summary"]
         ends = [
-            place
-            for place, event in enumerate(events, start=1)
+            position
+            for position, event in enumerate(events, start=1)
             if event["type"] == "RunEnded" and _timestamp(event["time"]) == summary.get("ended")
         ]
         if view.last(EventsMissing) is not None:

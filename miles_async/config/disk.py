@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from miles_async.config.generation import bounds_of
+from miles_async.config.generation import bounds_of, schedule_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
+from miles_async.scheduling.bounds import Schedule
 
-EVENT_BYTES = 250
+EVENT_BYTES = 170
 """Bytes of a group in the compressed parts of the event log."""
-GROUP_BYTES, TOKEN_BYTES = 4000, 10
+GROUP_BYTES, TOKEN_BYTES = 2000, 9
 """Bytes of a group in the run store, and further bytes per token."""
+WRITES = 2
+"""How often SQLite writes what is stored: to its log, and to the file."""
 PARAMETER_BYTES = 14
 """Bytes of a parameter in a checkpoint: its value in 16 and in 32 bits, and two moments of Adam in 32 bits."""
-DRIVER_ROLLOUT_ROUTER = 3
-"""Processes that write logs in every run, besides engines and learner ranks."""
+OTHER_PROCESSES = 3
+"""Driver, rollout worker and router write logs, too."""
 
 
 class DiskSpace(NamedTuple):
@@ -25,7 +28,7 @@ class DiskSpace(NamedTuple):
     """The event log."""
     store: int
     """The run store: groups that are finished and not trained, or that no checkpoint covers."""
-    stored: int
+    written: int
     """What the whole run writes to the store."""
     logs: int
     checkpoint: int | None
@@ -39,11 +42,12 @@ def disk_space(config: RunConfig, entry: str) -> DiskSpace:
     group = GROUP_BYTES + rollout.n_samples_per_prompt * tokens * TOKEN_BYTES
     all_groups = rollout.rollout_batch_size * rollout.num_rollout
     uncovered = rollout.rollout_batch_size * (learner.save_interval or 0) if config.restarts_learner else 0
-    processes = config.engine.count + learner.ranks + DRIVER_ROLLOUT_ROUTER
+    waiting = bounds.room if schedule_of(config, entry) is Schedule.FULLY_ASYNC else bounds.generation_batch
+    processes = config.engine.count + learner.ranks + OTHER_PROCESSES
     return DiskSpace(
         events=min(settings.event_log_max_bytes, all_groups * EVENT_BYTES + 2 * settings.event_log_rotate_bytes),
-        store=group * min(all_groups, bounds.room + bounds.publish_groups + uncovered),
-        stored=group * all_groups,
+        store=group * min(all_groups, waiting + bounds.publish_groups + uncovered),
+        written=WRITES * group * all_groups,
         logs=processes * 2 * 2 * settings.log_rotate_bytes,
         checkpoint=_parameters(config) * PARAMETER_BYTES or None,
     )

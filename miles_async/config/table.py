@@ -62,9 +62,9 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
     rows: list[tuple[str, object, str]] = [
         (
             "disk",
-            _gigabytes(run),
-            f"at most: event log {_gigabytes(space.events)}, run store {_gigabytes(space.store)} (writes "
-            f"{_gigabytes(space.stored)} in all), logs {_gigabytes(space.logs)}",
+            _size(run),
+            f"at most: event log {_size(space.events)}, run store {_size(space.store)} (writes "
+            f"{_size(space.written)} in all), logs {_size(space.logs)}",
         )
     ]
     if saves and space.checkpoint is not None:
@@ -72,16 +72,17 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
         rows.append(
             (
                 "save",
-                _gigabytes(kept * space.checkpoint),
-                f"about {_gigabytes(space.checkpoint)} for each checkpoint: "
+                _size(kept * space.checkpoint),
+                f"about {_size(space.checkpoint)} for each checkpoint: "
                 f"{config.learner.save_keep} kept, and one that is being written",
             )
         )
     return rows
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"
+def _size(number: int) -> str:
+    """Bytes for people, such as `12 MB`, `1.4 GB` or `2,310.0 GB`."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
 def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:

@@ -293,10 +293,10 @@ def test_a_driver_that_ends_before_its_rollout_worker_reports_changes_only_the_n
     resumed_twice: Path, tmp_path: Path, restart: int
 ) -> None:
     events = recount.raw_events(resumed_twice)
-    place = [place for place, event in enumerate(events) if event["type"] == "RunStarted"][restart]
-    last, started = events[place - 1]["time"], events[place]
+    position = [position for position, event in enumerate(events) if event["type"] == "RunStarted"][restart]
+    last, started = events[position - 1]["time"], events[position]
     failed = [started | {"time": last + 5.0}, {"type": "RunEnded", "time": last + 6.0, "reason": "no memory"}]
-    changed = [*events[:place], *failed, *events[place:]]
+    changed = [*events[:position], *failed, *events[position:]]
     before, after = recount.Recount(events), recount.Recount(changed)
     assert after.verdict_seconds == before.verdict_seconds
     assert after.summary() == before.summary() | {"restarts": {"driver": 3, "rollout_worker": 2}}

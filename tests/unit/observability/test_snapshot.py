@@ -36,7 +36,7 @@ def config_in(folder: Path) -> Any:
 
 def batches() -> Iterator[list[Event]]:
     """Yield the events of a simulated run, as the driver receives them."""
-    settings = {"rollout_batch_size": 8, "num_rollout": 30, "max_weight_staleness": 1, "over_sampling_batch_size": 16}
+    settings = {"rollout_batch_size": 8, "num_rollout": 20, "max_weight_staleness": 1, "over_sampling_batch_size": 16}
     simulated = World(config=run_config(**settings)).run().trace.events
     events = [replace(RUN, time=simulated[0].time), *(event for event in simulated if not starts_or_ends(event))]
     for number, start in enumerate(range(0, len(events), EVENTS_PER_BATCH), 1):
@@ -79,6 +79,19 @@ def run() -> list[list[Event]]:
     return list(batches())
 
 
+@pytest.fixture(scope="module")
+def first_driver(tmp_path_factory: pytest.TempPathFactory, run: list[list[Event]]) -> RunFolder:
+    """The folder of a run whose driver has received all events and was then interrupted."""
+    return interrupted_run(tmp_path_factory.mktemp("runs"), run)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, first_driver: RunFolder) -> RunFolder:
+    copy = RunFolder(tmp_path / first_driver.path.name)
+    shutil.copytree(first_driver.path, copy.path)
+    return copy
+
+
 @pytest.mark.parametrize("fraction", [0.3, 0.6, 0.95])
 def test_the_run_is_shown_as_if_the_whole_log_had_been_read(
     tmp_path: Path, run: list[list[Event]], fraction: float, monkeypatch: pytest.MonkeyPatch
@@ -105,9 +118,8 @@ def test_the_run_is_shown_as_if_the_whole_log_had_been_read(
 
 
 def test_a_part_ends_with_a_complete_batch_so_that_no_event_is_received_twice(
-    tmp_path: Path, run: list[list[Event]]
+    folder: RunFolder, run: list[list[Event]]
 ) -> None:
-    folder = interrupted_run(tmp_path, run)
     parts = len(list(folder.path.glob("events-*")))
     assert parts > 2
     for part in range(1, parts + 1):
@@ -116,21 +128,18 @@ def test_a_part_ends_with_a_complete_batch_so_that_no_event_is_received_twice(
     assert cut_incomplete_batch(folder.events) == len(run)
 
 
-def test_the_number_of_the_last_batch_is_found_without_reading_the_whole_log(
-    tmp_path: Path, run: list[list[Event]]
-) -> None:
-    folder = interrupted_run(tmp_path, run)
+def test_the_number_of_the_last_batch_is_found_without_reading_the_whole_log(folder: RunFolder) -> None:
     parts = sorted(folder.path.glob("events-*"))
-    of_last_part = list(read_events(folder.events, after=len(parts) - 1))[
-        : -len(list(read_events(folder.events, after=len(parts))))
-    ]
+    events = list(read_events(folder.events, after=len(parts) - 1))
+    newest = len(list(read_events(folder.events, after=len(parts))))
+    last = events[-newest - 1]
+    assert isinstance(last, EventsReceived)
     folder.events.write_bytes(b"")
     parts[0].write_bytes(b"not an event\n")
-    assert of_last_part[-1] == EventsReceived(time=of_last_part[-1].time, number=cut_incomplete_batch(folder.events))
+    assert cut_incomplete_batch(folder.events) == last.number
 
 
-def test_the_report_reads_the_snapshot_and_the_later_events(tmp_path: Path, run: list[list[Event]]) -> None:
-    folder = interrupted_run(tmp_path, run)
+def test_the_report_reads_the_snapshot_and_the_later_events(folder: RunFolder) -> None:
     with_snapshot = RunData.read(folder).values()
     folder.snapshot.unlink()
     assert RunData.read(folder).values() == with_snapshot
@@ -138,9 +147,8 @@ def test_the_report_reads_the_snapshot_and_the_later_events(tmp_path: Path, run:
 
 @pytest.mark.parametrize("damage", ["cut", "other code", "too large", "a class that may not be loaded", "missing"])
 def test_without_a_usable_snapshot_the_whole_log_is_read(
-    tmp_path: Path, run: list[list[Event]], damage: str, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = interrupted_run(tmp_path, run)
     whole = folder.snapshot.read_bytes()
     match damage:
         case "cut":
@@ -161,13 +169,12 @@ def test_without_a_usable_snapshot_the_whole_log_is_read(
 
 
 def test_a_snapshot_that_calls_a_function_is_refused_and_the_function_does_not_run(
-    tmp_path: Path, run: list[list[Event]]
+    tmp_path: Path, folder: RunFolder
 ) -> None:
     class Attack:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "attacked"),)
 
-    folder = interrupted_run(tmp_path / "runs", run)
     folder.snapshot.write_bytes(folder.snapshot.read_bytes()[:32] + pickle.dumps(Attack()))
     with structlog.testing.capture_logs() as logged:
         assert read_snapshot(folder.snapshot) is None
