@@ -54,7 +54,7 @@ CASES = {
         ("--custom-generate-function-path", "benchmarks.advice.faster_tool"),
     ),
     "evaluation": Case(
-        "evaluation-bound", "train.py", ("--eval-size", "1024"), ("--eval-interval", "1"), ("--eval-interval", "2")
+        "evaluation-bound", "train.py", ("--eval-size", "1000"), ("--eval-interval", "1"), ("--eval-interval", "2")
     ),
 }
 

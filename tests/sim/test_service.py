@@ -447,7 +447,7 @@ def test_a_run_in_which_no_group_succeeds_stops_and_reports_why_they_were_droppe
     trouble: dict[str, Any], cause: str
 ) -> None:
     with pytest.raises(FatalError, match=cause):
-        World(config=config(), latency=lambda group, rng: 5.0, **trouble).run()
+        World(config=config(), latency=lambda group, rng: 300.0, **trouble).run()
 
 
 @pytest.mark.parametrize("interval, version", [(1, 3), (3, 1)])
