@@ -16,6 +16,9 @@ from miles_async.adapters.system.garbage_collection import THRESHOLDS, uncollect
 
 # Here, and not in `main`, because SGLang's spawned processes import this module but do not call `main`.
 cpu_compat.install()
+if __name__ in ("__main__", "__mp_main__"):
+    # Where Megatron is installed, a debugging tool of SGLang imports it, which takes a second.
+    sys.modules["megatron"] = None  # type: ignore[assignment]
 
 
 def main() -> None:
