@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -244,7 +244,7 @@ class _Playing:
     def _strike_until_end(self, running: Job, waiting: list[Struck]) -> int | None:
         """Strike at the time of each strike, until the driver ends. Returns its exit code; None if it hangs."""
         deadline = time.monotonic() + START_SECONDS
-        due, before, last = dict[int, float](), _batches(self._run), 0
+        due, counter, last = dict[int, float](), _BatchCounter(self._run), 0
         while time.monotonic() < deadline:
             with suppress(TimeoutExpired):
                 return running.ended(within=POLL_SECONDS)
@@ -254,7 +254,7 @@ class _Playing:
                 self._later.remove((at, end))
             self._judge_second_run(running)
             # The driver prints its settings when no other run can write to its folders any more.
-            batches = _batches(self._run) - before if running.out else -1
+            batches = counter.read() if running.out else -1
             if batches > last:
                 last, deadline = batches, now + HANG_SECONDS
             for number, struck in enumerate(waiting):
@@ -354,10 +354,33 @@ def _left(running: Job, ray: WarmRay | None) -> dict[int, str]:
     return left
 
 
-def _batches(run: Path) -> int:
-    """The number of batches in the event log of a run."""
-    log = run / "events.jsonl"
-    return log.read_bytes().count(b'"type":"StepEnded"') if log.exists() else 0
+class _BatchCounter:
+    """Counts the batches that are added to the event log of a run, while the log is written, cut and rotated."""
+
+    def __init__(self, run: Path) -> None:
+        self._log = run / "events.jsonl"
+        self._file = self._log.open("rb") if self._log.exists() else None
+        if self._file is not None:
+            self._file.seek(0, os.SEEK_END)
+        self._count = 0
+
+    def read(self) -> int:
+        """Return the number of batches since the counter was made."""
+        with suppress(FileNotFoundError):  # the log is about to be created, or is being rotated
+            self._file = self._file or self._log.open("rb")
+            while self._log.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
+                self._read_lines(self._file)
+                self._file.close()
+                self._file = self._log.open("rb")
+            self._read_lines(self._file)
+        return self._count
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        begin = min(file.tell(), os.fstat(file.fileno()).st_size)
+        file.seek(begin)
+        lines, newline, _ = file.read().rpartition(b"\n")
+        file.seek(begin + len(lines) + len(newline))
+        self._count += lines.count(b'"type":"StepEnded"')
 
 
 def _send(running: Job, strike: Strike) -> bool:
