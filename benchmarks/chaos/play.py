@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -243,8 +243,12 @@ class _Playing:
 
     def _strike_until_end(self, running: Job, waiting: list[Struck]) -> int | None:
         """Strike at the time of each strike, until the driver ends. Returns its exit code; None if it hangs."""
+        with closing(_BatchCounter(self._run)) as counter:
+            return self._strike_at_batches(running, waiting, counter)
+
+    def _strike_at_batches(self, running: Job, waiting: list[Struck], counter: _BatchCounter) -> int | None:
         deadline = time.monotonic() + START_SECONDS
-        due, counter, last = dict[int, float](), _BatchCounter(self._run), 0
+        due, last = dict[int, float](), 0
         while time.monotonic() < deadline:
             with suppress(TimeoutExpired):
                 return running.ended(within=POLL_SECONDS)
@@ -374,6 +378,10 @@ class _BatchCounter:
                 self._file = self._log.open("rb")
             self._read_lines(self._file)
         return self._count
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def _read_lines(self, file: BinaryIO) -> None:
         begin = min(file.tell(), os.fstat(file.fileno()).st_size)
