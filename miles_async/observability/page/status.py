@@ -11,6 +11,7 @@ from miles_async.events import (
     ClusterReady,
     CollapseRiskChanged,
     Evaluated,
+    Event,
     PublishEnded,
     Pulse,
     RouterChanged,
@@ -39,8 +40,8 @@ def status(view: RunView, now: float) -> dict[str, Any]:
     phase, collapse = view.last(TrainerPhaseChanged), view.last(CollapseRiskChanged)
     busy, publishing = view.engine_use.last, view.publishes.running
     return {
-        "run": view.run,
-        "cluster": cluster,
+        "run": _with_defaults(view.run),
+        "cluster": _with_defaults(cluster),
         "ended": view.ended.reason if view.ended is not None else None,
         "began": began,
         "elapsed": now - began,
@@ -53,17 +54,17 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "requests": busy.in_flight if busy is not None else 0,
         "queue": view.queue._asdict() if view.queue is not None else None,
         "staleness_limit": view.run.staleness_limit if view.run is not None else None,
-        "pulse": pulse,
+        "pulse": _with_defaults(pulse),
         "pulse_age": max(0.0, now - pulse.time) if pulse is not None else None,
         "outcomes": _outcomes(view),
         "staleness": {str(age): count for age, count in sorted(view.staleness.trained.items())},
-        "step": step,
+        "step": _with_defaults(step),
         "undone": msgspec.to_builtins(view.steps.undone),
         "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
         "interrupted": dict(view.uptime.seconds),
-        "publish": view.last(PublishEnded),
+        "publish": _with_defaults(view.last(PublishEnded)),
         "publishing": publishing and publishing.version,
-        "router": view.last(RouterChanged),
+        "router": _with_defaults(view.last(RouterChanged)),
         "engines": [engine for _, engine in sorted(view.engines.known.items())],
         "silent": dict(view.silent),
         "scores": {name: [_score(event) for event in events] for name, events in view.evaluations.items()},
@@ -73,6 +74,11 @@ def status(view: RunView, now: float) -> dict[str, Any]:
             *_untested(view.run),
         ],
     }
+
+
+def _with_defaults(event: Event | None) -> dict[str, Any] | None:
+    """Return all fields of an event; JSON made of the event itself lacks those that have their default value."""
+    return msgspec.structs.asdict(event) if event is not None else None
 
 
 def _verdict(view: RunView) -> VerdictChanged | None:

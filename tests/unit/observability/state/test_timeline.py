@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +20,7 @@ from miles_async.events import (
     StepStarted,
     TrainerPhaseChanged,
     WriteFailed,
+    encode_json,
 )
 from miles_async.observability.page.status import SLOTS_SHOWN, status
 from miles_async.observability.state.timeline import Timeline
@@ -165,7 +168,7 @@ def test_the_router_and_failed_writes_are_logged() -> None:
     failed = WriteFailed(time=102.0, version=4, engine="engine-1", error="timed out", then="fence", transport=None)
     view.apply(failed)
     figures = status(view, 103.0)
-    assert (figures["router"].engines, figures["router"].healthy) == (2, 1)
+    assert (figures["router"]["engines"], figures["router"]["healthy"]) == (2, 1)
     assert figures["notices"] == [{"at": 2.0, "text": "writing version 4 to engine-1 failed (timed out): fence"}]
 
 
@@ -250,3 +253,25 @@ def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> Non
     view.apply(pulse)
     series = view.charts.figures("whole", 100.5)["series"]
     assert [series[name]["mean"][0] for name in ("queue", "blocked", "head_seconds", "version_lag")] == [7, 2, 4, 1]
+
+
+def test_the_status_has_the_values_that_an_event_log_leaves_out() -> None:
+    """A learner that waits for eight groups and has none is shown as `0 of 8`."""
+    pulse = Pulse(
+        time=102.0,
+        generating=8,
+        oldest_seconds=0.0,
+        head=0,
+        head_seconds=0.0,
+        queue=0,
+        wanted=8,
+        trainer_version=0,
+        live_version=0,
+        idle_seconds=0.0,
+    )
+    view = RunView()
+    view.apply(RUN)
+    view.apply(pulse)
+    shown = json.loads(encode_json(status(view, 102.0)))
+    assert (shown["pulse"]["collected"], shown["pulse"]["wanted"]) == (0, 8)
+    assert shown["pulse"]["waits_for"] is None
