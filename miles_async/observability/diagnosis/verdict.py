@@ -253,7 +253,7 @@ def advice(verdict: Bottleneck, knob: str, model: Model | None) -> list[Advice]:
         return [*better, Advice(knob, None)]
     if better and known[0].groups_per_second < NOTABLE_GAIN * mine.groups_per_second:
         better = []
-    return [Advice(knob, mine), *better]
+    return [*better, Advice(knob, mine)]
 
 
 def find(
