@@ -107,10 +107,10 @@ def test_the_samples_of_make_monitoring_are_kept_when_it_ends(tmp_path: Path) ->
 
 
 def answers(server: Prometheus) -> dict[str, bool]:
-    """What the server could scrape; nothing before it listens."""
+    """What the server could scrape; nothing before it is ready."""
     try:
         return server.up()
-    except OSError:
+    except (OSError, ValueError):  # it does not listen yet, or does not answer with JSON yet
         return {}
 
 
