@@ -18,7 +18,9 @@ WRITES = 2
 PARAMETER_BYTES = 14
 """Bytes of a parameter in a checkpoint: its value in 16 and in 32 bits, and two moments of Adam in 32 bits."""
 OTHER_PROCESSES = 3
-"""Driver, rollout worker and router write logs, too."""
+"""Processes that write logs besides engines and learner ranks: driver, rollout worker and router."""
+LOG_FILES = 4
+"""Log files of a process: `.log` and `.jsonl`, each with an older one."""
 
 
 class DiskSpace(NamedTuple):
@@ -36,6 +38,7 @@ class DiskSpace(NamedTuple):
 
 
 def disk_space(config: RunConfig, entry: str) -> DiskSpace:
+    """Return what a run that `entry` starts needs."""
     rollout, learner, settings = config.rollout, config.learner, config.observability
     bounds = bounds_of(config, entry)
     tokens = (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len
@@ -48,7 +51,7 @@ def disk_space(config: RunConfig, entry: str) -> DiskSpace:
         events=min(settings.event_log_max_bytes, all_groups * EVENT_BYTES + 2 * settings.event_log_rotate_bytes),
         store=group * min(all_groups, waiting + bounds.publish_groups + uncovered),
         written=WRITES * group * all_groups,
-        logs=processes * 2 * 2 * settings.log_rotate_bytes,
+        logs=processes * LOG_FILES * settings.log_rotate_bytes,
         checkpoint=_parameters(config) * PARAMETER_BYTES or None,
     )
 

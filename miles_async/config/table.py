@@ -57,7 +57,7 @@ def table(config: RunConfig, entry: str) -> str:
 
 
 def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
-    space, saves = disk_space(config, entry), config.learner.save is not None
+    space, learner = disk_space(config, entry), config.learner
     run = space.events + space.store + space.logs
     rows: list[tuple[str, object, str]] = [
         (
@@ -67,16 +67,12 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
             f"{_size(space.written)} in all), logs {_size(space.logs)}",
         )
     ]
-    if saves and space.checkpoint is not None:
-        kept = config.learner.save_keep + 1
-        rows.append(
-            (
-                "save",
-                _size(kept * space.checkpoint),
-                f"about {_size(space.checkpoint)} for each checkpoint: "
-                f"{config.learner.save_keep} kept, and one that is being written",
-            )
+    if learner.save is not None and space.checkpoint is not None:
+        size = _size((learner.save_keep + 1) * space.checkpoint)
+        meaning = (
+            f"about {_size(space.checkpoint)} for each checkpoint: {learner.save_keep} kept, and one being written"
         )
+        rows.append(("save", size, meaning))
     return rows
 
 

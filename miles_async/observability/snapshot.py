@@ -1,5 +1,5 @@
-"""What was derived from the events of a run, stored beside the event log, so that a driver that continues the run does
-not read the whole log again.
+"""Snapshots of what follows from the events of a run. A driver that continues the run starts from the newest one, and
+reads only the later events.
 
     snapshot.bin      written each time that the event log has been rotated
 
@@ -62,10 +62,16 @@ class Snapshot(NamedTuple):
     parts: int
     """Number of these parts."""
     view: RunView
-    metrics: RecordedMetrics
+    metrics: RecordedMetrics | None
+    """None before the first event."""
     collapse: CollapseDetector
     trace: WrittenTrace | None
     """None if no trace is written."""
+
+
+def nothing_known() -> Snapshot:
+    """Return what is known before the first event."""
+    return Snapshot(0, RunView(), None, CollapseDetector(), None)
 
 
 def write_snapshot(path: Path, snapshot: Snapshot) -> None:

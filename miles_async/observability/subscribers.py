@@ -22,7 +22,6 @@ from miles_async.observability.console.program_lines import PlainLines
 from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.console.stall_report import StallReport
 from miles_async.observability.console.terminal import ProgressBar, Terminal, is_interactive
-from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.diagnosis.verdict import Announcements
 from miles_async.observability.http_server import HttpServer
 from miles_async.observability.metrics.recorder import MetricsRecorder
@@ -31,11 +30,10 @@ from miles_async.observability.metrics.trackers import Trackers
 from miles_async.observability.page.document import LivePage
 from miles_async.observability.page.report import RunData, flatten, report
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.snapshot import Snapshot, read_snapshot, write_snapshot
+from miles_async.observability.snapshot import Snapshot, nothing_known, read_snapshot, write_snapshot
 from miles_async.observability.summary import summary_text, write_summary
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
 from miles_async.observability.trace.perfetto import PerfettoTrace
-from miles_async.observability.view import RunView
 
 FILE_SECONDS = 1.0
 """Time between two writes of buffered files, and between two looks at the log files of other processes."""
@@ -50,18 +48,17 @@ class EventSubscribers:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder, *, continued: bool = False) -> None:
-        """`continued` says that another driver of this run has written the event log up to now.
+        """`continued` is whether another driver of the run has already written to the event log.
 
         Raises UserError if the metrics port is already in use, or if the event log is damaged.
         """
         registry = CollectorRegistry()
-        snapshot = read_snapshot(folder.snapshot) if continued else None
-        self._view = view = snapshot.view if snapshot is not None else RunView()
+        known = (read_snapshot(folder.snapshot) if continued else None) or nothing_known()
+        self._view = view = known.view
+        self._collapse = known.collapse
         self._metrics = MetricsRecorder(registry, view)
-        self._collapse = CollapseDetector()
-        if snapshot is not None:
-            self._metrics.restore(snapshot.metrics)
-            self._collapse = snapshot.collapse
+        if known.metrics is not None:
+            self._metrics.restore(known.metrics)
         folders = {"run": folder.path, "store": folder.store}
         if (save := config.learner.save_folder) is not None:
             folders["save"] = save
@@ -75,13 +72,13 @@ class EventSubscribers:
             on_error=self._warn_of_write,
             on_rotate=self._write_snapshot,
         )
-        self._perfetto: PerfettoTrace | None = None
-        if settings.trace:
-            written = snapshot.trace if snapshot is not None else None
-            self._perfetto = PerfettoTrace(view, folder.trace, settings.trace_max_bytes, self._warn_of_write, written)
+        self._perfetto = (
+            PerfettoTrace(view, folder.trace, settings.trace_max_bytes, self._warn_of_write, known.trace)
+            if settings.trace
+            else None
+        )
         self._verdicts = Announcements()
-        after = snapshot.parts if snapshot is not None else 0
-        for event in read_events(folder.events, after=after) if continued else ():
+        for event in read_events(folder.events, after=known.parts) if continued else ():
             self._record(event)
             self._collapse.observe(event)  # what it announced is in the log
         # Only now: a counter that grows while old events are read would look as if all of it had just happened.

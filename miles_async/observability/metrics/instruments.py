@@ -70,7 +70,7 @@ class Instruments:
     def values(self) -> Values:
         """Return the values of all metrics, as `restore` takes them."""
         return {
-            name: list(_series(metric.metric if isinstance(metric, BoundedLabels) else metric))
+            name: list(series_of(metric.metric if isinstance(metric, BoundedLabels) else metric))
             for name, metric in vars(self).items()
             if metric is not self._registry
         }
@@ -347,8 +347,8 @@ class Instruments:
         )
 
 
-def _series(metric: Counter | Gauge | Histogram | Info) -> Iterator[tuple[dict[str, str], list[float]]]:
-    """Yield labels and value of each series of a metric."""
+def series_of(metric: Counter | Gauge | Histogram | Info) -> Iterator[tuple[dict[str, str], list[float]]]:
+    """Yield labels and numbers of each series of a metric, as in `Values`."""
     [collected] = metric.collect()
     if not isinstance(metric, Histogram):
         for sample in collected.samples:

@@ -51,7 +51,7 @@ from miles_async.events import (
     WriteFailed,
 )
 from miles_async.observability.diagnosis.verdict import Bottleneck
-from miles_async.observability.metrics.instruments import Instruments, Values
+from miles_async.observability.metrics.instruments import Instruments, Values, series_of
 from miles_async.observability.state.engines import IdleCause, idle_cause
 from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.state.tokens import LEFTOVER, REMOVED
@@ -247,7 +247,7 @@ class MetricsRecorder:
         # Events arrive slightly late, so a tick may count idle seconds that a later event shows to have been busy. A
         # counter must never decrease, so it keeps its value until the true total has caught up.
         if counter not in self._counted:
-            self._counted[counter] = _value(counter)
+            [(_, [self._counted[counter]])] = series_of(counter)
         if total > self._counted[counter]:
             counter.inc(total - self._counted[counter])
             self._counted[counter] = total
@@ -395,11 +395,6 @@ class MetricsRecorder:
         self._metrics.eval_oldest_version.labels(event.name).set(oldest)
         self._metrics.eval_newest_version.labels(event.name).set(newest)
         self._record_progress("evaluation", event.time)
-
-
-def _value(counter: Counter) -> float:
-    [collected] = counter.collect()
-    return next(sample.value for sample in collected.samples if sample.name.endswith("_total"))
 
 
 def _free_bytes(folder: Path) -> float:

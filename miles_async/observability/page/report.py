@@ -24,7 +24,7 @@ from miles_async.observability.output import protect_output
 from miles_async.observability.page.document import document, page_state
 from miles_async.observability.page.earlier import comparison, earlier_runs
 from miles_async.observability.run_folder import RunFolder
-from miles_async.observability.snapshot import read_snapshot
+from miles_async.observability.snapshot import nothing_known, read_snapshot
 from miles_async.observability.summary import summarize
 from miles_async.observability.trace.event_log import read_events
 from miles_async.observability.view import RunView
@@ -44,11 +44,9 @@ class RunData:
         """Read a run folder. Raises UserError if the folder holds no run or its events cannot be read."""
         try:
             config = flatten(parse_yaml((folder.path / "config.yaml").read_text()))
-            snapshot = read_snapshot(folder.snapshot)
-            if snapshot is None:
-                return RunData.from_events(folder.path.resolve(), config, read_events(folder.events))
-            later = read_events(folder.events, after=snapshot.parts)
-            return RunData.from_events(folder.path.resolve(), config, later, snapshot.view)
+            known = read_snapshot(folder.snapshot) or nothing_known()
+            later = read_events(folder.events, after=known.parts)
+            return RunData.from_events(folder.path.resolve(), config, later, known.view)
         except OSError as error:
             raise UserError(f"{folder.path} is not a run folder ({error.strerror}: {error.filename})") from error
 

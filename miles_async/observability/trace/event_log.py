@@ -184,8 +184,8 @@ def cut_incomplete_batch(path: Path) -> int:
             end = logged.find(b"\n", begin) + 1
         file.truncate(end if begin >= 0 else 0)
     # If the newest file has no complete batch, the last one is at the end of the part before it.
-    parts = _part_numbers(path)[-1:]
-    last = read_events(path, after=parts[0] - 1 if parts else 0) if begin < 0 else [decode(logged[begin:end])]
+    before = max(_part_numbers(path), default=1) - 1
+    last = read_events(path, after=before) if begin < 0 else [decode(logged[begin:end])]
     return max((event.number for event in last if isinstance(event, EventsReceived)), default=0)
 
 

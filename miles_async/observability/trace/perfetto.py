@@ -73,7 +73,7 @@ class WrittenTrace:
     """What must be known of a trace to continue it."""
 
     end: int = 0
-    """Bytes of the file that hold entries."""
+    """`TraceFile.end`."""
     began: float | None = None
     rows: _Rows = field(default_factory=_Rows)
     row_of: dict[int, int] = field(default_factory=dict)
@@ -103,11 +103,11 @@ class PerfettoTrace:
         `written` describes the trace of another driver of the run, which is continued if the file is still there. If
         the file cannot be written later, `on_error` is called once, and the trace ends.
         """
-        if written is not None and not (path.exists() and path.stat().st_size >= written.end):
-            written = None
-        self._file = TraceFile(path, max_bytes, on_error=on_error, end=written.end if written is not None else None)
+        if written is None or not path.exists() or path.stat().st_size < written.end:
+            written = WrittenTrace()
+        self._written = written
+        self._file = TraceFile(path, max_bytes, on_error=on_error, end=self._written.end)
         self._view = view
-        self._written = written or WrittenTrace()
 
     @property
     def written(self) -> WrittenTrace:

@@ -28,17 +28,15 @@ class TraceFile:
     and the trace ends.
     """
 
-    def __init__(
-        self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None], end: int | None = None
-    ) -> None:
-        """`end` is an earlier `end` of the file, after which the file is continued; None begins a new file.
+    def __init__(self, path: Path, max_bytes: int, *, on_error: Callable[[Path, OSError], None], end: int = 0) -> None:
+        """`end` is an earlier `end` of the file, after which the file is continued; 0 begins a new file.
 
         Raises OSError if the file cannot be created.
         """
         self._path = path
         self._on_error = on_error
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        self.end = len(_HEAD) if end is None else end
+        self.end = max(end, len(_HEAD))
         """Offset of the closing bracket."""
         os.ftruncate(self._file, self.end)
         os.pwrite(self._file, _HEAD, 0)

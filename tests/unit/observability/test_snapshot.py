@@ -56,7 +56,7 @@ def shown(folder: RunFolder, later: list[list[Event]]) -> dict[str, Any]:
         with urlopen(continued.metrics_url, timeout=PATIENCE_SECONDS) as response:
             metrics = response.read().decode().splitlines()
         continued.emit(RunEnded(time=later[-1][-1].time, reason="done"))
-    volatile = ("_created", "disk_free_bytes", "miles_async_scrape")
+    volatile = ("_created", "disk_free_bytes")
     return {
         "metrics": [line for line in metrics if not any(name in line for name in volatile)],
         "summary": folder.summary.read_text(),
