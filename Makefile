@@ -97,6 +97,7 @@ bench: $(READY) ## Run the benchmarks; write tables, and JSON files in benchmark
 	@$(VENV_PYTHON) -m benchmarks.jsonl_start
 	@$(VENV_PYTHON) -m benchmarks.run_store
 	@$(VENV_PYTHON) -m benchmarks.rollout_worker
+	@$(VENV_PYTHON) -m benchmarks.token_memory
 	@$(VENV_PYTHON) -m benchmarks.message_costs
 	@$(VENV_PYTHON) -m benchmarks.agent_endpoint
 	@$(VENV_PYTHON) -m benchmarks.page

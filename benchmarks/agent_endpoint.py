@@ -38,7 +38,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.events import RequestEnded
 from miles_async.types import Group, Sample
 
@@ -136,7 +136,7 @@ async def measure(
         try:
             await first.wait()
             await asyncio.sleep(spread)
-            tune_garbage_collection()
+            tune_memory()
             lags: list[float] = []
             in_flight: list[int] = []
             watching = asyncio.create_task(watch(lags, in_flight, generator))

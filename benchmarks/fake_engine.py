@@ -26,10 +26,12 @@ EOS_ID = 256
 """The end-of-sequence token of tiny models, which have one token per byte."""
 
 
-def answer(request: str, prompt_tokens: int, tokens: int, finish: str = "length") -> dict[str, Any]:
+def answer(
+    request: str, prompt_tokens: int, tokens: int, finish: str = "length", token_text: str = "7"
+) -> dict[str, Any]:
     """Return the response for one sample. Log-probabilities have as many digits as those of SGLang."""
     return {
-        "text": "7" * tokens,
+        "text": token_text * tokens,
         "output_ids": [55] * tokens,
         "meta_info": {
             "id": request,
@@ -52,12 +54,14 @@ def _saying(text: str) -> dict[str, Any]:
 
 
 class FakeEngine:
-    def __init__(self, latency: float, tokens: int = TOKENS, text: str | None = None) -> None:
+    def __init__(self, latency: float, tokens: int = TOKENS, text: str | None = None, token_text: str = "7") -> None:
         self._latency, self._spread = latency, 0.0
         self._random = random.Random(1)
         self._aborted = asyncio.Event()
         # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
-        self._completed = orjson.dumps(answer("fake", 64, tokens) if text is None else _saying(text))
+        self._completed = orjson.dumps(
+            answer("fake", 64, tokens, token_text=token_text) if text is None else _saying(text)
+        )
         self._truncated = orjson.dumps(answer("fake", 64, 0, "abort"))
 
     async def generate(self, http: web.Request) -> web.Response:
@@ -96,10 +100,10 @@ class FakeEngine:
         return app
 
 
-async def serve(port: int, latency: float, tokens: int, text: str | None) -> None:
+async def serve(port: int, latency: float, tokens: int, text: str | None, token_text: str) -> None:
     # The router probes engines with HTTP/2 first, which aiohttp would log as an error.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
-    runner = web.AppRunner(FakeEngine(latency, tokens, text).app(), access_log=None)
+    runner = web.AppRunner(FakeEngine(latency, tokens, text, token_text).app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, backlog=4096).start()
     await asyncio.Event().wait()
@@ -110,9 +114,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds per request (default: 0.05)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens per sample (default: {TOKENS})")
+    parser.add_argument("--token-text", default="7", help="text of each token (default: 7)")
     parser.add_argument("--text", help="text of each answer (default: the same token again and again)")
     arguments = parser.parse_args()
-    uvloop.run(serve(arguments.port, arguments.latency, arguments.tokens, arguments.text))
+    uvloop.run(serve(arguments.port, arguments.latency, arguments.tokens, arguments.text, arguments.token_text))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import uvloop
 
 from benchmarks.records import record
 from benchmarks.rollout_worker import fake_engine, measure, wait_until_healthy
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.config.schema import Observability, RunConfig
 from miles_async.events import Event
 from miles_async.observability.console.logging import configure_logging
@@ -147,7 +147,7 @@ DESTINATIONS: dict[str, Callable[[], AbstractAsyncContextManager[EventOutbox]]] 
 
 async def play(url: str, seconds: float, rounds: int) -> dict[str, list[float]]:
     await wait_until_healthy(url)
-    tune_garbage_collection()
+    tune_memory()
     rates: dict[str, list[float]] = {name: [] for name in DESTINATIONS}
     for _ in range(rounds):
         for name, destination in DESTINATIONS.items():

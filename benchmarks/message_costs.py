@@ -39,7 +39,7 @@ from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.storage.run_store import SqliteRunStore
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.events import Event, GroupGenerated
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="duration of each run of the worker (default: 4)")
     arguments = parser.parse_args()
     load, recorder = machine_load(), Recorder()
-    tune_garbage_collection()
+    tune_memory()
     with tempfile.TemporaryDirectory() as scratch:
         found = uvloop.run(measure_worker(arguments.seconds, recorder))
         found["request"] = uvloop.run(measure_requests())

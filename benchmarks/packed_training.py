@@ -23,7 +23,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.advantages import ScoredSample
-from miles_async.batching.batch import TrainStep, pack_samples
+from miles_async.batching.batch import TrainStep, pack_samples, trained_columns
 from miles_async.batching.layout import Padding, training_layout
 from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.types import Sample
@@ -53,7 +53,8 @@ def samples() -> list[ScoredSample]:
 def step_of(scored: list[ScoredSample], learner: Learner, width: int | None) -> TrainStep:
     """Return one optimizer step with all samples, padded to `width` tokens if it is given."""
     layout = training_layout([width or len(one.sample.tokens) for one in scored], learner, 1)
-    batches = [pack_samples([scored[i] for i in bin_], Padding(width)) for bin_ in layout.bins[0]]
+    columns = trained_columns(one.sample for one in scored)
+    batches = [pack_samples([scored[i] for i in bin_], columns, Padding(width)) for bin_ in layout.bins[0]]
     return TrainStep(batches, sum(len(batch.targets) for batch in batches))
 
 

@@ -38,7 +38,7 @@ from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.adapters.system.processors import Processors
 from miles_async.config.generation import bounds_of
@@ -169,13 +169,21 @@ class GroupTimes:
 
     forward_to: EventOutbox | None = None
     times: list[float] = field(default_factory=list)
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def received(self) -> int:
         return 0 if self.forward_to is None else self.forward_to.received
 
+    async def reached(self, groups: int) -> None:
+        """Wait until so many groups have been generated."""
+        while len(self.times) < groups:
+            self._more.clear()
+            await self._more.wait()
+
     def put(self, number: int, events: Sequence[Event]) -> None:
         self.times += [event.time for event in events if isinstance(event, GroupGenerated)]
+        self._more.set()
         if self.forward_to is not None:
             self.forward_to.put(number, events)
 
@@ -210,39 +218,9 @@ async def measure(
     the number of samples of a group. The engine at `url` must answer with `tokens` tokens per sample. If
     `rewards` are given, it must answer with `DERIVATION`, which they score.
     """
-    rollout = Rollout(
-        rollout_function_path=Stream.function,
-        num_rollout=10**6,
-        rollout_batch_size=BATCH,
-        n_samples_per_prompt=group,
-        over_sampling_batch_size=in_flight // group,
-        rollout_max_response_len=tokens,
-    )
-    config = RunConfig(rollout=rollout)
-    client = JsonClient()
-    await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
-    await client.close()
-    sampling = SamplingParams(max_new_tokens=tokens)
-    generator = SGLangGenerator(
-        url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
-    )
-    instant: Any = Instant()  # it has only those calls of the ports that this run makes
+    await set_latency(url, latency, spread)
     finished = GroupTimes(outbox)
-    ports = Ports(
-        clock=SystemClock(),
-        journal=Journal(store or NullStore(), finished, SystemClock()),
-        data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
-        generator=generator,
-        rewarder=rewards or Rewarder(Exact().score, None, name="exact", timeout_seconds=60, changes_samples=False),
-        learner=instant,
-        channel=instant,
-        fleet=instant,
-        dead_letters=instant,
-        dynamic_filter=lambda group: Verdict(True),
-        text_of=lambda ids: " ".join(map(str, ids)),
-        processors=Processors().in_use,
-    )
-    service = Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC)
+    service, generator = worker(url, in_flight, finished, group=group, tokens=tokens, store=store, rewards=rewards)
     run = asyncio.create_task(service.run())
     await asyncio.sleep(1 + 2 * latency)
     lags: list[float] = []
@@ -260,6 +238,56 @@ async def measure(
     return Load(
         groups / wall, 1e3 * cpu / (groups * group), 1e3 * lags[int(0.99 * len(lags))], round(mean(in_flight_counts))
     )
+
+
+async def set_latency(url: str, latency: float, spread: float) -> None:
+    """Set the mean response time of the engine in seconds, and the part of it by which response times vary."""
+    client = JsonClient()
+    await client.post(f"{url}/latency", {"seconds": latency, "spread": spread}, within=10)
+    await client.close()
+
+
+def worker(
+    url: str,
+    in_flight: int,
+    outbox: EventOutbox,
+    *,
+    group: int = GROUP,
+    tokens: int = TOKENS,
+    store: RunStore | None = None,
+    rewards: RunRewards | None = None,
+    learner: Any = None,
+) -> tuple[Service, SGLangGenerator]:
+    """The pipeline of a rollout worker with the engine at `url`, and its generator."""
+    rollout = Rollout(
+        rollout_function_path=Stream.function,
+        num_rollout=10**6,
+        rollout_batch_size=BATCH,
+        n_samples_per_prompt=group,
+        over_sampling_batch_size=in_flight // group,
+        rollout_max_response_len=tokens,
+    )
+    config = RunConfig(rollout=rollout)
+    sampling = SamplingParams(max_new_tokens=tokens)
+    generator = SGLangGenerator(
+        url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
+    )
+    instant: Any = Instant()  # it has only those calls of the ports that this run makes
+    ports = Ports(
+        clock=SystemClock(),
+        journal=Journal(store or NullStore(), outbox, SystemClock()),
+        data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
+        generator=generator,
+        rewarder=rewards or Rewarder(Exact().score, None, name="exact", timeout_seconds=60, changes_samples=False),
+        learner=learner or instant,
+        channel=instant,
+        fleet=instant,
+        dead_letters=instant,
+        dynamic_filter=lambda group: Verdict(True),
+        text_of=lambda ids: " ".join(map(str, ids)),
+        processors=Processors().in_use,
+    )
+    return Service(config, bounds_of(config, "train_async.py"), ports, schedule=Schedule.FULLY_ASYNC), generator
 
 
 async def watch(lags: list[float], in_flight_counts: list[int], generator: SGLangGenerator) -> None:
@@ -295,7 +323,7 @@ async def start_graders(rewards: RunRewards) -> None:
 
 async def play(url: str, seconds: float, mathematics: bool) -> dict[str, Load]:
     await wait_until_healthy(url)
-    tune_garbage_collection()
+    tune_memory()
     if mathematics:
         rewards = RunRewards(RunConfig(rollout=Rollout(rm_type="math")), args=None)
         await start_graders(rewards)

@@ -35,8 +35,9 @@ import uvloop
 from benchmarks.records import machine_load, record
 from benchmarks.rollout_worker import fake_engine, measure, wait_until_healthy
 from miles_async.adapters.storage.run_store import FILE, SqliteRunStore
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.events import QueueChanged
+from miles_async.sample_schema import accept_group
 from miles_async.sampling_mask import SamplingMask
 from miles_async.scheduling.ledger import GroupState
 from miles_async.stored_run import Changes, GroupChange
@@ -55,7 +56,7 @@ import asyncio, json, resource, sys, time
 from contextlib import closing
 from pathlib import Path
 from miles_async.adapters.storage.run_store import SqliteRunStore
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -74,7 +75,7 @@ async def read():
         found["read_peak_gib"] = peak()
     return found
 
-tune_garbage_collection()  # as the rollout worker does
+tune_memory()  # as the rollout worker does
 found = asyncio.run(read())
 print(json.dumps({**found, "read_process_cpu_seconds": time.process_time()}))
 """
@@ -86,7 +87,9 @@ def token(draw: random.Random) -> int:
 
 
 def group(draw: random.Random, tokens: int, samples: int = SAMPLES, *, masked: bool = True) -> Group:
-    return Group(sample(draw, index, tokens, masked) for index in range(samples))
+    finished = Group(sample(draw, index, tokens, masked) for index in range(samples))
+    accept_group(finished)
+    return finished
 
 
 def sample(draw: random.Random, index: int, tokens: int, masked: bool) -> Sample:
@@ -102,7 +105,7 @@ def sample(draw: random.Random, index: int, tokens: int, masked: bool) -> Sample
         loss_mask=[1] * tokens,
         # SGLang's log-probabilities are float32.
         rollout_log_probs=np.log(1 - np.random.default_rng(index).random(tokens, np.float32)).tolist(),
-        sampling_mask=SamplingMask.from_rows([[one, token(draw)] for one in ids[-tokens:]]) if masked else None,
+        sampling_mask=SamplingMask.from_rows([[one, one + 1] for one in ids[-tokens:]]) if masked else None,
         spans=[VersionSpan(3, 0, tokens // 2), VersionSpan(4, tokens // 2, tokens)],
         reward=draw.random(),
         status=SampleStatus.COMPLETED,
@@ -234,7 +237,7 @@ def measure_read(folder: Path) -> dict[str, float]:
 async def measure_worker(url: str, scratch: Path, seconds: float) -> dict[str, float]:
     """Groups per second with and without the store, at the greatest rate and when engines make 500 per second."""
     await wait_until_healthy(url)
-    tune_garbage_collection()
+    tune_memory()
     found: dict[str, float] = {}
     for name, in_flight, latency in (("greatest", 512, 0.05), ("paced", SAMPLES * GROUPS_PER_SECOND, 1.0)):
         without: list[float] = []

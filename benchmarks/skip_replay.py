@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.records import record
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.config.schema import RunConfig, Skip, SkipRollout
 from miles_async.recording import GroupRecord, Recording
 from miles_async.skip import SkipManager
@@ -106,7 +106,7 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"{'MB':>8}{'save s':>9}{'load s':>9}{'generate s':>12}{'share':>9}{'loop lag ms':>13}{'idle':>8}")
     rows = []
-    tune_garbage_collection()  # as the rollout worker does
+    tune_memory()  # as the rollout worker does
     with tempfile.TemporaryDirectory() as folder:
         for megabytes in arguments.megabytes:
             row = asyncio.run(measure(megabytes, arguments.tokens_per_second, Path(folder)))

@@ -259,6 +259,11 @@ def _registered(path: tuple[str, ...]) -> Any:
     return entry_points()
 
 
+def is_extended(group: str) -> bool:
+    """Whether an installed package has an entry point in this group."""
+    return bool(_registered(tuple(sys.path)).select(group=group))
+
+
 def _is_declared_in(module: ModuleType, value: Any) -> bool:
     return isinstance(value, type) and value.__module__ == module.__name__
 

@@ -106,7 +106,10 @@ class GroupRecord:
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:
         """Record a copy of `group`, so that later stages do not change the record."""
         newest = max((span.version for sample in group for span in sample.spans), default=live_version)
-        samples = [replace(sample, metadata=json_value(sample.metadata)) for sample in group]
+        samples = []
+        for sample in group:
+            samples.append(copied := replace(sample, metadata=json_value(sample.metadata)))
+            copied.copy_columns(sample)
         version = max(live_version, newest)
         return GroupRecord(
             feed_index=group.feed_index, prompt=prompt, version=version, seconds=seconds, samples=samples
@@ -136,10 +139,8 @@ class GroupRecord:
             sample.label = recorded.label
         sample.prompt, sample.metadata = recorded.prompt, {**recorded.metadata, **current}
         sample.trajectory = recorded.trajectory
-        sample.tokens, sample.rollout_log_probs = list(recorded.tokens), list(recorded.rollout_log_probs)
+        sample.copy_columns(recorded)
         sample.response, sample.response_length = recorded.response, recorded.response_length
-        sample.loss_mask = None if recorded.loss_mask is None else list(recorded.loss_mask)
-        sample.sampling_mask = recorded.sampling_mask
         sample.spans = shift_versions(recorded.spans, live_version - self.version)
         sample.status, sample.reward = recorded.status, recorded.reward
 

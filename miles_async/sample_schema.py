@@ -9,17 +9,18 @@ checkpoints and events check nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from math import isfinite
 from operator import index
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
 
-from miles_async.errors import TrajectoryError
+from miles_async.columns.column import COLUMNS, SampleLimits, columns_of, set_column
+from miles_async.columns.spans import check_version
+from miles_async.columns.tokens import too_long
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.json_values import (
     UnrepresentableError,
     finite_number,
@@ -29,35 +30,12 @@ from miles_async.json_values import (
     shown,
     shown_error,
 )
-from miles_async.sampling_mask import SamplingMask
-from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
+from miles_async.parsing import parse
+from miles_async.types import Group, Prompt, Sample, SampleStatus
 
 T = TypeVar("T")
 _Natural = Annotated[int, Meta(ge=0, lt=2**62)]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-_COLUMNS = "tokens", "rollout_log_probs", "loss_mask"
-MASK_IS_MISSING = (
-    "no sampling mask, although rollout_top_p or rollout_top_k limits the tokens that are sampled: use args.turns, or "
-    "copy the engine's output_token_sampling_mask into sample.sampling_mask and output_token_sampling_logprobs into "
-    "sample.rollout_log_probs, or unset rollout_top_p and rollout_top_k"
-)
-"""The end of the error message for a sample without a sampling mask."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleLimits:
-    """The limits that the model and the learner set; None means no limit."""
-
-    vocabulary: int | None = None
-    """Number of token ids; ids begin at 0."""
-    longest: int | None = None
-    """Most tokens, of prompt and response together, that fit into a micro-batch of the learner."""
-    sampling_masks: bool | None = None
-    """True if every trained token needs a sampling mask, because the run samples with top-p or top-k. False if no
-    sample may have a mask, because its log-probabilities would be those of another distribution than the learner's."""
-
-
-NO_LIMITS = SampleLimits()
 
 
 class FinishReason(Struct):
@@ -95,7 +73,7 @@ class AnswerMeta(Struct):
 class EngineAnswer(Struct):
     """SGLang's answer for one sample."""
 
-    output_ids: list[_Natural]
+    output_ids: list[_TokenId]
     meta_info: AnswerMeta
     text: str = ""
 
@@ -130,13 +108,15 @@ class PostedSample(Struct, kw_only=True):
     reward: float | bool | None = None
     metadata: dict[str, Any] = {}
     session: str | None = None
-    tokens: list[_Natural] = []
+    tokens: list[_TokenId] = []
     response: str = ""
     response_length: _Natural = 0
     rollout_log_probs: list[float] = []
     loss_mask: list[int] | None = None
     sampling_mask: list[list[_TokenId]] | None = None
     weight_versions: list[PostedSpan] = []
+    columns: dict[str, list[Any]] = {}
+    """Columns of plug-ins, by name."""
 
 
 class StoredSample(Struct):
@@ -151,22 +131,6 @@ class StoredSample(Struct):
     status: SampleStatus
 
 
-class _Span(Struct):
-    version: _Natural
-    start: _Natural
-    end: _Natural
-
-
-class _Columns(Struct):
-    """The columns of a finished sample."""
-
-    tokens: list[_TokenId]
-    response_length: _Natural
-    rollout_log_probs: list[float]
-    loss_mask: list[int | float | bool] | None
-    spans: list[_Span]
-
-
 def decode_answers(content: bytes) -> list[EngineAnswer] | None:
     """Decode and check SGLang's answers to one request in one pass; None if an answer is invalid.
 
@@ -176,28 +140,6 @@ def decode_answers(content: bytes) -> list[EngineAnswer] | None:
         return _ANSWERS.decode(content)
     except msgspec.MsgspecError:
         return None
-
-
-def parse(value: Any, schema: type[T], name: str) -> T:
-    """Convert `value` to `schema`. `name` begins the error message, such as "sample 3"."""
-    try:
-        return msgspec.convert(value, schema, from_attributes=True)
-    except msgspec.ValidationError as error:
-        complaint, _, path = str(error).replace("`", "").partition(" - at ")
-        where = path.removeprefix("$").removeprefix(".")
-        sentence = complaint[:1].lower() + complaint[1:]
-        raise TrajectoryError(f"{name}: {where + ': ' if where else ''}{sentence}") from None
-    except UnicodeEncodeError:
-        # A text in place of a number, or a text that is a key.
-        raise TrajectoryError(f"{name}: a text has half of a surrogate pair; send valid UTF-8") from None
-
-
-def decode_json(content: bytes | str, schema: type[T]) -> T:
-    """Decode JSON of a client or a data file. Raises ValueError with a sentence that says what is wrong."""
-    try:
-        return msgspec.json.decode(content, type=schema)
-    except RecursionError:
-        raise ValueError("the JSON is nested too deep: store it flat, or as text") from None
 
 
 def accept_values(sample: Sample, *, keeps_objects: bool = False) -> None:
@@ -240,8 +182,8 @@ def accept_values(sample: Sample, *, keeps_objects: bool = False) -> None:
     except Exception as error:
         if not isinstance(error, TrajectoryError):
             error = TrajectoryError(f"sample {sample.index}: a column cannot be read: {shown_error(error)}", [sample])
-        sample.tokens, sample.response, sample.response_length = [], "", 0
-        sample.rollout_log_probs, sample.loss_mask, sample.sampling_mask, sample.spans = [], None, None, []
+        sample.discard_columns()
+        sample.response, sample.response_length = "", 0
         if not refused:
             raise error from None
     if refused:
@@ -299,25 +241,21 @@ def _flag(value: Any) -> bool:
 
 
 def _accept_columns(sample: Sample) -> None:
-    """Convert the columns to lists of Python's numbers. Raises TrajectoryError that names the first invalid entry."""
+    """Convert the columns to arrays. Raises TrajectoryError that names the first invalid entry."""
     name = f"sample {sample.index}"
     try:
-        columns = parse(sample, _Columns, name)
-    except TrajectoryError:
-        # Arrays, and lists of numbers of NumPy, are converted first; other samples are spared that.
-        try:
-            for column in (*_COLUMNS, "response_length"):
-                setattr(sample, column, json_value(getattr(sample, column)))
-        except UnrepresentableError as error:
-            raise TrajectoryError(f"{name}: {column} {error}") from None
-        columns = parse(sample, _Columns, name)
-    sample.tokens, sample.response_length = columns.tokens, columns.response_length
-    sample.rollout_log_probs = columns.rollout_log_probs
-    if columns.loss_mask is not None and not set(columns.loss_mask) <= {0, 1}:
-        raise TrajectoryError(f"{name}: its loss_mask has entries other than 0 and 1")
-    sample.loss_mask = None if columns.loss_mask is None else list(map(int, columns.loss_mask))
-    sample.spans = [VersionSpan(span.version, span.start, span.end) for span in columns.spans]
-    _convert_mask(sample, name)
+        length = json_value(sample.response_length)
+    except UnrepresentableError as error:
+        raise TrajectoryError(f"{name}: response_length {error}") from None
+    sample.response_length = parse(length, _Natural, f"{name}: response_length")
+    if not isinstance(sample.columns, Mapping):
+        raise TrajectoryError(f"{name}: its columns are {shown(sample.columns)} and not a dictionary")
+    sample.columns = {str(key): value for key, value in sample.columns.items() if value is not None}
+    try:
+        for column, declared, value in list(columns_of(sample)):
+            set_column(sample, column, declared.accept(value, f"{name}: {column}"))
+    except UserError as error:
+        raise TrajectoryError(f"{name}: {error}") from None
 
 
 def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
@@ -331,86 +269,9 @@ def check_sample(sample: Sample, limits: SampleLimits, newest_version: int | Non
 
 def check_columns(sample: Sample, limits: SampleLimits, newest_version: int | None) -> None:
     """Check the columns of a finished sample whose values are accepted; see `check_sample`."""
-    name, columns = f"sample {sample.index}", sample
-    tokens, response = len(columns.tokens), columns.response_length
-    if response > tokens:
-        raise TrajectoryError(f"{name}: {tokens} tokens, fewer than its response_length {response}")
-    if response == tokens:
-        raise TrajectoryError(f"{name}: its tokens contain no prompt; put the prompt first")
-    if limits.longest is not None and tokens > limits.longest:
-        raise TrajectoryError(f"{name}: {too_long(tokens, limits.longest)}")
-    if (mask := columns.loss_mask) is not None and len(mask) != response:
-        raise TrajectoryError(f"{name}: a loss_mask of {len(mask)} entries; response_length is {response}")
-    if columns.rollout_log_probs and len(columns.rollout_log_probs) != response:
-        raise TrajectoryError(
-            f"{name}: {len(columns.rollout_log_probs)} rollout_log_probs; response_length is {response}"
-        )
-    if not all(map(isfinite, columns.rollout_log_probs)):
-        raise TrajectoryError(f"{name}: a rollout_log_prob is not finite")
-    if limits.vocabulary is not None and max(columns.tokens) >= limits.vocabulary:
-        raise TrajectoryError(
-            f"{name}: token {max(columns.tokens)} is outside the vocabulary of {limits.vocabulary} tokens"
-        )
-    end = 0
-    for span in columns.spans:
-        if not end <= span.start < span.end <= response:
-            raise TrajectoryError(
-                f"{name}: its version spans must be in order and within the response, and one covers "
-                f"[{span.start}, {span.end}) of {response} tokens"
-            )
-        end = span.end
-        if newest_version is not None:
-            check_version(span.version, newest_version, name)
-    check_mask(sample, limits, name)
-
-
-def _convert_mask(sample: Sample, name: str) -> None:
-    mask: Any = sample.sampling_mask  # user functions set the lists that SGLang reports
-    if mask is None:
-        return
-    if not isinstance(mask, SamplingMask):
-        mask = sample.sampling_mask = SamplingMask.from_rows(
-            parse(mask, list[list[_TokenId]], f"{name}: sampling_mask")
-        )
-    if mask.has_duplicates():
-        raise TrajectoryError(f"{name}: its sampling_mask names a token twice; name each kept token once")
-
-
-def check_mask(sample: Sample, limits: SampleLimits, name: str) -> None:
-    """Check that the sampling mask has the response's length and keeps each trained token, or that it may be missing.
-
-    `name` begins the error message.
-    """
-    mask = sample.sampling_mask
-    if mask is None:
-        if limits.sampling_masks and sample.has_trained_tokens:
-            raise TrajectoryError(f"{name}: {MASK_IS_MISSING}")
-        return
-    if limits.sampling_masks is False:
-        raise TrajectoryError(
-            f"{name}: it has a sampling mask, but this run trains the whole distribution: set rollout_top_p and "
-            "rollout_top_k as the sample was sampled"
-        )
-    response = np.array(sample.tokens[sample.prompt_length :], np.int64)
-    is_trained = np.ones(len(response), bool) if sample.loss_mask is None else np.array(sample.loss_mask, bool)
-    if len(mask) != len(response):
-        raise TrajectoryError(f"{name}: a sampling_mask of {len(mask)} entries; response_length is {len(response)}")
-    if limits.vocabulary is not None and len(mask.token_ids) and mask.token_ids.max() >= limits.vocabulary:
-        raise TrajectoryError(
-            f"{name}: token {mask.token_ids.max()} of its sampling_mask is outside the vocabulary of "
-            f"{limits.vocabulary} tokens"
-        )
-    missing = np.flatnonzero(is_trained & ~mask.keeps(response))
-    if len(missing):
-        raise TrajectoryError(
-            f"{name}: the sampling_mask of response token {missing[0]} does not contain the token itself; set it to "
-            "the output_token_sampling_mask that the engine reported with the token"
-        )
-    if sample.has_trained_tokens and not sample.rollout_log_probs:
-        raise TrajectoryError(
-            f"{name}: it has a sampling mask without rollout_log_probs, and an engine can compute them only for the "
-            "whole vocabulary; set them to the output_token_sampling_logprobs that the engine reported"
-        )
+    limits = replace(limits, newest_version=newest_version)
+    for name, column, value in columns_of(sample):
+        column.check(sample, value, limits, f"sample {sample.index}: {name}")
 
 
 def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version: int | None) -> None:
@@ -422,19 +283,14 @@ def check_stored(samples: Sequence[Sample], limits: SampleLimits, newest_version
 
 def check_group(group: Group, limits: SampleLimits, newest_version: int) -> None:
     """Check a group that the pipeline generated: its length, its weight versions and its sampling masks."""
+    masks = COLUMNS.find("sampling_mask")
     for sample in group:
         name = f"sample {sample.index}"
         if limits.longest is not None and len(sample.tokens) > limits.longest:
             raise TrajectoryError(f"{name}: {too_long(len(sample.tokens), limits.longest)}")
         for span in sample.spans:
             check_version(span.version, newest_version, name)
-        check_mask(sample, limits, name)
-
-
-def check_version(version: int, newest: int, name: str) -> None:
-    """Check that a weight version exists in this run. `name` begins the error message."""
-    if version > newest:
-        raise TrajectoryError(f"{name}: weight version {version} does not exist; the newest version is {newest}")
+        masks.check(sample, sample.sampling_mask, limits, f"{name}: sampling_mask")
 
 
 def check_reward(sample: Sample) -> None:
@@ -445,11 +301,3 @@ def check_reward(sample: Sample) -> None:
         entry = f" under reward_key {key!r}" if isinstance(reward, Mapping) else ""
         raise TrajectoryError(f"sample {sample.index}: reward {shown(reward)} has no finite number{entry}")
     sample.reward = {**reward, str(key): number} if isinstance(reward, Mapping) else number
-
-
-def too_long(tokens: int, longest: int) -> str:
-    """The end of the error message for a sample that does not fit into a micro-batch."""
-    return (
-        f"{tokens} tokens, and a micro-batch of the learner holds at most {longest}; raise max_tokens_per_gpu, or set "
-        "rollout_max_prompt_len and rollout_max_response_len so that every sample fits"
-    )

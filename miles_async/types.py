@@ -16,8 +16,8 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, pairwise
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from miles_async.sampling_mask import SamplingMask
 
 
+_COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "sampling_mask", "spans"
+"""The fields of a sample with per-token data, except `columns`."""
 REWARD_ERROR = "reward_error"
 """The entry of a sample's metadata that states why its reward did not finish, so that the response counts as wrong."""
 
@@ -83,7 +85,8 @@ class Sample:
     """One response to one prompt.
 
     `tokens` holds P prompt ids followed by R response ids, with R = `response_length`. `loss_mask`,
-    `rollout_log_probs` and `sampling_mask` have R entries.
+    `rollout_log_probs` and `sampling_mask` have R entries. Their declarations are in `miles_async/columns`. They may be
+    set to lists, which become `TokenValues` when the run accepts the sample.
     """
 
     index: int | None = None
@@ -97,21 +100,23 @@ class Sample:
     """The expected answer."""
     metadata: dict[str, Any] = field(default_factory=dict)
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: MutableSequence[int] = field(default_factory=list)
     """Token ids of prompt and response, P + R entries."""
     response: str = ""
     """The response as text."""
     response_length: int = 0
     """R: number of response tokens."""
-    loss_mask: list[int] | None = None
+    loss_mask: MutableSequence[int] | None = None
     """1 for each response token that is trained on, else 0; None means all ones."""
-    rollout_log_probs: list[float] = field(default_factory=list)
+    rollout_log_probs: MutableSequence[float] = field(default_factory=list)
     """Log-probability of each response token under the weights that sampled it, in the distribution from which it was
     drawn: with top-p or top-k, the one over the kept tokens."""
     sampling_mask: SamplingMask | None = None
     """The tokens that top-p or top-k kept for each response token; None if the whole vocabulary was kept."""
     spans: list[VersionSpan] = field(default_factory=list)
     """The weight versions that sampled the response, in order. Tokens no model sampled (tool output) have no span."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The values of token columns that plug-ins declare, by name (`miles_async/columns/column.py`)."""
     reward: float | dict[str, Any] | None = None
     reward_key: str | None = None
     """The entry of a dictionary reward that is trained on."""
@@ -140,7 +145,7 @@ class Sample:
     @property
     def turns(self) -> list[Turn]:
         """The response, split into chat turns wherever the loss mask changes."""
-        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        mask = [1] * self.response_length if self.loss_mask is None else list(self.loss_mask)
         starts = [i for i, entry in enumerate(mask) if i == 0 or bool(entry) != bool(mask[i - 1])]
         return [Turn(start, end, bool(mask[start])) for start, end in pairwise([*starts, len(mask)])]
 
@@ -183,24 +188,40 @@ class Sample:
     @property
     def _prompt_tokens(self) -> list[int]:
         """The tokens of `prompt`. None are known for a segment, which may begin with other messages."""
-        return self.tokens[: self.prompt_length] if self.trajectory is None else []
+        return list(self.tokens[: self.prompt_length]) if self.trajectory is None else []
 
     def reset(self) -> None:
         """Discard the response and its reward; keep the prompt, so that the sample can be generated again."""
-        self.tokens, self.trajectory = self._prompt_tokens, None
+        prompt = self._prompt_tokens
+        self.discard_columns()
+        self.tokens, self.trajectory = prompt, None
         self.response, self.response_length = "", 0
-        self.loss_mask, self.reward, self.reward_key, self.remove_sample = None, None, None, False
-        self.rollout_log_probs, self.sampling_mask, self.spans = [], None, []
+        self.reward, self.reward_key, self.remove_sample = None, None, False
         self.metadata.pop(REWARD_ERROR, None)
         self.status = SampleStatus.PENDING
+
+    def use_lists(self) -> None:
+        """Make the columns of numbers real lists: code written for slime sends them as JSON, which knows no others."""
+        self.tokens, self.rollout_log_probs = list(self.tokens), list(self.rollout_log_probs)
+        self.loss_mask = None if self.loss_mask is None else list(self.loss_mask)
+
+    def discard_columns(self) -> None:
+        """Discard all per-token data, including the tokens of the prompt."""
+        self.copy_columns(Sample())
+
+    def copy_columns(self, other: Sample) -> None:
+        """Take over the per-token data of another sample, which then changes independently of this one."""
+        for name in _COLUMNS:
+            setattr(self, name, copy(getattr(other, name)))
+        self.columns = {name: copy(value) for name, value in other.columns.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, as values that JSON can express if the values of the sample are accepted."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         values["metadata"] = json_value(self.metadata)
-        for name in ("tokens", "rollout_log_probs"):
-            values[name] = list(values[name])
-        values["loss_mask"] = None if self.loss_mask is None else list(self.loss_mask)
+        for name in ("tokens", "rollout_log_probs", "loss_mask"):
+            values[name] = None if values[name] is None else list(values[name])
+        values["columns"] = {name: list(column) for name, column in self.columns.items()}
         values["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.to_dict()
         values["spans"] = [{"version": span.version, "start": span.start, "end": span.end} for span in self.spans]
         return values
@@ -358,25 +379,30 @@ class Group(list[Sample]):
         self.tracked = self.prompt_dict()
         return self.tracked
 
-    def to_dict(self) -> dict[str, Any]:
-        """The group as plain data: `feed_index`, `attempt`, `samples` (see `Sample.to_dict`) and the prompts `missing`.
+    def header(self) -> dict[str, Any]:
+        """The group without its samples, as plain data: `feed_index`, `attempt` and the prompts `missing`.
 
         `sequence` is left out: a loaded group gets a new one when it is admitted.
         """
-        return {
-            "feed_index": self.feed_index,
-            "attempt": self.attempt,
-            "samples": [sample.to_dict() for sample in self],
-            "missing": [json_value(sample.prompt_dict()) for sample in self.missing],
-        }
+        missing = [json_value(sample.prompt_dict()) for sample in self.missing]
+        return {"feed_index": self.feed_index, "attempt": self.attempt, "missing": missing}
+
+    @staticmethod
+    def of_header(values: Mapping[str, Any]) -> Group:
+        """A group without samples from the result of `header`. Raises KeyError for a missing field."""
+        group = Group(feed_index=values["feed_index"], attempt=values["attempt"])
+        group.missing += map(Sample.from_prompt_dict, values["missing"])
+        return group
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result of `header`, and `samples` (see `Sample.to_dict`)."""
+        return {**self.header(), "samples": [sample.to_dict() for sample in self]}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Group:
         """The inverse of `to_dict`. Raises KeyError for a missing field."""
-        samples = map(Sample.from_dict, values["samples"])
-        group = Group(samples, feed_index=values["feed_index"], attempt=values["attempt"])
-        # Files of older versions do not have the samples that were left out.
-        group.missing += map(Sample.from_prompt_dict, values.get("missing", ()))
+        group = Group.of_header(values)
+        group += map(Sample.from_dict, values["samples"])
         return group
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -22,7 +23,7 @@ from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, leave_unchanged
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.sample_schema import SampleLimits, accept_group, check_stored
+from miles_async.sample_schema import accept_group, check_stored
 from miles_async.types import Group, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
 

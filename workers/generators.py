@@ -21,6 +21,7 @@ from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingP
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system.clock import SystemClock
+from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -33,7 +34,6 @@ from miles_async.rollout.generate import FunctionGenerator, OnDiscarded
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.rollout.sample_service import SampleService
-from miles_async.sample_schema import SampleLimits
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 

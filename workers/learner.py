@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
-from miles_async.adapters.system.garbage_collection import uncollected_imports
+from miles_async.adapters.system.memory import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.config.fields import values_of
@@ -168,7 +168,7 @@ class LearnerRank:
             await asyncio.wait(self._running)
         return self._progress
 
-    async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
+    async def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`. All ranks."""
         return await self._run(self._model_thread, lambda: self._learner.logprobs(token_lists))
 

@@ -25,6 +25,8 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
+from miles_async.columns.column import SampleLimits
+from miles_async.columns.tokens import too_long
 from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, model_type_of
 from miles_async.config.schema import RunConfig
@@ -32,11 +34,11 @@ from miles_async.config.user_functions import check_functions, load_function
 from miles_async.errors import TemplateError, UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown
+from miles_async.parsing import decode_json
 from miles_async.plugins import errors_of
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.recordings import check_recordings
-from miles_async.sample_schema import SampleLimits, decode_json, too_long
 from miles_async.types import Prompt, Sample
 from miles_async.user_code import USER_CODE_ERRORS
 

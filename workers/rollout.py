@@ -23,7 +23,7 @@ from miles_async.adapters.storage.checkpoints import LoadedCheckpoint, checkpoin
 from miles_async.adapters.storage.dead_letters import DeadLetterFile
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.clock import SystemClock
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.adapters.system.processors import Processors
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.fields import values_of
@@ -192,7 +192,7 @@ class RolloutWorker:
             if self._asked_to_stop:
                 self._service.stop()
             await dump_tokenizer(config, handles.checkpoint)
-            tune_garbage_collection()
+            tune_memory()
             await self._service.run()
 
     async def _open_journal(self, faults: FaultInjector, received: int, cleanup: AsyncExitStack) -> StoredRun | None:

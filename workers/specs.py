@@ -19,11 +19,11 @@ from miles_async.adapters.sglang.router import RouterSpec
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.batching.layout import longest_sequence
+from miles_async.columns.column import SampleLimits
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.errors import UserError
 from miles_async.observability.run_folder import RunFolder
-from miles_async.sample_schema import SampleLimits
 from miles_async.transports import TRANSPORTS
 
 ENVIRONMENT = {

@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.fake_engine import TOKENS
 from benchmarks.rollout_worker import BATCH, GROUP, PROMPT, measure, wait_until_healthy
-from miles_async.adapters.system.garbage_collection import tune_garbage_collection
+from miles_async.adapters.system.memory import tune_memory
 from miles_async.adapters.system.network_ports import free_port
 
 IN_FLIGHT = 512
@@ -58,7 +58,7 @@ def measure_workers(checkouts: dict[str, Path], seconds: float) -> dict[str, flo
 
 async def _ours(url: str, seconds: float) -> float:
     await wait_until_healthy(url)
-    tune_garbage_collection()
+    tune_memory()
     load = await measure(url, IN_FLIGHT, LATENCY, 0.0, seconds)
     return load.groups_per_second
 

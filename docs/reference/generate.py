@@ -20,7 +20,7 @@ from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
     "types", "errors", "events", "ports", "pipeline", "rollout", "modes", "rewards", "filters", "losses", "models",
-    "transports", "wire_formats", "environments", "plugins", "section", "guests", "compat",
+    "transports", "wire_formats", "environments", "columns", "token_values", "plugins", "section", "guests", "compat",
 )  # fmt: skip
 """The modules and packages of `miles_async` whose names users may import."""
 

@@ -111,17 +111,18 @@ def trained_positions(sample: Sample) -> NDArray[np.int64]:
 
     Raises TrajectoryError if tokens, mask and log-probabilities have inconsistent lengths.
     """
-    mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-    if sample.remove_sample:
-        mask = [0] * sample.response_length
+    response = sample.response_length
+    masked = response if sample.loss_mask is None else len(sample.loss_mask)
     # The first response token is predicted from the last prompt token, so the prompt needs at least one token.
-    if not len(mask) == len(sample.rollout_log_probs) == sample.response_length <= len(sample.tokens) - 1:
+    if not masked == len(sample.rollout_log_probs) == response <= len(sample.tokens) - 1:
         raise TrajectoryError(
-            f"sample {sample.index} has {len(sample.tokens)} tokens ({sample.response_length} in the response), "
-            f"{len(mask)} mask entries and {len(sample.rollout_log_probs)} log-probabilities; give mask and "
-            "log-probabilities one entry per response token, and the prompt at least one token"
+            f"sample {sample.index} has {len(sample.tokens)} tokens ({response} in the response), {masked} mask "
+            f"entries and {len(sample.rollout_log_probs)} log-probabilities; give mask and log-probabilities one entry "
+            "per response token, and the prompt at least one token"
         )
-    return np.flatnonzero(np.array(mask, np.int64))
+    if sample.remove_sample:
+        return np.empty(0, np.int64)
+    return np.arange(response) if sample.loss_mask is None else np.flatnonzero(np.asarray(sample.loss_mask))
 
 
 def _length_penalty(segments: Sequence[Sample], algorithm: Algorithm, max_response_len: int) -> float:

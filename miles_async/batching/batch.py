@@ -7,9 +7,10 @@ before it is divided among ranks. This package uses only NumPy, so that the driv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +20,12 @@ from miles_async.batching.flops import attention_crossover
 from miles_async.batching.layout import Layout, Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
 from miles_async.batching.shared_prefixes import Unit, common_prefixes, prefix_units
+from miles_async.columns.column import COLUMNS, columns_of, value_of
 from miles_async.config.losses import skips_zero_advantages
 from miles_async.config.model_shape import balances_experts_by_bias, shape_of
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import TrajectoryError, UserError
-from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample
-
-NO_VERSION = -1
-"""Version of a trained token that no version span covers."""
 
 UNITS_PER_RANK = 4
 """Fewest units of samples with a common prompt per data-parallel rank, so that the work can be balanced."""
@@ -39,26 +37,25 @@ _NO_PADDING = Padding()
 class PackedBatch:
     """One micro-batch: n sequences laid end to end, with T tokens in all. m of them are trained.
 
-    The policy's batches have all columns. In supervised batches the columns from `rollout_log_probs` to `versions` are
-    empty.
+    A supervised batch has no `columns`. What is equal for several tokens is stored once, because batches travel to
+    other machines; the entries of tokens are properties.
     """
 
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int32]
     """[T] prompt and response ids of each sequence, followed by the padding of that sequence if it has any."""
     lengths: NDArray[np.int64]
     """[n] tokens of each sequence, padding included: a multiple of `sequence_unit`."""
-    targets: NDArray[np.int64]
-    """[m] indices in `tokens` of the trained tokens, ascending. The model predicts each one at the index before it."""
-    rollout_log_probs: NDArray[np.float32]
-    """[m] log-probabilities in nats, as the engines reported them."""
-    advantages: NDArray[np.float32]
-    """[m] advantage of each token's sample, or the reward from which the learner computes it (`ScoredSample`)."""
-    loss_weights: NDArray[np.float32]
-    """[m] factor of each token in the loss's sum over tokens. All ones give the mean over the step's tokens."""
-    versions: NDArray[np.int64]
-    """[m] weight version that sampled each token, or NO_VERSION."""
-    sampling_mask: SamplingMask | None = None
-    """Kept tokens of each of the m targets; None if the tokens were sampled from the whole vocabulary."""
+    target_ranges: NDArray[np.int64]
+    """[k, 2] ranges `[start, end)` of indices in `tokens` that contain the trained tokens, ascending."""
+    sequence_advantages: NDArray[np.float32]
+    """[n] advantage of each sequence, or the reward from which the learner computes it (`ScoredSample`); 0 in a
+    supervised batch."""
+    sequence_weights: NDArray[np.float32]
+    """[n] factor of each sequence's tokens in the loss's sum over tokens; 0 in a supervised batch. All ones give the
+    mean over the step's tokens."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The entries of the m trained tokens in each column of the samples that the learner gets (`Column.packed`):
+    `rollout_log_probs`, `spans`, `sampling_mask` if the samples have one, and those of plug-ins."""
     padding: int = 0
     """Number of padding tokens among the T tokens."""
     shared: NDArray[np.int64] | None = None
@@ -71,9 +68,45 @@ class PackedBatch:
         return len(self.tokens) - (0 if self.shared is None else int(self.shared.sum()))
 
     @property
+    def of_plugins(self) -> Mapping[str, NDArray[Any]]:
+        """The columns that plug-ins declare."""
+        return {name: entries for name, entries in self.columns.items() if name not in COLUMNS.shipped}
+
+    @property
+    def trained_tokens(self) -> int:
+        """m: number of trained tokens."""
+        return int(np.diff(self.target_ranges).sum())
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """[m] indices in `tokens` of the trained tokens. The model predicts each one at the index before it."""
+        starts, counts = self.target_ranges[:, 0], np.diff(self.target_ranges)[:, 0]
+        offsets: NDArray[np.int64] = np.repeat(starts - np.cumsum(counts) + counts, counts)
+        return offsets + np.arange(len(offsets))
+
+    @property
     def sequences(self) -> NDArray[np.int64]:
         """[m] number of the sequence that each trained token belongs to, ascending."""
-        return np.searchsorted(np.cumsum(self.lengths), self.targets, side="right")
+        owners = np.searchsorted(np.cumsum(self.lengths), self.target_ranges[:, 0], side="right")
+        return np.repeat(owners, np.diff(self.target_ranges)[:, 0])
+
+    @property
+    def advantages(self) -> NDArray[np.float32]:
+        """[m] advantage of each trained token's sequence."""
+        return self.sequence_advantages[self.sequences]
+
+    @property
+    def loss_weights(self) -> NDArray[np.float32]:
+        """[m] factor of each trained token in the loss's sum over tokens."""
+        return self.sequence_weights[self.sequences]
+
+
+def ranges_of(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[k, 2] the ranges `[start, end)` that together contain the ascending `indices` [m]."""
+    breaks = np.flatnonzero(np.diff(indices) != 1)
+    ends = np.append(breaks, len(indices) - 1)[: len(indices)]
+    starts = np.concatenate([[0], breaks + 1])[: len(indices)].astype(np.int64)
+    return np.stack([indices[starts], indices[ends] + 1], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +168,7 @@ def policy_steps(
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len)
     _check_masks(scored)
+    columns = trained_columns(one.sample for one in scored)
     trajectories = [list(segments) for _, segments in groupby(scored, key=lambda one: one.trajectory)]
     if len(trajectories) < steps:
         raise ValueError(f"{len(trajectories)} samples are fewer than num_steps_per_rollout={steps}")
@@ -153,7 +187,7 @@ def policy_steps(
         weighted = weight_samples(step_samples, config.algorithm, max_response_len)
         computed = [one for one in weighted if not skips or _has_gradient(one)]
         skipped = [one.sample for one in weighted if skips and not _has_gradient(one)]
-        packed = _pack_step(computed, skipped, config.learner, ranks, crossover, share_prefixes=shares)
+        packed = _pack_step(computed, skipped, columns, config.learner, ranks, crossover, share_prefixes=shares)
         packed_steps.append([replace(one, trajectories=end - start) for one in packed])
     return [[step[rank] for step in packed_steps] for rank in range(ranks)]
 
@@ -177,6 +211,7 @@ def _crossover(model: Model) -> float:
 def _pack_step(
     scored: Sequence[ScoredSample],
     skipped: Sequence[Sample],
+    columns: Sequence[str],
     learner: Learner,
     ranks: int,
     crossover: float,
@@ -195,13 +230,13 @@ def _pack_step(
     layout = training_layout(sizes, learner, ranks, crossover, squares)
     packed = [
         [
-            pack_samples([scored[i] for unit in bin_ for i in units[unit].members], padding, share_prefixes)
+            pack_samples([scored[i] for unit in bin_ for i in units[unit].members], columns, padding, share_prefixes)
             for bin_, padding in zip(bins, layout.paddings, strict=True)
         ]
         for bins in layout.bins
     ]
     skipped_tokens = _tokens_by_version(skipped)
-    total_tokens = sum(len(batch.targets) for batches in packed for batch in batches) + skipped_tokens.total()
+    total_tokens = sum(batch.trained_tokens for batches in packed for batch in batches) + skipped_tokens.total()
     return [TrainStep(batches, max(total_tokens, 1), layout.report, skipped_tokens) for batches in packed]
 
 
@@ -214,62 +249,76 @@ def _tokens_by_version(samples: Sequence[Sample]) -> Counter[int]:
     """Number of trained tokens by the weight version that sampled them."""
     counts: Counter[int] = Counter()
     for sample in samples:
-        versions, numbers = np.unique(_token_versions(sample)[trained_positions(sample)], return_counts=True)
-        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+        sampled_by = COLUMNS.find("spans").packed(sample, sample.spans, trained_positions(sample))
+        for version, number in zip(sampled_by.versions.tolist(), sampled_by.counts.tolist(), strict=True):
+            counts[version] += number
     return counts
 
 
-def pack_samples(
-    scored: Sequence[ScoredSample], padding: Padding = _NO_PADDING, share_prefixes: bool = False
-) -> PackedBatch:
-    """Pack samples into one micro-batch. Without samples the result is the minimal batch of `pack_sequences`.
+def trained_columns(samples: Iterable[Sample]) -> list[str]:
+    """The columns that the learner gets: those of which a sample has a value."""
+    names: dict[str, None] = {}
+    for sample in samples:
+        names |= {name: None for name, column, value in columns_of(sample) if column.trained and value is not None}
+    return list(names)
 
-    Either all samples with trained tokens have a sampling mask, or none has. With `share_prefixes` the model computes
-    the common prefix of adjacent samples once.
+
+def pack_samples(
+    scored: Sequence[ScoredSample],
+    columns: Sequence[str],
+    padding: Padding = _NO_PADDING,
+    share_prefixes: bool = False,
+) -> PackedBatch:
+    """Pack samples, with these columns, into one micro-batch. Without samples it is the minimal batch of
+    `pack_sequences`.
+
+    With `share_prefixes` the model computes the common prefix of adjacent samples once.
     """
     if not scored:
-        return pack_sequences([], [], padding)
-    tokens, lengths, padding_tokens = _concatenate([one.sample.tokens for one in scored], padding)
+        return replace(
+            pack_sequences([], [], padding), columns={name: COLUMNS.find(name).joined([]) for name in columns}
+        )
+    sequences = [np.asarray(one.sample.tokens) for one in scored]
+    tokens, lengths, padding_tokens = _concatenate(sequences, padding)
     starts = np.cumsum(lengths) - lengths
-    targets, log_probs, advantages, loss_weights, versions, masks = [], [], [], [], [], []
-    for one, start in zip(scored, starts, strict=True):
-        trained = trained_positions(one.sample)
-        targets.append(start + one.sample.prompt_length + trained)
-        log_probs.append(np.array(one.sample.rollout_log_probs, np.float32)[trained])
-        advantages.append(np.full(len(trained), one.advantage, np.float32))
-        loss_weights.append(np.full(len(trained), one.loss_weight, np.float32))
-        versions.append(_token_versions(one.sample)[trained])
-        if one.sample.sampling_mask is not None:
-            masks.append(one.sample.sampling_mask.take(trained))
+    positions = [trained_positions(one.sample) for one in scored]
+    firsts = [start + one.sample.prompt_length for one, start in zip(scored, starts.tolist(), strict=True)]
+    ranges = [ranges_of(trained) + first for first, trained in zip(firsts, positions, strict=True)]
     return PackedBatch(
         tokens=tokens,
         lengths=lengths,
-        targets=np.concatenate(targets),
-        rollout_log_probs=np.concatenate(log_probs),
-        advantages=np.concatenate(advantages),
-        loss_weights=np.concatenate(loss_weights),
-        versions=np.concatenate(versions),
-        sampling_mask=SamplingMask.concatenate(masks) if masks else None,
+        target_ranges=np.concatenate(ranges),
+        sequence_advantages=np.array([one.advantage for one in scored], np.float32),
+        sequence_weights=np.array([one.loss_weight for one in scored], np.float32),
+        columns={name: _packed_column(name, scored, positions) for name in columns},
         padding=padding_tokens,
-        shared=common_prefixes([one.sample.tokens for one in scored]) if share_prefixes else None,
+        shared=common_prefixes(sequences) if share_prefixes else None,
     )
 
 
-def _concatenate(sequences: Sequence[list[int]], padding: Padding) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+def _packed_column(name: str, scored: Sequence[ScoredSample], positions: Sequence[NDArray[np.int64]]) -> Any:
+    """The entries of the trained tokens of all samples."""
+    column = COLUMNS.find(name)
+    return column.joined(
+        [
+            column.packed(one.sample, value_of(one.sample, name), trained)
+            for one, trained in zip(scored, positions, strict=True)
+        ]
+    )
+
+
+def _concatenate(
+    sequences: Sequence[Sequence[int] | NDArray[Any]], padding: Padding
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
     """Lay padded sequences end to end; returns tokens [T], lengths [n] and the number of padding tokens.
 
     Padding comes after each sequence, where causal attention makes it invisible to the sequence's own tokens.
     """
-    missing = [padding.padded_length(len(sequence)) - len(sequence) for sequence in sequences]
-    rows = [np.pad(np.array(row, np.int64), (0, count)) for row, count in zip(sequences, missing, strict=True)]
-    return np.concatenate(rows), np.array([len(row) for row in rows], np.int64), sum(missing)
-
-
-def _token_versions(sample: Sample) -> NDArray[np.int64]:
-    versions = np.full(sample.response_length, NO_VERSION, np.int64)
-    for span in sample.spans:
-        versions[span.start : span.end] = span.version
-    return versions
+    lengths = np.array([padding.padded_length(len(sequence)) for sequence in sequences], np.int64)
+    tokens = np.zeros(int(lengths.sum()), np.int32)
+    for sequence, start in zip(sequences, (np.cumsum(lengths) - lengths).tolist(), strict=True):
+        tokens[start : start + len(sequence)] = sequence
+    return tokens, lengths, len(tokens) - sum(map(len, sequences))
 
 
 def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]], learner: Learner) -> TrainStep:
@@ -282,7 +331,7 @@ def supervised_step(prompts: Sequence[list[int]], responses: Sequence[list[int]]
     return TrainStep(pack_layout(layout, sequences, list(map(len, prompts))), sum(map(len, responses)))
 
 
-def pack_layout(layout: Layout, sequences: Sequence[list[int]], first_targets: Sequence[int]) -> list[PackedBatch]:
+def pack_layout(layout: Layout, sequences: Sequence[Sequence[int]], first_targets: Sequence[int]) -> list[PackedBatch]:
     """Pack the sequences of a layout on one rank into its micro-batches; see `pack_sequences`."""
     return [
         pack_sequences([sequences[i] for i in bin_], [first_targets[i] for i in bin_], padding)
@@ -291,9 +340,9 @@ def pack_layout(layout: Layout, sequences: Sequence[list[int]], first_targets: S
 
 
 def pack_sequences(
-    sequences: Sequence[list[int]], first_targets: Sequence[int], padding: Padding = _NO_PADDING
+    sequences: Sequence[Sequence[int]], first_targets: Sequence[int], padding: Padding = _NO_PADDING
 ) -> PackedBatch:
-    """Pack sequences into one micro-batch without rollout columns.
+    """Pack sequences into one micro-batch without columns.
 
     The tokens of sequence i from position `first_targets[i]` on are targets. Without sequences the batch has one token
     and no target, so that a rank without samples takes part in the collective operations of the step.
@@ -303,16 +352,14 @@ def pack_sequences(
     tokens, lengths, padding_tokens = _concatenate(sequences, padding)
     starts = np.cumsum(lengths) - lengths
     # Lengths without padding, which is never a target.
-    ranges = zip(starts, first_targets, map(len, sequences), strict=True)
-    no_column = np.zeros(0, np.float32)
+    ranges = zip(starts.tolist(), first_targets, map(len, sequences), strict=True)
+    targets = [(start + first, start + length) for start, first, length in ranges if first < length]
     return PackedBatch(
         tokens=tokens,
         lengths=lengths,
-        targets=np.concatenate([np.arange(start + first, start + length) for start, first, length in ranges]),
-        rollout_log_probs=no_column,
-        advantages=no_column,
-        loss_weights=no_column,
-        versions=np.zeros(0, np.int64),
+        target_ranges=np.array(targets, np.int64).reshape(-1, 2),
+        sequence_advantages=np.zeros(len(lengths), np.float32),
+        sequence_weights=np.zeros(len(lengths), np.float32),
         padding=padding_tokens,
     )
 
@@ -333,10 +380,9 @@ def repack_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list
     """
     # Take the training micro-batches apart into sequences. A sequence ends at its last target: the padding and the
     # tokens after that predict nothing.
-    masks = [batch.sampling_mask for batch in batches if batch.sampling_mask is not None]
-    # Batches without targets have no mask.
-    mask = SamplingMask.concatenate(masks) if masks else None
-    sequences: list[NDArray[np.int64]] = []
+    masks = [batch.columns["sampling_mask"] for batch in batches if "sampling_mask" in batch.columns]
+    mask = COLUMNS.find("sampling_mask").joined(masks) if masks else None
+    sequences: list[NDArray[np.int32]] = []
     targets: list[NDArray[np.int64]] = []  # positions within each sequence
     for batch in batches:
         starts = np.cumsum(batch.lengths) - batch.lengths
@@ -357,6 +403,7 @@ def repack_for_forward(batches: Sequence[PackedBatch], learner: Learner) -> list
         empty = np.zeros(0, np.int64)  # np.concatenate needs at least one array, and a bin may be empty
         target_indices = np.concatenate([empty, *(first_indices[i] + np.arange(counts[i]) for i in bin_)])
         moved = np.concatenate([empty, *(start + targets[i] for i, start in zip(bin_, starts, strict=False))])
-        moved_mask = None if mask is None else mask.take(target_indices)
-        result.append(ForwardBatch(replace(packed, targets=moved, sampling_mask=moved_mask), target_indices))
+        # Forward passes without gradients read no other column.
+        columns = {} if mask is None else {"sampling_mask": mask.take(target_indices)}
+        result.append(ForwardBatch(replace(packed, target_ranges=ranges_of(moved), columns=columns), target_indices))
     return result

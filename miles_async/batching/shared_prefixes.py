@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,20 +112,22 @@ def prefix_units(samples: Sequence[Sample], groups: Sequence[int], *, cap: int, 
     return units
 
 
-def common_prefixes(sequences: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+def common_prefixes(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:
     """[n] number of leading tokens that each sequence has in common with the one before it; 0 for the first."""
-    arrays = [np.asarray(sequence, np.int64) for sequence in sequences]
+    arrays = [np.asarray(sequence) for sequence in sequences]
     lengths = [0, *(_common(before, after) for before, after in pairwise(arrays))]
     return np.array(lengths[: len(arrays)], np.int64)
 
 
 def _divide(samples: Sequence[Sample], members: Sequence[int], cap: int, at_most: int) -> list[Unit]:
     """Divide the samples of a group into units."""
-    ordered = sorted(members, key=lambda i: samples[i].tokens)
-    shared = common_prefixes([samples[i].tokens for i in ordered])
+    tokens = {i: np.asarray(samples[i].tokens) for i in members}
+    # The bytes of big-endian integers have the order of the lists of integers.
+    ordered = sorted(members, key=lambda i: tokens[i].astype(">i4").tobytes())
+    shared = common_prefixes([tokens[i] for i in ordered])
     units: list[Unit] = []
     for i, prefix in zip(ordered, shared.tolist(), strict=True):
-        length = len(samples[i].tokens)
+        length = len(tokens[i])
         unit = units[-1] if units else None
         if unit is None or not prefix or len(unit.members) >= at_most or unit.tokens + length - prefix > cap:
             units.append(Unit([i], length, length**2))
@@ -133,7 +136,7 @@ def _divide(samples: Sequence[Sample], members: Sequence[int], cap: int, at_most
     return units
 
 
-def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def _common(one: NDArray[Any], other: NDArray[Any]) -> int:
     shorter = min(len(one), len(other))
     different = one[:shorter] != other[:shorter]
     return int(different.argmax()) if different.any() else shorter

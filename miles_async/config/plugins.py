@@ -12,7 +12,7 @@ from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.models.plugin import MODELS
 from miles_async.modes.mode import MODES
-from miles_async.plugins import Kind
+from miles_async.plugins import Kind, is_extended
 from miles_async.rewards.plugin import REWARDS
 from miles_async.section import Section
 from miles_async.transports import TRANSPORTS
@@ -32,7 +32,7 @@ KINDS: Sequence[Kind[Any]] = (
     ENVIRONMENTS,
     GUESTS,
 )
-"""All kinds of plug-ins."""
+"""All kinds of plug-ins but token columns, which import NumPy."""
 
 
 class PluginSettings:
@@ -76,3 +76,8 @@ def plugin_problems() -> Iterator[str]:
     """One sentence for each plug-in of an installed package that cannot be used, or that is slow to import."""
     for kind in KINDS:
         yield from kind.problems()
+    if is_extended("miles_async.columns"):
+        # Columns import NumPy, which no command needs that only reads settings.
+        from miles_async.columns.column import COLUMNS
+
+        yield from COLUMNS.problems()

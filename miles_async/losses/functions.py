@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import structlog
@@ -27,8 +27,6 @@ from miles_async.losses.tokens import LossTokens, TokenColumns
 from miles_async.user_code import USER_CODE_ERRORS
 
 log = structlog.get_logger(__name__)
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class LossFunction:
@@ -135,8 +133,10 @@ class SampleLayout:
         """[sum(total_lengths)] indices of all these tokens in the micro-batch."""
 
     def spread(self, column: Tensor) -> Tensor:
-        """[sum(response_lengths)] entries of all response tokens: `column` [m], and 0 for tokens without training."""
-        return column.new_zeros(sum(self.response_lengths)).index_copy(0, self._trained, column)
+        """[sum(response_lengths), ...] entries of all response tokens: `column` [m, ...], and 0 for tokens without
+        training."""
+        zeros = column.new_zeros(sum(self.response_lengths), *column.shape[1:])
+        return zeros.index_copy(0, self._trained, column)
 
     def lists(self, column: Tensor) -> list[Tensor]:
         """`spread(column)`, divided into the responses."""
@@ -150,8 +150,8 @@ class SampleLayout:
         """[m] entries of the trained tokens; `flat` [sum(response_lengths)] has those of all response tokens."""
         return flat[self._trained]
 
-    def _tensor(self, array: NDArray[Scalar]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class FunctionsOfMicroBatch:
         }
         if columns.reference_logprobs is not None:
             batch["ref_log_probs"] = layout.lists(columns.reference_logprobs)
-        return batch
+        return {name: layout.lists(entries) for name, entries in columns.columns.items()} | batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +315,8 @@ class AdvantageColumns:
     reference_logprobs: Tensor | None
     values: Tensor | None
     """The critic's values before the tokens; None if there is no critic."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[m, ...] the entries of each token column of a plug-in, by name."""
 
 
 def function_advantages(
@@ -338,6 +340,8 @@ def function_advantages(
         "ref_log_probs": _lists(batch, lambda one: one.reference_logprobs),
         "values": _lists(batch, lambda one: one.values),
     }
+    for name in batch[0][1].columns.keys() - data.keys() if batch else ():
+        data[name] = [one for layout, columns in batch for one in layout.lists(columns.columns[name])]
     function(functions.args, data)
     advantages, returns = (_columns(function, data, name, batch) for name in ("advantages", "returns"))
     if advantages is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ class TokenColumns:
     """Weight version of the learner minus the version that sampled the token."""
     reference_logprobs: Tensor | None = None
     """Under the frozen reference model; None if there is none."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[m, ...] the entries of each token column of a plug-in, by name (`miles_async/columns/column.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

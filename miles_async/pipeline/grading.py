@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from miles_async.columns.column import SampleLimits
 from miles_async.errors import InfrastructureError
 from miles_async.events import GroupGenerated, SampleDiscarded
 from miles_async.pipeline.lifecycle import sequence_of
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Rewarder
-from miles_async.sample_schema import SampleLimits, check_group
+from miles_async.sample_schema import check_group
 from miles_async.scheduling.admission import Candidates
 from miles_async.types import DropReason, Group, Sample, Verdict, trajectories_of
 

@@ -18,7 +18,9 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -85,13 +87,13 @@ class TakenGroups:
 
     def add(self, group: Group, version: int, now: float) -> Group:
         """Remember a copy of the group, because the function may change it at any time. Returns the copy."""
-        samples = [replace(sample, metadata=dict(sample.metadata), tokens=list(sample.tokens)) for sample in group]
-        copy = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
+        samples = [replace(sample, metadata=dict(sample.metadata), tokens=copy(sample.tokens)) for sample in group]
+        kept = Group(samples, feed_index=group.feed_index, attempt=group.attempt)
         self.pop(group.feed_index)
-        self._groups[group.feed_index] = TakenGroup(copy, [ref(sample) for sample in group], version, now)
+        self._groups[group.feed_index] = TakenGroup(kept, [ref(sample) for sample in group], version, now)
         for sample in group:
             self._names[sample] = group.feed_index
-        return copy
+        return kept
 
     def named(self, feed_index: str) -> TakenGroup | None:
         """The taken group of this name; None if there is none."""
@@ -181,6 +183,8 @@ class HeldPrompts:
         with self._journal.data_lock:
             groups = self._data.get_samples(min(count, self._room(count)))
             self.record_taken(groups)
+        for sample in chain.from_iterable(groups):
+            sample.use_lists()
         return groups
 
     def record_taken(self, groups: Iterable[Group]) -> None:
@@ -390,11 +394,12 @@ class HeldPrompts:
         filter does, and they are forgotten. A worker has lost them, and they are requeued.
         """
         with self._journal.data_lock:
-            unused = self.taken.pop_unused()
+            unused, kept_before = self.taken.pop_unused(), self._keeps_groups
             if self._declared_keeps_groups is None:
                 self._keeps_groups = bool(self.taken)
         for group in unused:
-            if not self._keeps_groups:
+            # A worker may hold nothing at the moment, because garbage was collected that held all prompts it has lost.
+            if not (self._keeps_groups or kept_before):
                 self._journal.forget_prompt(group.feed_index)
                 continue
             self._lifecycle.feed(group)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
-from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group, Verdict
 
 EvaluationFunction = Callable[[int, RolloutSource], Awaitable[Scores]]

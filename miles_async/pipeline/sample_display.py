@@ -74,7 +74,7 @@ class SampleDisplay:
         Each segment is decoded alone, so a character whose bytes two weight versions sampled is shown as two
         replacement characters.
         """
-        ids = sample.tokens[len(sample.tokens) - sample.response_length :]
+        ids = list(sample.tokens[len(sample.tokens) - sample.response_length :])
         omitted = range(TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN // 2)
         for version, start, end in _by_version(sample.spans, len(ids), omitted):
             shown = start not in omitted

@@ -36,9 +36,9 @@ from miles_async import cpu_compat
 from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import is_infrastructure
 from miles_async.json_values import shown_error
+from miles_async.parsing import decode_json
 from miles_async.rewards.confinement import confine, limit_cpu, protect, python_files, refuse_code
 from miles_async.rewards.plugin import Reward
-from miles_async.sample_schema import decode_json
 from miles_async.types import Sample
 from miles_async.user_code import USER_CODE_ERRORS
 

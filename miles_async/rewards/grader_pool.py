@@ -20,9 +20,9 @@ import structlog
 from miles_async.errors import InfrastructureError, UserError
 from miles_async.json_values import readable_entries
 from miles_async.observability.redacted_log import child_stderr
+from miles_async.parsing import decode_json
 from miles_async.rewards.confinement import scrubbed_environment
 from miles_async.rewards.grader import Answer, Started, ended
-from miles_async.sample_schema import decode_json
 from miles_async.time_limit import permit
 from miles_async.types import Sample
 
@@ -142,10 +142,9 @@ class GraderPool:
             return sample
         # Rewards that evaluate nothing read no metadata. A confined process could not import the classes of a user's
         # objects. Serialising tens of thousands of tokens for a text reward would be wasted time.
-        metadata = sample.metadata if self.evaluates else {}
-        return replace(
-            sample, metadata=metadata, tokens=[], rollout_log_probs=[], sampling_mask=None, spans=[], loss_mask=None
-        )
+        sent = replace(sample, metadata=sample.metadata if self.evaluates else {})
+        sent.discard_columns()
+        return sent
 
     def _error(self, answer: Answer) -> GraderError:
         sentence = str(answer.error)

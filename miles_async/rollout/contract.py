@@ -18,6 +18,7 @@ from typing import Any
 
 import structlog
 
+from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.config.fields import values_of
 from miles_async.config.losses import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig
@@ -28,7 +29,7 @@ from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.ports import DataSource
 from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns, check_reward
+from miles_async.sample_schema import accept_values, check_columns, check_reward
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from miles_async.user_code import is_cancellation
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.errors import (
     EngineLostError,
     InfrastructureError,
@@ -41,7 +42,7 @@ from miles_async.errors import (
 from miles_async.identity import IdentityMap
 from miles_async.json_values import shown, shown_type
 from miles_async.rollout.contract import Arguments, complete
-from miles_async.sample_schema import NO_LIMITS, SampleLimits, accept_values, check_columns
+from miles_async.sample_schema import accept_values, check_columns
 from miles_async.time_limit import TimeLimit
 from miles_async.types import DropReason, Group, Sample, SampleStatus
 from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
@@ -230,6 +231,7 @@ class FunctionGenerator:
         prompt = sample.prompt
         # Agents append their turns to the list of messages, which all samples and attempts of a prompt share.
         sample.prompt = copied = deepcopy(prompt)
+        sample.use_lists()
         try:
             result = await self._call(sample, sampling)
         except BaseException:

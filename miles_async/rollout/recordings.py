@@ -13,10 +13,10 @@ import structlog
 
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.adapters.storage.recording_store import RecordingDamagedError, RecordingStore, StoreFullError
+from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.recording import Recording, SkipAction, Steps, choose_step, differences
-from miles_async.sample_schema import NO_LIMITS, SampleLimits
 from miles_async.types import Group
 
 NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")

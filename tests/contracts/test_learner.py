@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.ports import Learner
@@ -57,9 +58,13 @@ class IdleRank:
 
 
 @pytest.fixture(params=["real", "simulated"])
-def learner(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[[], Learner], Saved]:
+def learner(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[[], Learner], Saved]:
     """Creates a learner inside the event loop, and reads the progress in the checkpoint of a rollout."""
     if request.param == "real":
+        # Without a Ray cluster, its object store returns what is put into it.
+        monkeypatch.setattr(ray, "put", lambda value: value)
         config = run_config(save=str(tmp_path), n_samples_per_prompt=2, rollout_batch_size=2)
 
         def read(rollout: int) -> dict[str, Any]:

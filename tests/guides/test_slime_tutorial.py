@@ -22,6 +22,7 @@ import torch
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
+from miles_async.columns.column import NO_LIMITS
 from miles_async.config.checks import notes
 from miles_async.config.device_plan import Demand, demand_of
 from miles_async.config.flags import parse_flags
@@ -32,7 +33,6 @@ from miles_async.errors import UserError
 from miles_async.observability.console.program_lines import PlainLines
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
-from miles_async.sample_schema import NO_LIMITS
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, Sample, VersionSpan
 from tests.configuration import run_config

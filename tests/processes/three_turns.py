@@ -183,7 +183,7 @@ async def play(name: str, dialect: Dialect, template: str, folder: Path) -> Play
         before = len(sample.tokens)
         completion = await talk.complete({"messages": messages, "tools": TOOLS})
         if played.sampled:
-            played.between.append(tokenizer.text_of(sample.tokens[before : completion.context]))
+            played.between.append(tokenizer.text_of(list(sample.tokens[before : completion.context])))
             shown = [for_transformers(message, template) for message in messages]
             played.rendered.append(
                 str(tokenizer.transformers.apply_chat_template(
@@ -191,7 +191,7 @@ async def play(name: str, dialect: Dialect, template: str, folder: Path) -> Play
                 ))
             )  # fmt: skip
         else:
-            played.prompt = tokenizer.text_of(sample.tokens[: completion.context])
+            played.prompt = tokenizer.text_of(list(sample.tokens[: completion.context]))
         played.sampled.append(tokenizer.text_of(completion.tokens))
         messages.append(completion.message)
         return completion.message
@@ -212,7 +212,7 @@ async def play(name: str, dialect: Dialect, template: str, folder: Path) -> Play
     other = Sample()
     agent = Conversation(other, MultiTurnSampler(engine, tokenizer), {"max_new_tokens": 9**9}, parser)
     await agent.complete({"messages": messages[:-1], "tools": TOOLS})
-    played.in_one_piece = tokenizer.text_of(other.tokens[: other.prompt_length])
+    played.in_one_piece = tokenizer.text_of(list(other.tokens[: other.prompt_length]))
     if len(talk.segments) != 1:
         played.error = f"{len(talk.segments)} segments"
     return played

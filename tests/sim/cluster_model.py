@@ -111,7 +111,7 @@ class ModelSize:
     tensors: int
     engine_gpus: int
     replica_ranks: int
-    """Learner ranks that share one copy of the model; each gets a copy of its replica's part of the batch."""
+    """Learner ranks that share one copy of the model."""
 
     @property
     def bytes(self) -> float:
@@ -257,8 +257,9 @@ def demand_of(cluster: Cluster, costs: Costs) -> Demand:
     control = (engines * ranks * costs.ray_per_call + engines * REQUESTS_PER_PUBLISH * costs.request) / shards
     write = sent + verified
     pause = costs.stop + control + write + costs.round_trip
-    packed_bytes = cluster.batch_tokens * costs.bytes_per_token * model.replica_ranks
-    distribute = (cluster.batch_tokens * costs.pack_per_token + packed_bytes * costs.ray_per_byte) / shards
+    # All ranks of a model replica read the same copy of their part.
+    per_token = costs.pack_per_token + costs.bytes_per_token * costs.ray_per_byte
+    distribute = cluster.batch_tokens * per_token / shards
 
     store_per_sample = costs.store_per_sample + costs.store_per_token * sample_tokens
     if cluster.turns == 1:

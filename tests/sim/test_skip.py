@@ -75,7 +75,7 @@ class SkippingWorld(World):
         self.keep = self._look_at
 
     def _look_at(self, group: Group) -> bool:
-        self.tokens[group.feed_index] = [sample.tokens for sample in group]
+        self.tokens[group.feed_index] = [list(sample.tokens) for sample in group]
         return group.feed_index not in self.refused
 
     def _generator(self, clock: VirtualClock) -> Generator:
@@ -372,12 +372,12 @@ def change_meta(folder: Path, step: int, change: Callable[[dict[str, Any]], Any]
     "change, reason",
     [
         (lambda samples: samples.pop(), "has 1 samples of 2"),
-        (lambda samples: samples[0].tokens.clear(), "0 tokens, fewer than its response_length"),
-        (lambda samples: samples[0].tokens.append(-1), "expected int >= 0"),
-        (lambda samples: samples[0].rollout_log_probs.append(-1.0), "rollout_log_probs; response_length is"),
-        (lambda samples: samples[0].rollout_log_probs.__setitem__(0, math.nan), "a rollout_log_prob is not finite"),
+        (lambda samples: samples[0].tokens.clear(), "tokens has 0 entries, fewer than response_length"),
+        (lambda samples: samples[0].tokens.append(-1), "-1 is not between 0 and 2147483647"),
+        (lambda samples: samples[0].rollout_log_probs.append(-1.0), "entries; response_length is"),
+        (lambda samples: samples[0].rollout_log_probs.__setitem__(0, math.nan), "rollout_log_probs[0] is not finite"),
         (lambda samples: setattr(samples[0], "spans", [VersionSpan(99, 0, 1)]), "weight version 99 does not exist"),
-        (lambda samples: setattr(samples[0], "spans", [VersionSpan(0, 5, 1)]), "version spans must be in order"),
+        (lambda samples: setattr(samples[0], "spans", [VersionSpan(0, 5, 1)]), "spans must be in order"),
         (lambda samples: setattr(samples[0], "status", SampleStatus.PENDING), "is not generated completely"),
         (lambda samples: setattr(samples[0], "metadata", [1]), "metadata: expected object, got array"),
         (lambda samples: setattr(samples[0], "index", "a"), "expected int | null, got str"),
@@ -404,8 +404,8 @@ def test_a_recording_with_an_invalid_sample_is_set_aside_and_its_step_is_generat
         lambda meta: meta.pop("batch"),
         lambda meta: meta.update(identity=3),
         lambda meta: meta["groups"][0].update(seconds="long"),
-        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(tokens=10**10),
-        lambda meta: meta["groups"][0]["samples"][0]["lengths"].update(other=1),
+        lambda meta: meta["groups"][0]["samples"][0]["arrays"].update(tokens=10**10),
+        lambda meta: meta["groups"][0]["samples"][0]["arrays"].update(other=1),
         lambda meta: meta["groups"][0]["samples"][0].update(status="unknown"),
     ],
 )

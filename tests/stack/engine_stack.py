@@ -50,7 +50,7 @@ class Stack:
         """Largest difference between the engine's log-probabilities and this model's, over response tokens."""
         position = sample.prompt_length + start
         kept = None if sample.sampling_mask is None else sample.sampling_mask.rows()[start:end]
-        return self._error(sample.tokens, position, sample.rollout_log_probs[start:end], temperature, kept)
+        return self._error(list(sample.tokens), position, list(sample.rollout_log_probs[start:end]), temperature, kept)
 
     def error_of(self, prompt: list[int]) -> float:
         """The same of a short answer, asked for directly."""

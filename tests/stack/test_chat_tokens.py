@@ -81,7 +81,7 @@ async def prompt_ids(tokenizer: CheckpointTokenizer, groups: list[Group]) -> lis
             engine.tokenize(group)
     finally:
         await engine.close()
-    return [group[0].tokens for group in groups]
+    return [list(group[0].tokens) for group in groups]
 
 
 @pytest.mark.parametrize("renders", [True, False])

@@ -280,7 +280,7 @@ def test_metrics_distinguish_tokens_by_their_staleness(learner: MegatronLearner)
 def reference_loss(model: torch.nn.Module, packed: PackedBatch) -> torch.Tensor:
     """The policy loss, sequence by sequence and token by token: minus weight times advantage times log-probability."""
     total = torch.zeros(())
-    targets = zip(packed.targets, packed.rollout_log_probs, packed.advantages, strict=True)
+    targets = zip(packed.targets, packed.columns["rollout_log_probs"], packed.advantages, strict=True)
     ends = packed.lengths.cumsum()
     for target, rollout, advantage in targets:
         start, end = next((end - length, end) for end, length in zip(ends, packed.lengths, strict=True) if target < end)

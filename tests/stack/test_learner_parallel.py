@@ -139,7 +139,7 @@ def even_groups() -> list[Group]:
     """`uneven_groups` with samples of one length, so that no layout needs padding, which routers would process too."""
     groups = uneven_groups(0)
     for sample in (sample for group in groups for sample in group):
-        sample.tokens = (sample.tokens * 3)[:8]
+        sample.tokens = (list(sample.tokens) * 3)[:8]
         sample.response_length, sample.rollout_log_probs = 3, sample.rollout_log_probs[:3]
     return groups
 

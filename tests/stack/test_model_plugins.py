@@ -60,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor and sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pipeline": {"pipeline_model_parallel_size": 2},
 }
-SEQUENCES = [sample.tokens for group in uneven_groups(0) for sample in group]
+SEQUENCES = [list(sample.tokens) for group in uneven_groups(0) for sample in group]
 PLUGIN = "from miles_async.models.plugin import *\n\nclass Mistral(ModelPlugin):\n"
 
 

@@ -34,7 +34,7 @@ def recorded_tokens(folder: Path) -> list[list[int]]:
     [sizes] = folder.glob("*/GBS*")
     store = RecordingStore(sizes)
     records = [record for step in sorted(store.steps) for record in store.load(step).recording.groups]
-    return [sample.tokens for record in records for sample in record.samples]
+    return [list(sample.tokens) for record in records for sample in record.samples]
 
 
 def test_a_second_synchronous_run_sends_no_request_and_trains_on_equal_tokens(stack: Stack, tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ def fed(run: Played) -> set[str]:
 
 def tokens_of(store: RecordingStore, step: int) -> list[list[int]]:
     [record] = store.load(step).recording.groups
-    return [sample.tokens for sample in record.samples]
+    return [list(sample.tokens) for sample in record.samples]

@@ -23,6 +23,13 @@ def loss_of_tokens(args: Any, tokens: LossTokens) -> tuple[Tensor, Mapping[str, 
     return loss, {"weight": weight}
 
 
+def loss_by_temperature(args: Any, tokens: LossTokens) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Gives tokens that were sampled at a high temperature less weight. A plug-in declares the column."""
+    loss, metrics = loss_of_tokens(args, tokens)
+    temperature = tokens.columns["temperature"]
+    return loss / temperature, {**metrics, "temperature": temperature}
+
+
 def loss_of_logits(
     args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Mapping[str, Tensor]]:

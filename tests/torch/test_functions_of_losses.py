@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_async.batching.advantages import ScoredSample
-from miles_async.batching.batch import PackedBatch, pack_samples
+from miles_async.batching.batch import PackedBatch, pack_samples, trained_columns
 from miles_async.config.schema import Algorithm
 from miles_async.errors import UserError
 from miles_async.losses.functions import (
@@ -53,7 +53,8 @@ def batch() -> PackedBatch:
                rollout_log_probs=[-1.0] * len(mask))
         for mask in MASKS
     ]  # fmt: skip
-    return pack_samples([ScoredSample(sample, 0, i, float(i + 1)) for i, sample in enumerate(samples)])
+    scored = [ScoredSample(sample, 0, i, float(i + 1)) for i, sample in enumerate(samples)]
+    return pack_samples(scored, trained_columns(samples))
 
 
 def columns(packed: PackedBatch, weights: float = 1.0) -> TokenColumns:
@@ -171,7 +172,7 @@ def test_the_plugin_of_the_page_clips_at_half_of_its_width(page: ModuleType) -> 
 
 
 def test_a_micro_batch_without_trained_tokens_calls_no_function() -> None:
-    packed = pack_samples([])
+    packed = pack_samples([], [])
     function = named(raising)
     functions = LossFunctions(ARGS, loss=function, advantages=function, tis=function, reducer=function)
     own = FunctionsOfMicroBatch(functions, SampleLayout(packed, CPU), columns(packed), total_tokens=3, trajectories=1)

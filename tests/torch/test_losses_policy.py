@@ -95,7 +95,8 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
 
 
 def columns(tensors: dict[str, torch.Tensor]) -> TokenColumns:
-    return TokenColumns(**{name: t for name, t in tensors.items() if name not in ("logprobs", "entropy")})
+    inputs: dict[str, Any] = {name: t for name, t in tensors.items() if name not in ("logprobs", "entropy")}
+    return TokenColumns(**inputs)
 
 
 def loss_of(tensors: dict[str, torch.Tensor], total_tokens: int, how: PolicyLossSettings) -> Any:

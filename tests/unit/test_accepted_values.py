@@ -18,13 +18,15 @@ from miles_async.adapters.datasets.rows import JsonlRows
 from miles_async.errors import DataRowError, TrajectoryError
 from miles_async.events import GroupFiltered, decode, encode
 from miles_async.json_values import UnrepresentableError, finite_number, json_value, shown, shown_error
+from miles_async.parsing import decode_json, parse
 from miles_async.pipeline.checkpoint import progress_of
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import metadata_means
 from miles_async.rewards import grader_pool
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import flat_args
-from miles_async.sample_schema import PostedSample, accept_values, decode_json, parse
+from miles_async.sample_schema import PostedSample, accept_values
+from miles_async.token_values import TokenValues
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.virtual_time import VirtualClock
@@ -93,9 +95,9 @@ def test_a_number_of_any_library_becomes_a_float(value: Any, number: float | Non
         ("metadata", {"score": np.float32(0.5), 1: (2,)}, {"score": 0.5, "1": [2]}),
         ("label", np.array([1, 2]), [1, 2]),
         ("response", "half \ud83d", "half ?"),
-        ("tokens", [np.int64(1), 2], [1, 2]),
-        ("rollout_log_probs", np.array([-1]), [-1.0]),
-        ("loss_mask", [True], [1]),
+        ("tokens", [np.int64(1), 2], TokenValues([1, 2], "int32")),
+        ("rollout_log_probs", np.array([-1]), TokenValues([-1.0], "float32")),
+        ("loss_mask", [True], TokenValues([1], "int8")),
         ("remove_sample", np.bool_(True), True),
         ("status", "truncated", SampleStatus.TRUNCATED),
         ("prompt", ({"role": "user", "content": "Q"},), [{"role": "user", "content": "Q"}]),

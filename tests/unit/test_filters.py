@@ -15,6 +15,7 @@ import pytest
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
+from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import trains_only
 from miles_async.errors import UserError
 from miles_async.events import SamplesRemoved, WarningRaised
@@ -28,7 +29,6 @@ from miles_async.filters import (
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
-from miles_async.sample_schema import SampleLimits
 from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.disks import files_at_most
@@ -162,7 +162,7 @@ async def test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch(m
     [trained] = await batches(mine, trace, [group(0.0, 1.0)], rollout_sample_filter_path=f"{mine}.drop_first")
     assert [sample.remove_sample for sample in trained] == [True, False]
     assert [(event.rollout, event.samples) for event in trace.of(SamplesRemoved)] == [(4, 1)]
-    packed = pack_samples([ScoredSample(trained[0], 0, 0, -1.0), ScoredSample(trained[1], 0, 1, 1.0)])
+    packed = pack_samples([ScoredSample(trained[0], 0, 0, -1.0), ScoredSample(trained[1], 0, 1, 1.0)], [])
     assert len(packed.tokens) == 6
     assert packed.advantages.tolist() == [1.0, 1.0]
 
@@ -205,10 +205,10 @@ async def test_batches_that_cannot_be_saved_are_trained_and_cause_one_warning(mi
 @pytest.mark.parametrize(
     "field, value, reason",
     [
-        ("tokens", [1, 2, 99], "token 99 is outside the vocabulary of 10 tokens"),
+        ("tokens", [1, 2, 99], "tokens: token 99 is outside the vocabulary of 10 tokens"),
         ("metadata", [1], "metadata: expected object, got array"),
         ("reward", "high", "reward: expected"),
-        ("rollout_log_probs", [-0.5], "1 rollout_log_probs; response_length is 2"),
+        ("rollout_log_probs", [-0.5], "rollout_log_probs has 1 entries; response_length is 2"),
     ],
 )
 async def test_a_saved_batch_with_an_invalid_sample_is_refused_by_name(

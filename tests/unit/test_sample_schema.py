@@ -16,10 +16,11 @@ from miles_async.adapters.sglang.client import Decode
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.response import extend
 from miles_async.batching.layout import longest_sequence
+from miles_async.columns.column import SampleLimits
 from miles_async.config.schema import Learner, Rollout, RunConfig
 from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
-from miles_async.sample_schema import SampleLimits, check_group, check_sample, decode_answers
+from miles_async.sample_schema import check_group, check_sample, decode_answers
 from miles_async.types import Group, Prompt, Sample, VersionSpan
 from tests.sim.world import DirectJournal, Trace
 
@@ -42,17 +43,17 @@ def finished(**fields: Any) -> Sample:
 
 INVALID = [
     ({"tokens": [1, 2, "a"]}, "tokens[2]: expected int, got str"),
-    ({"tokens": [1, 2, -3]}, "tokens[2]: expected int >= 0"),
+    ({"tokens": [1, 2, -3]}, "tokens[2]: -3 is not between 0 and 2147483647"),
     ({"tokens": [1, 2, 100]}, "token 100 is outside the vocabulary of 100 tokens"),
     ({"tokens": None}, "tokens: expected array, got null"),
     ({"tokens": [1] * 9}, "9 tokens, and a micro-batch of the learner holds at most 8; raise max_tokens_per_gpu"),
-    ({"response_length": HUGE}, f"3 tokens, fewer than its response_length {HUGE}"),
-    ({"response_length": 3}, "its tokens contain no prompt"),
+    ({"response_length": HUGE}, f"tokens has 3 entries, fewer than response_length {HUGE}"),
+    ({"response_length": 3}, "tokens contains no prompt"),
     ({"response_length": "2"}, "response_length: expected int, got str"),
     ({"rollout_log_probs": [-0.1, None]}, "rollout_log_probs[1]: expected float, got null"),
-    ({"rollout_log_probs": [-0.1, float("nan")]}, "a rollout_log_prob is not finite"),
-    ({"loss_mask": [1]}, "a loss_mask of 1 entries; response_length is 2"),
-    ({"loss_mask": [1, 2]}, "its loss_mask has entries other than 0 and 1"),
+    ({"rollout_log_probs": [-0.1, float("nan")]}, "rollout_log_probs[1] is not finite"),
+    ({"loss_mask": [1]}, "loss_mask has 1 entries; response_length is 2"),
+    ({"loss_mask": [1, 2]}, "loss_mask[1]: 2 is not between 0 and 1"),
     ({"spans": [VersionSpan(NEWEST + 1, 0, 2)]}, "weight version 5 does not exist; the newest version is 4"),
     ({"spans": [VersionSpan(NEWEST, 0, 3)]}, "one covers [0, 3) of 2 tokens"),
 ]
@@ -309,7 +310,7 @@ def test_a_function_that_only_returns_invalid_groups_ends_the_run_with_a_user_er
     async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
         return [[finished(response_length=HUGE)]] * args.rollout_batch_size
 
-    with pytest.raises(UserError, match=r"fewer than its response_length .* 3 calls in a row returned no valid group"):
+    with pytest.raises(UserError, match=r"fewer than response_length .* 3 calls in a row returned no valid group"):
         collect(function)
 
 

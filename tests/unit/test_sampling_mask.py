@@ -17,9 +17,10 @@ from miles_async.adapters.sglang.response import extend
 from miles_async.adapters.storage.recording_store import RecordingStore
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
 from miles_async.batching.batch import policy_steps, repack_for_forward
+from miles_async.columns.column import SampleLimits
 from miles_async.errors import TrajectoryError
 from miles_async.recording import GroupRecord, Recording
-from miles_async.sample_schema import SampleLimits, check_group, check_sample, check_stored
+from miles_async.sample_schema import check_group, check_sample, check_stored
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group, Sample, VersionSpan
 from tests.configuration import run_config
@@ -191,13 +192,13 @@ def test_a_mask_of_lists_is_converted() -> None:
     "fields, complaint",
     [
         ({"sampling_mask": None}, "no sampling mask, although rollout_top_p or rollout_top_k limits"),
-        ({"sampling_mask": [[7], []]}, "a sampling_mask of 2 entries; response_length is 3"),
+        ({"sampling_mask": [[7], []]}, "sampling_mask has 2 entries; response_length is 3"),
         ({"sampling_mask": [[7], [], [8]]}, "of response token 2 does not contain the token itself"),
         ({"sampling_mask": [[7], [], []]}, "of response token 2 does not contain the token itself"),
-        ({"sampling_mask": [[7], [], [9, 256]]}, "token 256 of its sampling_mask is outside the vocabulary of 256"),
-        ({"sampling_mask": [[7], [], [9, -1]]}, r"sampling_mask: \[2\]\[1\]: expected int >= 0"),
+        ({"sampling_mask": [[7], [], [9, 256]]}, "sampling_mask: token 256 is outside the vocabulary of 256"),
+        ({"sampling_mask": [[7], [], [9, -1]]}, r"sampling_mask\[2\]\[1\]: expected int >= 0"),
         ({"sampling_mask": [[7], [], [9, 9]]}, "names a token twice"),
-        ({"rollout_log_probs": []}, "sampling mask without rollout_log_probs"),
+        ({"rollout_log_probs": []}, "sampling_mask is set without rollout_log_probs"),
     ],
 )
 def test_an_invalid_mask_is_refused(fields: dict[str, Any], complaint: str) -> None:
@@ -263,15 +264,14 @@ def test_each_trained_token_has_its_kept_tokens_also_in_rows() -> None:
     assert len(step.micro_batches) > 1
     kept = []
     for batch in step.micro_batches:
-        assert batch.sampling_mask is not None
-        assert batch.sampling_mask.keeps(batch.tokens[batch.targets]).all()
-        kept += batch.sampling_mask.rows()
+        mask = batch.columns["sampling_mask"]
+        assert mask.keeps(batch.tokens[batch.targets]).all()
+        kept += mask.rows()
     rows = config.learner.model_copy(
         update={"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 3}
     )
     for part in repack_for_forward(step.micro_batches, rows):
-        assert part.batch.sampling_mask is not None
-        assert part.batch.sampling_mask.rows() == [kept[i] for i in part.target_indices]
+        assert part.batch.columns["sampling_mask"].rows() == [kept[i] for i in part.target_indices]
 
 
 def test_samples_with_and_without_a_mask_are_not_trained_together() -> None:

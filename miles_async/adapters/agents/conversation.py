@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -247,7 +247,7 @@ class Conversation:
             sample.tokens = await self._encode(await render(messages))
             return
         if source is not segment:
-            prompt, shared = source.sample.prompt_length, source.sample.tokens[: answer.tokens]
+            prompt, shared = source.sample.prompt_length, list(source.sample.tokens[: answer.tokens])
             sample.tokens = shared[:prompt]
             self._sampler.observe_ids(sample, shared[prompt:])
         tokens = await tokens_after(
@@ -316,12 +316,12 @@ class Conversation:
         if sample.status is SampleStatus.ABORTED:
             raise TrajectoryError("the run aborted the sample")
         first = sample.prompt_length + before
-        tokens, completed = sample.tokens[first:], sample.status is SampleStatus.COMPLETED
+        tokens, completed = list(sample.tokens[first:]), sample.status is SampleStatus.COMPLETED
         message, stop = await read_answer(
             tokens,
             self._sampler.tokenizer,
             self._parser,
-            context=sample.tokens[max(0, first - CONTEXT_TOKENS) : first],
+            context=list(sample.tokens[max(0, first - CONTEXT_TOKENS) : first]),
             ended=completed,
             tools=asked.tools,
             calls_before=sum(len(message.get("tool_calls", ())) for message in asked.messages),
@@ -334,7 +334,7 @@ class Conversation:
             message,
             "length" if sample.status is SampleStatus.TRUNCATED else reason,
             tokens,
-            sample.rollout_log_probs[before:],
+            list(sample.rollout_log_probs[before:]),
             first,
             stop,
         )
@@ -349,9 +349,10 @@ class Conversation:
 
 
 def _fields(sample: Sample) -> dict[str, Any]:
-    """The fields of a sample that a request changes; its lists are copied."""
-    values = {entry.name: getattr(sample, entry.name) for entry in fields(sample)}
-    return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+    """The fields of a sample that a request changes; its columns are copied."""
+    before = replace(sample)
+    before.copy_columns(sample)
+    return {entry.name: getattr(before, entry.name) for entry in fields(before)}
 
 
 async def _without_blocking(size: int, work: Callable[[], T]) -> T:

@@ -38,7 +38,7 @@ from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
-from miles_async.sample_schema import decode_json
+from miles_async.parsing import decode_json
 from miles_async.types import Sample
 from miles_async.wire_formats import FORMATS, WireFormat
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from miles_async.adapters.sglang.multi_turn import TurnTokenizer
-from miles_async.sample_schema import decode_json
+from miles_async.parsing import decode_json
 
 Message = dict[str, Any]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from miles_async.adapters.datasets.parquet import ParquetRows
 from miles_async.errors import DataRowError, UserError
-from miles_async.sample_schema import decode_json
+from miles_async.parsing import decode_json
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 24

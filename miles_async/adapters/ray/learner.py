@@ -14,7 +14,7 @@ import ray
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.system.work_time import WorkTime
-from miles_async.batching.batch import TrainStep, rank_batches
+from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.types import Group, LearnerProgress, StepReport
@@ -22,6 +22,8 @@ from miles_async.types import Group, LearnerProgress, StepReport
 T = TypeVar("T")
 Rank = Any
 """Handle of a `workers.learner.LearnerRank` actor."""
+Part = Any
+"""Reference to a list of `TrainStep` in Ray's object store."""
 
 
 class RayRanks:
@@ -38,9 +40,9 @@ class RayRanks:
         """`actors` are the actors of all ranks, in order."""
         self.actors = actors
 
-    async def give_batch(self, rank: int, rollout_id: int, groups: Sequence[int], steps: Sequence[TrainStep]) -> None:
+    async def give_batch(self, rank: int, rollout_id: int, groups: Sequence[int], part: Part) -> None:
         """Give a rank its part of a batch; see `LearnerRank.receive_batch`."""
-        await actor_result(self.actors[rank].receive_batch.remote(rollout_id, groups, steps))
+        await actor_result(self.actors[rank].receive_batch.remote(rollout_id, groups, part))
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of `LearnerRank` on all ranks; return the results in order of the ranks."""
@@ -77,15 +79,25 @@ class RayLearner:
         if self._share_prefixes is None:
             self._share_prefixes = await self._ranks.on_first("shares_prefixes")
         # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
-        batches = await asyncio.to_thread(
-            rank_batches, groups, self._config, len(self._ranks.actors), share_prefixes=self._share_prefixes
-        )
+        parts = await asyncio.to_thread(self._packed, groups, share_prefixes=self._share_prefixes)
         sequences = [group.sequence or 0 for group in groups]
         await asyncio.gather(
-            *(self._ranks.give_batch(rank, rollout_id, sequences, batch) for rank, batch in enumerate(batches))
+            *(self._ranks.give_batch(rank, rollout_id, sequences, part) for rank, part in enumerate(parts))
         )
         reports = await self._ranks.on_all("train", rollout_id)
         return _merged(reports, sum(len(sample.tokens) for group in groups for sample in group))
+
+    def _packed(self, groups: Sequence[Group], *, share_prefixes: bool) -> list[Part]:
+        """Pack the batch; returns a reference to the part of each rank.
+
+        The ranks of a model replica have the same part. It is put into Ray's object store once, from which the ranks of
+        a node read it without a copy.
+        """
+        ranks = len(self._ranks.actors)
+        batches = rank_batches(groups, self._config, ranks, share_prefixes=share_prefixes)
+        replicas = [self._config.learner.data_parallel_rank(rank, ranks) for rank in range(ranks)]
+        stored = {replica: ray.put(batches[replicas.index(replica)]) for replica in sorted(set(replicas))}
+        return [stored[replica] for replica in replicas]
 
     async def progress(self) -> LearnerProgress:
         ranks: list[LearnerProgress] = await self._ranks.on_all("progress")
@@ -110,7 +122,7 @@ class RayLearner:
         seconds: list[float] = await self._ranks.on_all("work_seconds")
         return sum(seconds) + self._work_time.seconds
 
-    async def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
+    async def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `MegatronLearner.logprobs`."""
         results = await self._ranks.on_all("logprobs", token_lists)
         return results[0]  # type: ignore[no-any-return]

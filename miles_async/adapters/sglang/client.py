@@ -56,6 +56,8 @@ class JsonClient:
     ) -> Any:
         """Send a request with `body` as JSON; return the decoded answer, or its text if it is not JSON.
 
+        `body` may contain arrays of NumPy.
+
         `key` is the API key of the server; empty if the server has none. `decode` replaces the decoding of JSON, unless
         it returns None.
 
@@ -67,7 +69,7 @@ class JsonClient:
             async with self._session.request(
                 method,
                 url,
-                data=orjson.dumps(body if body is not None else {}),
+                data=orjson.dumps(body if body is not None else {}, option=orjson.OPT_SERIALIZE_NUMPY),
                 headers={"content-type": "application/json", **authorization(key)},
                 timeout=aiohttp.ClientTimeout(total=within, sock_connect=min(within, LINK_SECONDS)),
             ) as response:

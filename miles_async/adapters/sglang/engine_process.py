@@ -12,7 +12,7 @@ import sys
 
 from miles_async import cpu_compat
 from miles_async.adapters.sglang.server_key import receive_key
-from miles_async.adapters.system.garbage_collection import THRESHOLDS, uncollected_imports
+from miles_async.adapters.system.memory import THRESHOLDS, uncollected_imports
 
 # Here, and not in `main`, because SGLang's spawned processes import this module but do not call `main`.
 cpu_compat.install()

@@ -19,17 +19,26 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.adapters.sglang.plugin import EACH_SAMPLE
 from miles_async.adapters.sglang.response import extend
+from miles_async.columns.tokens import too_long
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
 from miles_async.events import RequestEnded
 from miles_async.identity import IdentityMap
-from miles_async.sample_schema import ScoredAnswer, decode_answers, parse, too_long
+from miles_async.parsing import parse
+from miles_async.sample_schema import ScoredAnswer, decode_answers
+from miles_async.token_values import TokenValues, array_of
 from miles_async.types import Group, Prompt, Sample, SampleStatus
 
+REQUEST_TOKENS = 1 << 17
+"""Most tokens that one request may generate, unless it is for a single sample. An answer has 40 bytes per token, which
+the event loop decodes without a break."""
 ABORT_TIMEOUT_SECONDS = 30.0
 ABORT_REPEAT_SECONDS = 0.02
 """Pause before an abort is repeated for the first time. It doubles with each repetition."""
@@ -258,7 +267,7 @@ class SGLangGenerator:
                 f"sample {sample.index}: its tokens contain no prompt; put the prompt first, or set rollout_log_probs"
             )
         body = {
-            "input_ids": sample.tokens,
+            "input_ids": np.asarray(sample.tokens),
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": sample.prompt_length - 1,
@@ -276,7 +285,7 @@ class SGLangGenerator:
             raise TrajectoryError(
                 f"sample {sample.index}: the engine scored {len(known)} of {sample.response_length} response tokens"
             )
-        sample.rollout_log_probs = known
+        sample.rollout_log_probs = TokenValues(known, np.float32)
 
     async def close(self) -> None:
         for abort in self._abandoned:
@@ -288,15 +297,15 @@ class SGLangGenerator:
 
         Raises TrajectoryError if a prompt is too long, and as `CheckpointTokenizer.render` if it is a list of messages.
         """
-        # The samples of a group usually share one prompt: encode it once.
-        encoded: dict[str, list[int]] = {}
+        # The samples of a group usually share one prompt: encode it once. They share the array, which is read-only.
+        encoded: dict[str, NDArray[np.int32]] = {}
         for sample in group:
             if not sample.tokens:
                 tools = sample.metadata.get("tools")
                 key = f"{sample.prompt}{tools}"
                 if key not in encoded:
-                    encoded[key] = self._tokenizer.encode(sample.prompt, tools)
-                sample.tokens = list(encoded[key])
+                    encoded[key] = array_of(self._tokenizer.encode(sample.prompt, tools), np.int32)
+                sample.tokens = TokenValues.of(encoded[key])
             if self._max_prompt_tokens is not None and sample.prompt_length > self._max_prompt_tokens:
                 raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
@@ -309,7 +318,8 @@ class SGLangGenerator:
                 )
 
     def _requests(self, samples: Sequence[Sample], sampling: SamplingParams) -> Iterator[tuple[int, list[Sample]]]:
-        """Split samples into requests: those with the same number of tokens left, at most `limit` per request.
+        """Split samples into requests: those with the same number of tokens left, at most `limit` per request, and no
+        more than may get `REQUEST_TOKENS` tokens together.
 
         SGLang takes one `max_new_tokens` per request. Samples without tokens left become TRUNCATED.
         """
@@ -321,7 +331,7 @@ class SGLangGenerator:
                 for sample in alike:
                     sample.status = SampleStatus.TRUNCATED
                 continue
-            limit = self._limit()
+            limit = min(self._limit(), max(1, REQUEST_TOKENS // budget))
             for start in range(0, len(alike), limit):
                 yield budget, alike[start : start + limit]
 
@@ -336,7 +346,7 @@ class SGLangGenerator:
             call.request_ids.append(request + EACH_SAMPLE)
             body = {
                 "rid": request,
-                "input_ids": [sample.tokens for sample in samples],
+                "input_ids": [np.asarray(sample.tokens) for sample in samples],
                 "sampling_params": sampling_params,
                 "return_logprob": True,
                 **self._priority,

@@ -1,8 +1,8 @@
 """Samples one turn at a time, for generate functions with tools and for agents.
 
 Tokens are never converted to text and back, which could change them: a turn continues the token ids of the sample. The
-output of a tool or a user (an observation) is appended as token ids that carry no loss, no version, no
-sampling mask and the log-probability 0.0.
+output of a tool or a user (an observation) is appended as token ids that carry no loss, no version, and the default
+entry of every other column.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.response import continued_text
+from miles_async.columns.column import append_tokens
 from miles_async.identity import IdentityMap
-from miles_async.sampling_mask import SamplingMask
+from miles_async.token_values import TokenValues
 from miles_async.types import Group, Sample, SampleStatus
 
 
@@ -124,7 +127,7 @@ class MultiTurnSampler:
 
     def observe(self, sample: Sample, text: str, room: int | None = None) -> int:
         """Append an observation, at most `room` tokens of it; return the number of tokens that were cut off."""
-        ids = self.tokenizer.encode_text(text, after=self.tokenizer.text_of(sample.tokens[-1:]))
+        ids = self.tokenizer.encode_text(text, after=self.tokenizer.text_of(list(sample.tokens[-1:])))
         kept = ids if room is None else ids[: max(room, 0)]
         self.observe_ids(sample, kept)
         return len(ids) - len(kept)
@@ -133,18 +136,14 @@ class MultiTurnSampler:
         """Append an observation that is given as token ids."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=self._engine.sampling.skip_special_tokens)
         sample.response = continued_text(sample, ids, decode)
-        # A sample without a mask is trained on as a whole.
-        mask = [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
-        sample.loss_mask = mask + [0] * len(ids)
-        sample.tokens += ids
-        sample.response_length += len(ids)
-        sample.rollout_log_probs += [0.0] * len(ids)
-        if sample.sampling_mask is not None:
-            sample.sampling_mask = SamplingMask.concatenate([sample.sampling_mask, SamplingMask.empty(len(ids))])
+        if sample.loss_mask is None:
+            # A sample without a mask is trained on as a whole.
+            sample.loss_mask = TokenValues.of(np.ones(sample.response_length, np.int8))
+        append_tokens(sample, ids)
 
     def latest_text(self, sample: Sample) -> str:
         """Return the text that the model has sampled since the last observation, across aborts and continuations."""
-        return self.tokenizer.decode(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :])
+        return self.tokenizer.decode(list(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :]))
 
     async def stop(self, samples: Iterable[Sample], *, everything: bool) -> None:
         """Abort the current turns of those of the samples that are `generating`, and every further turn of theirs.

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from miles_async.columns.column import append_tokens
 from miles_async.errors import TrajectoryError
-from miles_async.sample_schema import AnswerMeta, EngineAnswer, parse
+from miles_async.parsing import parse
+from miles_async.sample_schema import AnswerMeta, EngineAnswer
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
@@ -29,7 +33,7 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
     if not isinstance(answer, EngineAnswer):
         answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
     meta, ids = answer.meta_info, answer.output_ids
-    log_probs, mask = [token.log_prob for token in meta.output_token_logprobs], sample.sampling_mask
+    log_probs, mask = [token.log_prob for token in meta.output_token_logprobs], None
     if sampling_mask:
         log_probs, mask = _mask(sample, meta, len(ids))
     if len(log_probs) != len(ids):
@@ -45,13 +49,10 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
         sample.response = continued_text(sample, ids, decode)
     else:
         sample.response = answer.text
-    sample.tokens += ids
-    sample.response_length += len(ids)
-    sample.rollout_log_probs += log_probs
-    sample.sampling_mask = mask
-    if sample.loss_mask is not None:
-        sample.loss_mask += [1] * len(ids)
-    sample.spans = spans
+    if mask is not None and sample.sampling_mask is None:
+        sample.sampling_mask = SamplingMask.empty(sample.response_length)
+    ones = None if sample.loss_mask is None else np.ones(len(ids), np.int8)
+    append_tokens(sample, ids, rollout_log_probs=log_probs, loss_mask=ones, sampling_mask=mask, spans=spans)
     sample.status = status
 
 
@@ -61,16 +62,15 @@ def continued_text(sample: Sample, ids: Sequence[int], decode: Callable[[list[in
     Only the last tokens of the response are decoded again: they may end within a character, and some tokenizers drop a
     space at the start of a text. The time does not grow with the length of the response.
     """
-    response = sample.tokens[sample.prompt_length :]
-    last = response[-DECODED_AGAIN:]
+    last = list(sample.tokens[max(sample.prompt_length, len(sample.tokens) - DECODED_AGAIN) :])
     text = decode(last) if last else ""
     if text and sample.response.endswith(text):
         return sample.response.removesuffix(text) + decode([*last, *ids])
-    return decode([*response, *ids])
+    return decode([*sample.tokens[sample.prompt_length :], *ids])
 
 
 def _mask(sample: Sample, meta: AnswerMeta, tokens: int) -> tuple[list[float], SamplingMask]:
-    """Return log-probabilities over the kept tokens of `tokens` new tokens, and the whole response's sampling mask."""
+    """Return log-probabilities over the kept tokens of `tokens` new tokens, and the sampling mask of these tokens."""
     rows, log_probs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if rows is None or log_probs is None:
         if tokens:
@@ -82,8 +82,7 @@ def _mask(sample: Sample, meta: AnswerMeta, tokens: int) -> tuple[list[float], S
         rows, log_probs = [], []
     if len(rows) != tokens:
         raise TrajectoryError(f"sample {sample.index}: {tokens} tokens came with {len(rows)} sampling masks")
-    before = sample.sampling_mask or SamplingMask.empty(sample.response_length)
-    return log_probs, SamplingMask.concatenate([before, SamplingMask.from_rows(rows)])
+    return log_probs, SamplingMask.from_rows(rows)
 
 
 def _spans(sample: Sample, meta: AnswerMeta, tokens: int) -> list[VersionSpan]:

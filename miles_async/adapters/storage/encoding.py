@@ -1,14 +1,13 @@
 """How the run store encodes values: as MessagePack, compressed with Zstandard.
 
-Samples repeat their prompts, events the names of their fields, and most loss masks a one. SGLang's log-probabilities
-are float32, so half of the bytes of these floats are almost constant. Converting them to float32 before the compression
-would save only a tenth more, and hold the interpreter lock. pyarrow has Zstandard, which compresses as well as zlib in
-a quarter of the time, without the lock.
+Per-token data is encoded as the bytes of its array. Samples repeat their prompts, events the names of their fields, and
+most loss masks a one. pyarrow has Zstandard, which compresses as well as zlib in a quarter of the time, without the
+interpreter lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec.msgpack import Ext
 
-from miles_async.sampling_mask import SamplingMask
+from miles_async.token_values import TokenValues
 from miles_async.types import Sample
 
 _FIELDS = tuple(entry.name for entry in fields(Sample))
@@ -26,12 +26,37 @@ sample_values: Callable[[Sample], tuple[Any, ...]] = attrgetter(*_FIELDS)
 SampleValues = Sequence[tuple[Any, ...]]
 """`sample_values` of each sample of a group."""
 _SPANS, _RESPONSE_LENGTH = _FIELDS.index("spans"), _FIELDS.index("response_length")
+_PART_TOKENS = 1 << 16
+"""Response tokens of the samples that are compressed together: enough to find repeated prompts, few enough that a group
+of long samples needs little memory."""
+_ARRAY, _VALUES = 1, 2
+"""The codes of the MessagePack extensions for an array, and for `TokenValues`."""
 
-encode = msgspec.msgpack.Encoder().encode
-"""Encode a value as MessagePack, which stores floats exactly."""
-decode = msgspec.msgpack.Decoder().decode
+
+def _extension(value: Any) -> Ext:
+    if not isinstance(value, TokenValues | np.ndarray):
+        raise NotImplementedError(f"a value of type {type(value).__name__} cannot be stored")
+    array = np.asarray(value)
+    kind = msgspec.msgpack.encode((array.dtype.str, array.shape))
+    code = _VALUES if isinstance(value, TokenValues) else _ARRAY
+    return Ext(code, len(kind).to_bytes(1) + kind + array.tobytes())
+
+
+def _of_extension(code: int, data: memoryview) -> Any:
+    start = 1 + data[0]
+    dtype, shape = msgspec.msgpack.decode(data[1:start])
+    # A copy, so that the decoded message does not stay in memory.
+    array = np.frombuffer(data[start:], dtype).reshape(shape).copy()
+    return TokenValues.of(array) if code == _VALUES else array
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_extension).encode
+"""Encode a value as MessagePack, which stores floats and arrays exactly."""
+decode = msgspec.msgpack.Decoder(ext_hook=_of_extension).decode
 """The inverse of `encode`."""
 _zstandard = pa.Codec("zstd", compression_level=1)
+_POOL = pa.system_memory_pool()
+"""pyarrow's own pool would keep memory that nothing uses."""
 _SIZE_BYTES = 8
 """Bytes before compressed data. They contain the size of the decompressed data."""
 
@@ -39,35 +64,37 @@ _SIZE_BYTES = 8
 def pack(value: Any) -> bytes:
     """Encode and compress a value."""
     data = encode(value)
-    compressed: bytes = _zstandard.compress(data, asbytes=True)
+    compressed: bytes = _zstandard.compress(data, asbytes=True, memory_pool=_POOL)
     return len(data).to_bytes(_SIZE_BYTES) + compressed
 
 
 def unpack(data: bytes, decode: Callable[[bytes], Any] = decode) -> Any:
     """The inverse of `pack`, for data that is not damaged. `decode` decodes the MessagePack."""
     size = int.from_bytes(data[:_SIZE_BYTES])
-    return decode(_zstandard.decompress(memoryview(data)[_SIZE_BYTES:], size, asbytes=True))
+    return decode(_zstandard.decompress(memoryview(data)[_SIZE_BYTES:], size, asbytes=True, memory_pool=_POOL))
 
 
 def pack_samples(samples: SampleValues) -> bytes:
-    """Encode and compress the samples of a group."""
-    named = [dict(zip(_FIELDS, values, strict=True)) for values in samples]
-    for values in named:
-        if (mask := values["sampling_mask"]) is not None:
-            values["sampling_mask"] = [np.asarray(array, np.int32).tobytes() for array in (mask.counts, mask.token_ids)]
-    return pack(named)
+    """Encode and compress samples of a group."""
+    return pack([dict(zip(_FIELDS, values, strict=True)) for values in samples])
 
 
 def unpack_samples(data: bytes) -> list[Sample]:
     """The inverse of `pack_samples`."""
-    samples = []
-    for values in unpack(data):
-        mask = values.pop("sampling_mask")
-        sample = Sample.from_dict(values)
-        if mask is not None:
-            sample.sampling_mask = SamplingMask(*(np.frombuffer(array, np.int32) for array in mask))
-        samples.append(sample)
-    return samples
+    return list(map(Sample.from_dict, unpack(data)))
+
+
+def parts_of(samples: SampleValues) -> Iterator[SampleValues]:
+    """Divide a group into consecutive samples that are compressed and stored together."""
+    part, tokens = [], 0
+    for values in samples:
+        part.append(values)
+        tokens += values[_RESPONSE_LENGTH]
+        if tokens >= _PART_TOKENS:
+            yield part
+            part, tokens = [], 0
+    if part or not samples:
+        yield part
 
 
 def versions(samples: SampleValues) -> list[int]:

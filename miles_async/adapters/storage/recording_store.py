@@ -24,13 +24,14 @@ from safetensors import SafetensorError
 from miles_async.adapters.storage import recording_codec as codec
 from miles_async.adapters.storage.checksum import checksum, file_chunks
 from miles_async.atomic_files import atomic_folder
+from miles_async.columns.column import SampleLimits
 from miles_async.errors import TrajectoryError
 from miles_async.recording import Recording, is_generated
-from miles_async.sample_schema import SampleLimits, check_stored
+from miles_async.sample_schema import check_stored
 from miles_async.types import trajectories_of
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
-FORMAT = 1
+FORMAT = 2
 DRAFT_LIFETIME_SECONDS = 3600.0
 """A temporary folder older than this belongs to a writer that was killed."""
 
@@ -83,13 +84,13 @@ class RecordingStore:
         Raises OSError if the folder is not writable, StoreFullError if the entry exceeds the size limit, and TypeError
         if metadata cannot be expressed in JSON.
         """
-        content = codec.describe(recording)
+        content, arrays = codec.take_apart(recording)
         # The first check avoids writing an entry that is too large; the second one knows the exact size.
-        self._check_limit(codec.array_bytes(content))
+        self._check_limit(arrays.nbytes)
         self._delete_old_drafts()
         try:
             with atomic_folder(self.path(step)) as draft:
-                codec.write(recording, content, draft / BATCH)
+                arrays.write(draft / BATCH)
                 meta = {
                     "format": FORMAT,
                     "step": step,

@@ -1,13 +1,8 @@
-"""The rollout file: one batch of groups as a safetensors file, with JSON inside it. No pickle is involved.
+"""The rollout file: one batch of groups, with all that is needed to train it, in one file.
 
-    tokens, rollout_log_probs, loss_masks   one array per field, all samples concatenated
-    lengths                                 (samples, 3): tokens, log-probabilities, mask entries (-1: no mask)
-    spans                                   (spans, 4): sample number, version, start, end
-    kept_counts, kept_ids                   the sampling masks of all samples, concatenated
-    mask_lengths                            (samples,): entries of kept_counts (-1: no sampling mask)
-    groups                                  all other fields of groups and samples, as the bytes of a JSON text
-
-The metadata of the file holds the rollout number and a checksum over all arrays. The file is written atomically.
+The samples are arrays of a safetensors file (`sample_arrays.py`). Another array, `:groups`, holds all other fields of
+groups and samples as the bytes of a JSON text. The metadata of the file holds the rollout number and a checksum over
+all arrays. The file is written atomically.
 
 Files of other projects, such as slime's, can be read if a guest knows them (`Guest.load_batch`), but not written.
 """
@@ -15,7 +10,6 @@ Files of other projects, such as slime's, can be read if a guest knows them (`Gu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +17,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from miles_async.adapters.storage.checksum import checksum
+from miles_async.adapters.storage.sample_arrays import SampleArrays, read_samples
 from miles_async.atomic_files import atomic_file
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.guests import GUESTS
-from miles_async.sampling_mask import SamplingMask
-from miles_async.types import Group, Sample
+from miles_async.types import Group
 
-FORMAT = "miles_async rollout 1"
-_COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "sampling_mask", "spans"
-"""Fields of a sample that are stored as arrays."""
-_NO_MASK = -1
+FORMAT = "miles_async rollout 2"
+_GROUPS = ":groups"
 
 
 def rollout_path(template: str, rollout_id: int) -> Path:
@@ -51,30 +42,14 @@ def save_groups(path: Path, rollout_id: int, groups: Sequence[Group]) -> None:
 
     Raises OSError if the file cannot be written; an existing file is then unchanged.
     """
-    samples = [sample for group in groups for sample in group]
-    mask = SamplingMask.concatenate(sample.sampling_mask for sample in samples if sample.sampling_mask is not None)
-    columns: dict[str, NDArray[Any]] = {
-        "tokens": _concatenate([sample.tokens for sample in samples], np.int64),
-        "rollout_log_probs": _concatenate([sample.rollout_log_probs for sample in samples], np.float64),
-        "loss_masks": _concatenate([sample.loss_mask or [] for sample in samples], np.int8),
-        "lengths": np.array([_lengths(sample) for sample in samples], np.int64).reshape(-1, 3),
-        "spans": np.array(
-            [(i, s.version, s.start, s.end) for i, sample in enumerate(samples) for s in sample.spans], np.int64
-        ).reshape(-1, 4),
-        "kept_counts": mask.counts,
-        "kept_ids": mask.token_ids,
-        "mask_lengths": np.array(
-            [_NO_MASK if sample.sampling_mask is None else len(sample.sampling_mask) for sample in samples], np.int64
-        ),
-        "groups": np.frombuffer(orjson.dumps([_json_fields(group) for group in groups]), np.uint8),
-    }
+    parts = SampleArrays.of([sample for group in groups for sample in group])
+    headers = iter(parts.headers)
+    described = [group.header() | {"samples": [next(headers) for _ in group]} for group in groups]
+    parts.arrays[_GROUPS] = [np.frombuffer(orjson.dumps(described), np.uint8)]
+    header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(parts.arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"format": FORMAT, "rollout_id": str(rollout_id), "checksum": _checksum(columns)}
     with atomic_file(path) as temporary:
-        try:
-            save_file(columns, temporary, metadata=header)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+        parts.write(temporary, header)
 
 
 def load_groups(path: Path) -> tuple[int, list[Group]]:
@@ -88,72 +63,32 @@ def load_groups(path: Path) -> tuple[int, list[Group]]:
     try:
         with safe_open(path, framework="numpy") as file:
             header = file.metadata() or {}
-            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if header.get("format") != FORMAT:
+                raise UserError(
+                    f"{path} is not a rollout file of this version of miles_async: name a file that "
+                    "save_debug_rollout_data wrote, or save the batch again"
+                )
+            if header.get("checksum") != _checksum({name: [file.get_tensor(name)] for name in file.keys()}):  # noqa: SIM118
+                raise UserError(f"rollout data {path} is damaged: the checksum does not match; save the batch again")
+            return int(header["rollout_id"]), _groups(file)
     except (SafetensorError, OSError) as error:
         raise UserError(f"rollout data {path} cannot be read: {error}") from error
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} is not a rollout file: name a file that save_debug_rollout_data wrote")
-    if header.get("checksum") != _checksum(columns):
-        raise UserError(f"rollout data {path} is damaged: the checksum does not match; save the batch again")
-    try:
-        return int(header["rollout_id"]), _groups(columns)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, TrajectoryError) as error:
         raise UserError(f"rollout data {path} has another structure: {error!r}; save the batch again") from error
 
 
-def _groups(columns: Mapping[str, NDArray[Any]]) -> list[Group]:
-    lengths = columns["lengths"]
-    spans: dict[int, list[dict[str, int]]] = {}
-    for sample, version, start, end in columns["spans"].tolist():
-        spans.setdefault(sample, []).append({"version": version, "start": start, "end": end})
-    tokens = _split(columns["tokens"], lengths[:, 0])
-    log_probs = _split(columns["rollout_log_probs"], lengths[:, 1])
-    masks = _split(columns["loss_masks"], np.maximum(lengths[:, 2], 0))
-    groups = orjson.loads(columns["groups"].tobytes())
-    # The fields are put back into the JSON values in the order in which `save_groups` took them out.
-    for number, sample in enumerate(sample for group in groups for sample in group["samples"]):
-        sample["tokens"] = tokens[number]
-        sample["rollout_log_probs"] = log_probs[number]
-        sample["loss_mask"] = None if lengths[number, 2] == _NO_MASK else masks[number]
-        sample["spans"] = spans.get(number, [])
-    loaded = [Group.from_dict(group) for group in groups]
-    if "mask_lengths" in columns:  # files of older versions have no sampling masks
-        _set_masks([sample for group in loaded for sample in group], columns)
-    return loaded
+def _groups(file: Any) -> list[Group]:
+    described = orjson.loads(file.get_tensor(_GROUPS).tobytes())
+    samples = iter(read_samples(file, [header for group in described for header in group["samples"]]))
+    groups = []
+    for header in described:
+        group = Group.of_header(header)
+        group += (next(samples) for _ in header["samples"])
+        groups.append(group)
+    return groups
 
 
-def _set_masks(samples: Sequence[Sample], columns: Mapping[str, NDArray[Any]]) -> None:
-    start = first_id = 0
-    for sample, length in zip(samples, columns["mask_lengths"].tolist(), strict=True):
-        if length != _NO_MASK:
-            counts = columns["kept_counts"][start : start + length]
-            token_ids = columns["kept_ids"][first_id : first_id + int(counts.sum())]
-            sample.sampling_mask = SamplingMask(counts, token_ids)
-            start, first_id = start + len(counts), first_id + len(token_ids)
-
-
-def _json_fields(group: Group) -> dict[str, Any]:
-    values = group.to_dict()
-    for sample in values["samples"]:
-        for name in _COLUMNS:
-            del sample[name]
-    return values
-
-
-def _lengths(sample: Sample) -> tuple[int, int, int]:
-    masked = _NO_MASK if sample.loss_mask is None else len(sample.loss_mask)
-    return len(sample.tokens), len(sample.rollout_log_probs), masked
-
-
-def _concatenate(lists: Sequence[Sequence[Any]], kind: Any) -> NDArray[Any]:
-    return np.array([value for values in lists for value in values], kind)
-
-
-def _split(joined: NDArray[Any], lengths: NDArray[Any]) -> list[list[Any]]:
-    ends = list(accumulate(lengths.tolist()))
-    values = joined.tolist()
-    return [values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-
-
-def _checksum(columns: Mapping[str, NDArray[Any]]) -> str:
-    return checksum(chunk for name in sorted(columns) for chunk in (name.encode(), columns[name].tobytes()))
+def _checksum(arrays: Mapping[str, Sequence[NDArray[Any]]]) -> str:
+    return checksum(
+        chunk for name in sorted(arrays) for chunk in (name.encode(), *(array.tobytes() for array in arrays[name]))
+    )

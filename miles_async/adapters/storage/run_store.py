@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from miles_async.adapters.storage.encoding import (
     encode,
     pack,
     pack_samples,
+    parts_of,
     response_tokens,
     sample_values,
     unpack,
@@ -55,7 +57,7 @@ from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRu
 from miles_async.types import Group, Sample
 
 FILE = "run.sqlite"
-FORMAT = 3
+FORMAT = 4
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
 PAGE_BYTES = 4 << 10
 """A page of the file. A batch writes each page that it changes, so that large pages cost small groups many bytes."""
@@ -130,11 +132,11 @@ class SqliteRunStore:
 
     async def load(self, sequence: int) -> list[Sample]:
         """Return the samples of a stored group; see `RunStore.load`."""
-        return await self._in_thread(self._file.load, _CONTENTS, sequence)
+        return await self._in_thread(self._file.load, f"group {sequence}")
 
     async def load_posted(self, feed_index: str) -> list[Sample]:
         """Return the samples of a posted group; see `RunStore.load_posted`."""
-        return await self._in_thread(self._file.load, _POSTED, feed_index)
+        return await self._in_thread(self._file.load, f"posted {feed_index}")
 
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
@@ -246,16 +248,19 @@ _GROUPS = _Table(
 # A separate table, because SQLite writes a whole row again if one of its columns changes.
 _CONTENTS = _Table(
     "contents",
-    {"sequence": "INTEGER PRIMARY KEY", "versions": "BLOB", "response_tokens": "INTEGER", "data": "BLOB"},
+    {"sequence": "INTEGER PRIMARY KEY", "versions": "BLOB", "response_tokens": "INTEGER"},
     "sequence",
 )
+_SAMPLES = _Table("samples", {"part": "TEXT PRIMARY KEY", "parts": "INTEGER", "data": "BLOB"}, "rowid")
+"""The samples of groups, in parts, so that writing and reading a group of long samples takes little memory. The key is
+`KIND NAME/NUMBER`: `group` and a sequence number, or `posted` and a feed index, and the number of the part."""
 # These two tables are in the order in which their rows were inserted.
-_POSTED = _Table("posted", {"feed_index": "TEXT PRIMARY KEY", "data": "BLOB"}, "rowid")
+_POSTED = _Table("posted", {"feed_index": "TEXT PRIMARY KEY"}, "rowid")
 _KEYS = _Table("keys", {"key": "TEXT PRIMARY KEY", "feed_index": "TEXT"}, "rowid")
 _OWED = _Table("owed", {"feed_index": "TEXT PRIMARY KEY", "position": "INTEGER", "data": "BLOB"}, "position")
 _PROGRESS = _Table("progress", {"name": "TEXT PRIMARY KEY", "data": "BLOB"}, "name")
 _EVENTS = _Table("events", {"number": "INTEGER PRIMARY KEY", "data": "BLOB"}, "number")
-_TABLES = (_GROUPS, _CONTENTS, _POSTED, _KEYS, _OWED, _PROGRESS, _EVENTS)
+_TABLES = (_GROUPS, _CONTENTS, _SAMPLES, _POSTED, _KEYS, _OWED, _PROGRESS, _EVENTS)
 _RUN = _Table("run", {"id": "TEXT PRIMARY KEY", "number": "INTEGER", "rows_checksum": "TEXT"}, "id")
 """One row: the run, its last batch, and the sum of the checksums of all rows of the other tables."""
 
@@ -440,12 +445,15 @@ class _RunFile:
         self._put(_GROUPS, groups)
         self._put(
             _CONTENTS,
-            (
-                (sequence, encode(versions(samples)), response_tokens(samples), pack_samples(samples))
-                for sequence, samples in contents.items()
-            ),
+            ((sequence, encode(versions(samples)), response_tokens(samples)) for sequence, samples in contents.items()),
         )
-        self._put(_POSTED, ((name, pack_samples(samples)) for name, samples in posted.items()))
+        self._put(_POSTED, ((name,) for name in posted))
+        stored = {f"group {sequence}": samples for sequence, samples in contents.items()}
+        for name, samples in (stored | {f"posted {name}": samples for name, samples in posted.items()}).items():
+            self._delete(_SAMPLES, self._parts(name))
+            divided = list(parts_of(samples))
+            rows = ((f"{name}/{i}", len(divided), pack_samples(part)) for i, part in enumerate(divided))
+            self._put(_SAMPLES, rows)
         self._put(_KEYS, _kept(changes.keys))
         prompts = ((name, self._owed_position(name), pack(prompt)) for name, prompt in _kept(changes.prompts))
         self._put(_OWED, prompts)
@@ -457,14 +465,20 @@ class _RunFile:
         ended, forgotten = _removed(changes.groups), _removed(changes.prompts)
         self._delete(_GROUPS, ended)
         self._delete(_CONTENTS, ended)
+        self._delete(_SAMPLES, [part for sequence in ended for part in self._parts(f"group {sequence}")])
         self._delete(_OWED, forgotten)
         self._delete(_POSTED, forgotten)
+        self._delete(_SAMPLES, [part for name in forgotten for part in self._parts(f"posted {name}")])
         self._delete(_KEYS, _removed(changes.keys))
         for name in forgotten:
             self._owed_positions.pop(name, None)
         self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
         row = (self._run_id, changes.number, _sum_text(self._sum))
         self._connection.execute(_RUN.put, (*row, _row_checksum(_RUN, row)))
+
+    def _parts(self, name: str) -> list[str]:
+        """The keys of the stored parts of a group's samples."""
+        return list(takewhile(self._checksums[_SAMPLES].__contains__, (f"{name}/{i}" for i in count())))
 
     def _owed_position(self, feed_index: str) -> int:
         last = next(reversed(self._owed_positions.values()), 0)
@@ -512,7 +526,10 @@ class _RunFile:
                 total += row_sum
                 yield row
 
-        contents = {sequence: StoredContent(decode(data), tokens) for sequence, data, tokens, _ in rows(_CONTENTS)}
+        contents = {sequence: StoredContent(decode(data), tokens) for sequence, data, tokens in rows(_CONTENTS)}
+        # Only to verify them.
+        for _ in rows(_SAMPLES):
+            pass
         groups = []
         for sequence, feed_index, attempt, state, _, adopted, rollout in rows(_GROUPS):
             groups.append(
@@ -530,7 +547,7 @@ class _RunFile:
             number=number,
             groups=groups,
             prompts=[Group.from_prompt_dict(unpack(data)) for _, _, data in rows(_OWED)],
-            posted=[name for name, _ in rows(_POSTED)],
+            posted=[name for (name,) in rows(_POSTED)],
             keys=dict(rows(_KEYS)),
             progress={name: unpack(data) for name, data in rows(_PROGRESS)},
             events=[(batch, unpack(data, _decode_events)) for batch, data in rows(_EVENTS)],
@@ -539,12 +556,21 @@ class _RunFile:
             raise _damaged(self._path, "rows are missing or belong to different batches")
         return stored if number else None
 
-    def load(self, table: _Table, key: int | str) -> list[Sample]:
-        """The samples of the group with this key. Raises FatalError if they are damaged or missing."""
+    def load(self, name: str) -> list[Sample]:
+        """The samples of a group; `name` begins the keys of their parts. Raises FatalError if a part is damaged or
+        missing."""
+        samples: list[Sample] = []
+        number, parts = 0, 1
         with _reported_for(self._path):
-            for (*_, data), _ in self._checked(table, self._connection.execute(table.select_row, (key,))):
-                return unpack_samples(data)
-        raise _damaged(self._path, f"group {key} is missing")
+            while number < parts:
+                rows = self._connection.execute(_SAMPLES.select_row, (f"{name}/{number}",))
+                for (_, parts, data), _ in self._checked(_SAMPLES, rows):  # noqa: B007
+                    samples += unpack_samples(data)
+                    break
+                else:
+                    raise _damaged(self._path, f"{name} is missing")
+                number += 1
+        return samples
 
     def _run_row(self) -> tuple[str, int, str]:
         rows = [row for row, _ in self._checked_rows(_RUN)]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from miles_async.batching.batch import (
-    NO_VERSION,
     TrainStep,
     policy_steps,
     repack_for_forward,
     supervised_step,
 )
+from miles_async.columns.spans import NO_VERSION
 from miles_async.errors import TrajectoryError
 from miles_async.types import Group, Sample, VersionSpan
 from tests.configuration import run_config
@@ -42,7 +42,7 @@ def test_each_trained_token_has_its_position_its_engine_logprob_and_the_advantag
     assert batch.tokens.tolist() == [100, 1, 0, 1, 2, 101, 1, 0, 1, 2]
     assert batch.lengths.tolist() == [5, 5]
     assert batch.targets.tolist() == [2, 4, 7, 8, 9]
-    assert batch.rollout_log_probs.tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.2, -0.3])
+    assert batch.columns["rollout_log_probs"].tolist() == pytest.approx([-0.1, -0.3, -0.1, -0.2, -0.3])
     assert batch.advantages.tolist() == [0.5, 0.5, -0.5, -0.5, -0.5]
     assert step.total_tokens == 5
 
@@ -52,7 +52,7 @@ def test_each_trained_token_has_the_version_that_sampled_it_and_its_sequence() -
     continued.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
     [[step]] = steps_of(Group([continued, sample(1, 0.0, response=1)]))
     [batch] = step.micro_batches
-    assert batch.versions.tolist() == [3, 5, NO_VERSION, NO_VERSION]
+    assert batch.columns["spans"].of_tokens().tolist() == [3, 5, NO_VERSION, NO_VERSION]
     assert batch.sequences.tolist() == [0, 0, 0, 1]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from miles_async.columns.column import NO_LIMITS
 from miles_async.compat.slime.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
@@ -21,7 +22,7 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.observability.console.logging import configure_logging, log_file
 from miles_async.ports import DataSource
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
-from miles_async.sample_schema import NO_LIMITS, check_sample
+from miles_async.sample_schema import check_sample
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
@@ -203,9 +204,9 @@ def test_wrong_lengths_are_reported_with_their_sample() -> None:
     logprobs.rollout_log_probs = [-0.1]
     tokens.tokens = [1]
     for sample, complaint in (
-        (mask, "sample 6: a loss_mask of 1 entries; response_length is 2"),
-        (logprobs, "sample 7: 1 rollout_log_probs; response_length is 2"),
-        (tokens, "sample 8: 1 tokens, fewer than its response_length 2"),
+        (mask, "sample 6: loss_mask has 1 entries; response_length is 2"),
+        (logprobs, "sample 7: rollout_log_probs has 1 entries; response_length is 2"),
+        (tokens, "sample 8: tokens has 1 entries, fewer than response_length 2"),
     ):
         with pytest.raises(TrajectoryError, match=complaint):
             check_sample(sample, NO_LIMITS, None)

@@ -269,7 +269,7 @@ async def test_columns_that_do_not_fit_fail_the_group() -> None:
         return sample
 
     async with generating_with(mine) as (generator, _):
-        with pytest.raises(TrajectoryError, match="sample 3: a loss_mask of 1 entries; response_length is 2"):
+        with pytest.raises(TrajectoryError, match="sample 3: loss_mask has 1 entries; response_length is 2"):
             await generator.generate(one())
 
 

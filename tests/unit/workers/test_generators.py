@@ -15,10 +15,10 @@ import pytest
 from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.columns.column import NO_LIMITS
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import External
 from miles_async.rollout.contract import flat_args
-from miles_async.sample_schema import NO_LIMITS
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace

@@ -30,6 +30,12 @@ RANKS = 2
 CONFIG = run_config(rollout_batch_size=2, n_samples_per_prompt=2, actor_num_gpus_per_node=RANKS)
 
 
+@pytest.fixture(autouse=True)
+def _store_without_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's object store returns what is put into it."""
+    monkeypatch.setattr(ray, "put", lambda value: value)
+
+
 class KilledError(BaseException):
     """Raised in a rollout worker that is dead."""
 

@@ -17,7 +17,7 @@ from ray._private.node import Node
 from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.sglang import launch
 from miles_async.adapters.sglang.launch import EngineSpec, unused_models
-from miles_async.adapters.system.garbage_collection import uncollected_imports
+from miles_async.adapters.system.memory import uncollected_imports
 from tests.configuration import run_config
 from workers.learner import LearnerRank
 

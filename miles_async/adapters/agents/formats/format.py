@@ -12,7 +12,7 @@ from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.errors import TrajectoryError
 from miles_async.json_values import shown
-from miles_async.sample_schema import parse
+from miles_async.parsing import parse
 
 T = TypeVar("T")
 Limit = Annotated[int, Meta(ge=1)] | None

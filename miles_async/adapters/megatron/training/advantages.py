@@ -78,10 +78,11 @@ def _advantage_columns(
     return AdvantageColumns(
         rewards=rewards,
         old_logprobs=old,
-        rollout_log_probs=torch.from_numpy(batch.rollout_log_probs).to(device),
+        rollout_log_probs=torch.from_numpy(batch.columns["rollout_log_probs"]).to(device),
         divergences=divergences,
         reference_logprobs=reference,
         values=values.critic_values[number] if values.critic_values else None,
+        columns={name: torch.from_numpy(entries).to(device) for name, entries in batch.of_plugins.items()},
     )
 
 

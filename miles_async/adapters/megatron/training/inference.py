@@ -37,7 +37,7 @@ def target_logprobs(
     # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
     columns = min(layer.columns, model.vocab_size - vocab_start)
     is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
-    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(output.device)
+    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(output.device, torch.int64)
     targets = targets[model_input.target_indices]
     group = parallel_state.get_tensor_model_parallel_group() if is_split else None
 
@@ -133,7 +133,7 @@ def frozen_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, tem
     return list(result.split(counts))
 
 
-def sequence_logprobs(model: MegatronModel, token_lists: Sequence[list[int]]) -> list[list[float]]:
+def sequence_logprobs(model: MegatronModel, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
     """For each sequence, the log-probabilities in nats of all tokens but the first, given the tokens before them."""
     results: list[list[float]] = [[] for _ in token_lists]
     layout = forward_layout([len(tokens) for tokens in token_lists], model.settings)

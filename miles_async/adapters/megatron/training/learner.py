@@ -53,7 +53,8 @@ from miles_async.adapters.megatron.training.optimizer import (
     reduce_gradients,
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
-from miles_async.batching.batch import NO_VERSION, PackedBatch, TrainStep, supervised_step
+from miles_async.batching.batch import PackedBatch, TrainStep, supervised_step
+from miles_async.columns.spans import NO_VERSION
 from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.schema import RunConfig
@@ -329,12 +330,13 @@ class MegatronLearner:
 
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
-            rollout_log_probs=to_device(batch.rollout_log_probs),
+            rollout_log_probs=to_device(batch.columns["rollout_log_probs"]),
             advantages=to_device(batch.advantages) if values.advantages is None else values.advantages[number],
             loss_weights=to_device(batch.loss_weights),
             sequences=to_device(batch.sequences),
-            staleness=to_device(self._staleness(batch.versions)),
+            staleness=to_device(self._staleness(batch.columns["spans"].of_tokens())),
             reference_logprobs=None if values.reference is None else values.reference[number],
+            columns={name: to_device(entries) for name, entries in batch.of_plugins.items()},
         )
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
@@ -364,7 +366,7 @@ class MegatronLearner:
             apply_gradients(self._model, lr)
         return total
 
-    def logprobs(self, token_lists: Sequence[list[int]]) -> list[list[float]]:
+    def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
         """For each sequence, the log-probability of every token but the first: `len(tokens) - 1` entries in nats.
 
         The temperature is 1. The last `response_length` entries belong to a response.

@@ -22,7 +22,7 @@ from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.packed_params import packed_params
-from miles_async.batching.batch import PackedBatch, pack_sequences
+from miles_async.batching.batch import PackedBatch, pack_samples
 from miles_async.batching.layout import Padding, context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
 from miles_async.losses.logprobs import KeptTokens
@@ -152,7 +152,7 @@ def model_inputs(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[M
     if has_expert_parallelism:
         most = torch.tensor([len(batches)], device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        empty = pack_sequences([], [], Padding(unit=learner.sequence_unit))
+        empty = pack_samples([], list(batches[0].columns), Padding(unit=learner.sequence_unit))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
     unit, local = learner.pack_unit, uses_local_layers(learner)
     counts = [batch.computed_tokens if model.by_position else len(batch.tokens) for batch in batches]
@@ -177,7 +177,7 @@ def _model_input(
     tokens, lengths, shared = batch.tokens, batch.lengths, batch.shared if by_position else None
     if missing:
         # The padding is a separate sequence, so no token of a sample attends to it and no target index changes.
-        tokens, lengths = np.append(tokens, np.zeros(missing, np.int64)), np.append(lengths, missing)
+        tokens, lengths = np.append(tokens, np.zeros(missing, np.int32)), np.append(lengths, missing)
         shared = None if shared is None else np.append(shared, 0)
     pack = Pack.of(lengths, shared)
     group = parallel_state.get_context_parallel_group()
@@ -190,11 +190,12 @@ def _model_input(
     # A target is predicted by the logits of the token before it.
     predictors = local_index[batch.targets - 1]
     target_indices = np.flatnonzero(predictors >= 0)
-    mask = None if batch.sampling_mask is None else batch.sampling_mask.take(target_indices)
+    mask = batch.columns.get("sampling_mask")
+    mask = None if mask is None else mask.take(target_indices)
     positions = to_device(pack.positions[own])
     return ModelInput(
         batch=batch,
-        tokens=to_device(tokens[own]),
+        tokens=to_device(tokens[own].astype(np.int64)),
         positions=positions,
         params=packed_params(pack, device, positions if by_position else None, local=local),
         predictors=to_device(predictors[target_indices]),

@@ -131,7 +131,7 @@ async def an_agent() -> AsyncIterator[Agent]:
 
 def text(sample: Sample) -> str:
     """The tokens of a sample as text, with the trained ones in brackets."""
-    mask = [0] * sample.prompt_length + (sample.loss_mask or [1] * sample.response_length)
+    mask = [0] * sample.prompt_length + list(sample.loss_mask or [1] * sample.response_length)
     return "".join(
         f"[{chr(token % 1000)}]" if entry else chr(token % 1000)
         for token, entry in zip(sample.tokens, mask, strict=True)

@@ -1,4 +1,4 @@
-"""Settings of Python's cyclic garbage collector, for event loops that must not be blocked and for long imports.
+"""Settings of memory, for event loops that must not be blocked and hold gigabytes of arrays, and for long imports.
 
 By default, each full collection traverses all live objects, including imported modules. With thousands of samples in
 flight, a collection blocks the event loop for a tenth of a second. Samples are freed by reference counting, so the
@@ -7,6 +7,7 @@ collector is rarely needed.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +20,27 @@ first, and the third generation after 100 collections of the second.
 """
 
 
-def tune_garbage_collection() -> None:
-    """Exclude all current objects from collection, and collect new objects rarely. Call it after all imports."""
+LARGE_BLOCK_BYTES = 1 << 20
+"""Blocks of this size and larger are returned to the operating system when they are freed."""
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+"""From glibc's malloc.h."""
+
+
+def tune_memory() -> None:
+    """Exclude all current objects from collection, collect new objects rarely, and return large blocks when they are
+    freed. Call it after all imports.
+
+    By default, glibc raises its limit for such blocks up to 32 MiB when one is freed. The arrays of long samples then
+    leave holes between other blocks. Threads that have their own heaps, as glibc's have by default, leave more of them.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+    libc = ctypes.CDLL(None)
+    # Other C libraries do not have the function.
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 @contextmanager
