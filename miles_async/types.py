@@ -439,6 +439,8 @@ class Group(list[Sample]):
 
         Raises what `Sample.scalar_reward` raises.
         """
+        if all(sample.trajectory is None for sample in self):
+            return [sample.scalar_reward for sample in self]
         return [fmean(segment.scalar_reward for segment in segments) for segments in self.trajectories]
 
     @property

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -140,8 +141,15 @@ class Column(Plugin):
         if entries is None:
             added = np.full((count, *self.shape), self.default, self.dtype)
         else:
-            added = array_of(entries, self.dtype) if isinstance(entries, list) else np.array(entries, self.dtype)
-        return TokenValues.of(np.concatenate((self._entries(value), added)) if len(value) else added)
+            added = array_of(entries, self._type) if isinstance(entries, list) else np.array(entries, self.dtype)
+        if not value:
+            return TokenValues.of(added)
+        before = value.array if isinstance(value, TokenValues) else self._entries(value)
+        return TokenValues.of(np.concatenate((before, added)))
+
+    @cached_property
+    def _type(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
 
     def check(self, sample: Sample, value: Any, limits: SampleLimits, name: str) -> None:
         """Check the value of a finished sample, which is None if the sample has none. Raises TrajectoryError."""

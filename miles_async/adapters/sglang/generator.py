@@ -304,7 +304,7 @@ class SGLangGenerator:
                 tools = sample.metadata.get("tools")
                 key = f"{sample.prompt}{tools}"
                 if key not in encoded:
-                    encoded[key] = array_of(self._tokenizer.encode(sample.prompt, tools), np.int32)
+                    encoded[key] = array_of(self._tokenizer.encode(sample.prompt, tools), np.dtype(np.int32))
                 sample.tokens = TokenValues.of(encoded[key])
             if self._max_prompt_tokens is not None and sample.prompt_length > self._max_prompt_tokens:
                 raise PromptTooLongError(
