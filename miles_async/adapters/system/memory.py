@@ -22,7 +22,7 @@ first, and the third generation after 100 collections of the second.
 
 LARGE_BLOCK_BYTES = 1 << 20
 """Blocks of this size and larger are returned to the operating system when they are freed."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 """From glibc's malloc.h."""
 
 
@@ -40,8 +40,6 @@ def tune_memory() -> None:
     # Other C libraries do not have the function.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        # A fixed limit for blocks would also return smaller ones after each answer of an engine.
-        libc.mallopt(_M_TRIM_THRESHOLD, 4 * LARGE_BLOCK_BYTES)
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
