@@ -106,9 +106,8 @@ class GroupRecord:
     def of(group: Group, *, prompt: str, live_version: int, seconds: float) -> GroupRecord:
         """Record a copy of `group`, so that later stages do not change the record."""
         newest = max((span.version for sample in group for span in sample.spans), default=live_version)
-        samples = []
-        for sample in group:
-            samples.append(copied := replace(sample, metadata=json_value(sample.metadata)))
+        samples = [replace(sample, metadata=json_value(sample.metadata)) for sample in group]
+        for sample, copied in zip(group, samples, strict=True):
             copied.copy_columns(sample)
         version = max(live_version, newest)
         return GroupRecord(

@@ -119,16 +119,21 @@ class PostedSample(Struct, kw_only=True):
     """Columns of plug-ins, by name."""
 
 
-class StoredSample(Struct):
-    """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
+class SampleFields(Struct):
+    """The fields of a sample that every file has as JSON."""
 
     index: int | None
     trajectory: int | None
     prompt: str | list[dict[str, Any]]
     metadata: dict[str, Any]
+    status: SampleStatus
+
+
+class StoredSample(SampleFields):
+    """The fields of a sample that was read from a file, without its columns (see `check_sample`)."""
+
     response: str
     reward: float | bool | dict[str, Any] | None
-    status: SampleStatus
 
 
 def decode_answers(content: bytes) -> list[EngineAnswer] | None:

@@ -153,9 +153,9 @@ def _converted(entries: Iterable[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     if not array.size:
         return np.empty((0, *array.shape[1:]), dtype)
     if array.dtype.kind not in "iufb":
-        raise TypeError(f"these entries are not numbers: {entries!r}")
+        raise TypeError("an entry is not a number")
     with np.errstate(invalid="ignore", over="ignore"):
         converted = array.astype(dtype)
     if dtype.kind != "f" and (converted != array).any():
-        raise ValueError(f"the type {dtype} cannot represent an entry: {entries!r}")
+        raise ValueError(f"the type {dtype} cannot represent an entry")
     return converted

@@ -74,7 +74,7 @@ def _details(sample: Sample) -> str:
         "status": sample.status.value,
         "reward": sample.reward,
         "label": sample.label,
-        "tokens": f"{len(sample.tokens)}, of which {sample.response_length} response",
+        "tokens": f"{len(sample.tokens)}, {sample.response_length} of them in the response",
         "trained": "all response tokens"
         if sample.loss_mask is None
         else f"{sum(sample.loss_mask)} of the response tokens",

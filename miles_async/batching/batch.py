@@ -256,7 +256,7 @@ def _tokens_by_version(samples: Sequence[Sample]) -> Counter[int]:
 
 
 def trained_columns(samples: Iterable[Sample]) -> list[str]:
-    """The columns that the learner gets: those of which a sample has a value."""
+    """The names of the columns that the learner gets: at least one sample has a value of each."""
     names: dict[str, None] = {}
     for sample in samples:
         names |= {name: None for name, column, value in columns_of(sample) if column.trained and value is not None}

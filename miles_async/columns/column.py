@@ -96,16 +96,21 @@ class Column(Plugin):
             return given
         return TokenValues(array, self.dtype)
 
-    @property
+    @cached_property
+    def _type(self) -> np.dtype[Any]:
+        return np.dtype(self.dtype)
+
+    @cached_property
     def _range(self) -> tuple[float, float]:
-        kind = np.dtype(self.dtype).kind
+        """The least and the greatest valid number."""
+        kind = self._type.kind
         limits: Any = None if kind == "b" else np.finfo(self.dtype) if kind == "f" else np.iinfo(self.dtype)
         lowest, highest = (0, 1) if limits is None else (limits.min, limits.max)
         return lowest if self.lowest is None else self.lowest, highest if self.highest is None else self.highest
 
     def _numbers(self, given: Any, name: str) -> NDArray[Any]:
         """The entries as an array of numbers, whose type may have more bits than `dtype`."""
-        has_floats = np.dtype(self.dtype).kind == "f"
+        has_floats = self._type.kind == "f"
         try:
             array = np.asarray(given)
         except Exception:
@@ -136,20 +141,19 @@ class Column(Plugin):
         except ValueError as error:
             raise TrajectoryError(f"{name}: {shown_error(error)}") from None
 
-    def appended(self, value: Any, count: int, entries: Any = None) -> Any:
-        """The value with `entries` for `count` more response tokens; by default, default entries."""
+    def appended(self, value: Any, count: int, entries: Any, name: str) -> Any:
+        """The value with `entries` for `count` more response tokens; None stands for default entries.
+
+        Raises what `accept` raises if code of a user has set the value.
+        """
         if entries is None:
             added = np.full((count, *self.shape), self.default, self.dtype)
         else:
             added = array_of(entries, self._type) if isinstance(entries, list) else np.array(entries, self.dtype)
-        if not value:
+        if not len(value):
             return TokenValues.of(added)
-        before = value.array if isinstance(value, TokenValues) else self._entries(value)
-        return TokenValues.of(np.concatenate((before, added)))
-
-    @cached_property
-    def _type(self) -> np.dtype[Any]:
-        return np.dtype(self.dtype)
+        before = value if isinstance(value, TokenValues) else self.accept(value, name)
+        return TokenValues.of(np.concatenate((before.array, added)))
 
     def check(self, sample: Sample, value: Any, limits: SampleLimits, name: str) -> None:
         """Check the value of a finished sample, which is None if the sample has none. Raises TrajectoryError."""
@@ -219,16 +223,14 @@ def set_column(sample: Sample, name: str, value: Any) -> None:
 def append_tokens(sample: Sample, ids: Sequence[int], **entries: Any) -> None:
     """Append response tokens to a sample, with these `entries` of other columns, and default entries of the rest.
 
-    A column of which the sample has no value gets no entries. Raises TrajectoryError if code of a user has set a value
-    that is invalid.
+    A column without a value stays without one. Raises TrajectoryError if code of a user has set an invalid value.
     """
     count = len(ids)
     try:
         for name, column, value in list(columns_of(sample)):
             if value is not None:
-                if isinstance(value, list) and value:
-                    value = column.accept(value, f"sample {sample.index}: {name}")
-                set_column(sample, name, column.appended(value, count, ids if name == "tokens" else entries.get(name)))
+                added = ids if name == "tokens" else entries.get(name)
+                set_column(sample, name, column.appended(value, count, added, f"sample {sample.index}: {name}"))
     except UserError as error:
         raise TrajectoryError(f"sample {sample.index}: {error}") from None
     sample.response_length += count

@@ -43,8 +43,9 @@ class KeptTokenIds(Column):
             raise TrajectoryError(f"{name} names a token twice; name each kept token once")
         return mask
 
-    def appended(self, value: Any, count: int, entries: Any = None) -> Any:
-        return SamplingMask.concatenate([value, SamplingMask.empty(count) if entries is None else entries])
+    def appended(self, value: Any, count: int, entries: Any, name: str) -> Any:
+        before = value if isinstance(value, SamplingMask) else self.accept(value, name)
+        return SamplingMask.concatenate([before, SamplingMask.empty(count) if entries is None else entries])
 
     def check(self, sample: Sample, value: Any, limits: SampleLimits, name: str) -> None:
         mask = value

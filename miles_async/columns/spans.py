@@ -51,7 +51,7 @@ class Spans(Column):
         spans = parse(given, list[_Span], name)
         return [VersionSpan(span.version, span.start, span.end) for span in spans]
 
-    def appended(self, value: Any, count: int, entries: Any = None) -> Any:
+    def appended(self, value: Any, count: int, entries: Any, name: str) -> Any:
         return value if entries is None else entries
 
     def check(self, sample: Sample, value: Any, limits: SampleLimits, name: str) -> None:

@@ -233,6 +233,15 @@ def test_entries_can_be_appended_with_their_tokens() -> None:
     checked(extended)
 
 
+def test_entries_that_a_function_set_as_an_array_are_checked_and_extended() -> None:
+    extended = sample(temperature=np.array([0.5, 1.0, 1.5]))
+    append_tokens(extended, [10], rollout_log_probs=[-0.5], loss_mask=[1])
+    assert extended.columns == {"temperature": [0.5, 1.0, 1.5, 1.0]}
+    wrong = sample(temperature=np.array([0.5, -1.0, 1.5]))
+    with pytest.raises(TrajectoryError, match=r"sample 3: temperature\[1\]: -1.0 is not between 0 and 2"):
+        append_tokens(wrong, [10], rollout_log_probs=[-0.5], loss_mask=[1])
+
+
 def test_a_turn_of_an_engine_extends_the_columns_of_a_sample() -> None:
     continued = sample(temperature=[0.5, 1.0, 1.5])
     answer = {

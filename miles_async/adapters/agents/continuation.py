@@ -3,7 +3,7 @@
 The answer itself keeps its sampled tokens, so only the text after it is needed. The template renders the history with a
 marker at the end of the answer: in the arguments of its tool calls, which it keeps because many templates refuse a
 tool's result without a call, or in its content. The text after the marker begins with what closes the call and the
-turn, most of which the model has sampled. To find where this part ends, the history is also rendered without the new
+turn. The model has sampled most of this part. To find where the part ends, the history is also rendered without the new
 messages.
 
 A model may end its turn with another token than its template renders (gpt-oss: `<|return|>`, rendered as `<|end|>`),

@@ -22,6 +22,7 @@ from miles_async.errors import TrajectoryError
 from miles_async.json_values import UnrepresentableError, finite_number, json_value, plain_text
 from miles_async.parsing import parse
 from miles_async.sample_schema import PostedSample, check_sample
+from miles_async.sampling_mask import SamplingMask
 from miles_async.stored_run import StoredRun
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
@@ -219,8 +220,7 @@ def _sample(entry: PostedSample, index: int) -> Sample:
         response_length=length,
         rollout_log_probs=entry.rollout_log_probs,
         loss_mask=entry.loss_mask,
-        # The rows are converted with the other columns.
-        sampling_mask=entry.sampling_mask,  # type: ignore[arg-type]
+        sampling_mask=None if entry.sampling_mask is None else SamplingMask.from_rows(entry.sampling_mask),
         spans=spans,
         columns=dict(entry.columns),
         status=SampleStatus.COMPLETED,

@@ -448,12 +448,10 @@ class _RunFile:
             ((sequence, encode(versions(samples)), response_tokens(samples)) for sequence, samples in contents.items()),
         )
         self._put(_POSTED, ((name,) for name in posted))
-        stored = {f"group {sequence}": samples for sequence, samples in contents.items()}
-        for name, samples in (stored | {f"posted {name}": samples for name, samples in posted.items()}).items():
-            self._delete(_SAMPLES, self._parts(name))
-            divided = list(parts_of(samples))
-            rows = ((f"{name}/{i}", len(divided), pack_samples(part)) for i, part in enumerate(divided))
-            self._put(_SAMPLES, rows)
+        for sequence, samples in contents.items():
+            self._put_samples(f"group {sequence}", samples)
+        for feed_index, samples in posted.items():
+            self._put_samples(f"posted {feed_index}", samples)
         self._put(_KEYS, _kept(changes.keys))
         prompts = ((name, self._owed_position(name), pack(prompt)) for name, prompt in _kept(changes.prompts))
         self._put(_OWED, prompts)
@@ -475,6 +473,12 @@ class _RunFile:
         self._delete(_EVENTS, [number for number in self._checksums[_EVENTS] if number <= changes.delivered])
         row = (self._run_id, changes.number, _sum_text(self._sum))
         self._connection.execute(_RUN.put, (*row, _row_checksum(_RUN, row)))
+
+    def _put_samples(self, name: str, samples: SampleValues) -> None:
+        """Store the samples of a group in place of those that it had; see `_SAMPLES`."""
+        self._delete(_SAMPLES, self._parts(name))
+        parts = list(parts_of(samples))
+        self._put(_SAMPLES, ((f"{name}/{i}", len(parts), pack_samples(part)) for i, part in enumerate(parts)))
 
     def _parts(self, name: str) -> list[str]:
         """The keys of the stored parts of a group's samples."""
@@ -563,12 +567,11 @@ class _RunFile:
         number, parts = 0, 1
         with _reported_for(self._path):
             while number < parts:
-                rows = self._connection.execute(_SAMPLES.select_row, (f"{name}/{number}",))
-                for (_, parts, data), _ in self._checked(_SAMPLES, rows):  # noqa: B007
-                    samples += unpack_samples(data)
-                    break
-                else:
+                found = self._connection.execute(_SAMPLES.select_row, (f"{name}/{number}",)).fetchone()
+                if found is None:
                     raise _damaged(self._path, f"{name} is missing")
+                [((_, parts, data), _)] = self._checked(_SAMPLES, [found])
+                samples += unpack_samples(data)
                 number += 1
         return samples
 

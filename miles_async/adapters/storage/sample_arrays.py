@@ -14,11 +14,12 @@ from typing import Annotated, Any
 
 import numpy as np
 import orjson
-from msgspec import Meta, Struct
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from miles_async.columns.column import COLUMNS, columns_of, set_column
 from miles_async.errors import TrajectoryError, UserError
+from miles_async.sample_schema import SampleFields
 from miles_async.types import Sample, SampleStatus
 
 _RESPONSE = ":response"
@@ -28,15 +29,10 @@ _TYPES = {"f": "F", "i": "I", "u": "U"}
 _Natural = Annotated[int, Meta(ge=0)]
 
 
-class SampleHeader(Struct):
+class SampleHeader(SampleFields):
     """The JSON of a sample; `check_stored` checks the other fields of the sample."""
 
-    index: int | None
-    trajectory: int | None
-    prompt: str | list[dict[str, Any]]
-    metadata: dict[str, Any]
     response_length: _Natural
-    status: SampleStatus
     arrays: dict[str, _Natural]
 
 

@@ -1,4 +1,4 @@
-"""The engine's weight layout: which part of which Hugging Face tensor goes to which offset of which parameter.
+"""The engine's weight layout: where each part of a Hugging Face tensor goes in the engine's parameters.
 
 SGLang fuses the query, key and value projections into `qkv_proj`, the gate and up projections into `gate_up_proj`, and
 the experts of a layer into one tensor. It pads the vocabulary, repeats key and value heads if there are more ranks than

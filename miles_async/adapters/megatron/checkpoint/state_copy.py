@@ -53,7 +53,7 @@ class StateCopy:
             raise OSError(f"cannot write to {self._folder} ({cause}); check whether the disk is full") from error
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all ranks have written: write the index of which file holds which tensor."""
+        """On rank 0, after all ranks have written: write the index, which names the file of each tensor."""
         assert self._metadata is not None, "only rank 0 has the plan of all ranks"
         self._writer.finish(self._metadata, results)
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self._folder))
