@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -34,19 +35,26 @@ _ARRAY, _VALUES = 1, 2
 
 
 def _extension(value: Any) -> Ext:
-    if not isinstance(value, TokenValues | np.ndarray):
-        raise NotImplementedError(f"a value of type {type(value).__name__} cannot be stored")
-    array = np.asarray(value)
-    kind = msgspec.msgpack.encode((array.dtype.str, array.shape))
-    code = _VALUES if isinstance(value, TokenValues) else _ARRAY
-    return Ext(code, len(kind).to_bytes(1) + kind + array.tobytes())
+    if isinstance(value, TokenValues):
+        array = value.array
+        return Ext(_VALUES, _header(array.dtype, array.shape[1:]) + array.tobytes())
+    if isinstance(value, np.ndarray):
+        return Ext(_ARRAY, _header(value.dtype, value.shape[1:]) + value.tobytes())
+    raise NotImplementedError(f"a value of type {type(value).__name__} cannot be stored")
+
+
+@cache
+def _header(dtype: np.dtype[Any], entry: tuple[int, ...]) -> bytes:
+    """The bytes before those of an array: its type, and the shape of an entry."""
+    kind = msgspec.msgpack.encode((dtype.str, entry))
+    return len(kind).to_bytes(1) + kind
 
 
 def _of_extension(code: int, data: memoryview) -> Any:
     start = 1 + data[0]
-    dtype, shape = msgspec.msgpack.decode(data[1:start])
+    dtype, entry = msgspec.msgpack.decode(data[1:start])
     # A copy, so that the decoded message does not stay in memory.
-    array = np.frombuffer(data[start:], dtype).reshape(shape).copy()
+    array = np.frombuffer(data[start:], dtype).reshape(-1, *entry).copy()
     return TokenValues.of(array) if code == _VALUES else array
 
 
