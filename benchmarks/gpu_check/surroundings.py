@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu_check.report import NotPossibleError
 from miles_async.adapters.megatron.model.environment import environment
@@ -18,6 +19,7 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.system import rdma
 from miles_async.adapters.weights.engine import call_engine
+from miles_async.atomic_files import atomic_folder
 from miles_async.config.schema import TinyModel
 
 Precision = Literal["bf16", "fp32"]
@@ -46,6 +48,27 @@ LARGE = TinyModel(
     init_std=0.0035,
 )
 """400 million parameters, for bandwidth and memory on a GPU."""
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+"""Settings of a `Qwen3Config` with the shape of Qwen3-0.6B."""
+QWEN3_ON_CPU: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+LONGEST = 40_960
+"""Positions of the model of `Surroundings.qwen3`, in tokens."""
 MEMORY_FRACTION = 0.3
 """Part of the GPU's memory that an engine takes. A learner needs room beside it."""
 REQUEST_SECONDS = 300.0
@@ -67,6 +90,22 @@ class Surroundings:
         path = self.models / f"{shape.hidden_size}x{shape.num_layers}"
         if not path.exists():
             create_tiny_model(shape, path, seed=1)
+        return path
+
+    def qwen3(self) -> Path:
+        """A model with random weights in bfloat16: the shape of Qwen3-0.6B on a GPU, a small one on a CPU."""
+        path = self.models / "qwen3"
+        if not path.exists():
+            shape = QWEN3 if ON_GPU else QWEN3_ON_CPU
+            config = Qwen3Config(**shape, max_position_embeddings=LONGEST, tie_word_embeddings=True, dtype="bfloat16")
+            torch.manual_seed(1)
+            with torch.device(DEVICE):
+                model = Qwen3ForCausalLM(config).bfloat16()
+            with atomic_folder(path) as draft:
+                model.save_pretrained(draft)
+            del model
+            if ON_GPU:
+                torch.cuda.empty_cache()
         return path
 
     @contextmanager

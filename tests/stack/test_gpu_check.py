@@ -7,14 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import engine, learner, offload, publish
+from benchmarks.gpu_check import engine, ipc, learner, offload, output_layer, publish, state, step
 from benchmarks.gpu_check.report import Report, Row
+from benchmarks.gpu_check.surroundings import Surroundings
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.config.schema import Weights
+from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
 from tests.stack.learning import learning
 from tests.waiting import START_SECONDS
@@ -39,12 +42,16 @@ def parts(tmp_path: Path) -> Callable[[], dict[str, str]]:
     """The result of each part that was reported; none has failed."""
 
     def read() -> dict[str, str]:
-        lines = map(json.loads, (tmp_path / "check.jsonl").read_text().splitlines())
-        rows = [Row(**line["row"]) for line in lines if "row" in line]
-        assert [row for row in rows if row.status == "fail"] == []
-        return {row.part: row.status for row in rows}
+        found = [Row(**row) for row in rows(tmp_path)]
+        assert [row for row in found if row.status == "fail"] == []
+        return {row.part: row.status for row in found}
 
     return read
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "check.jsonl").read_text().splitlines())
+    return [line["row"] for line in lines if "row" in line]
 
 
 @pytest.fixture
@@ -73,6 +80,62 @@ def test_a_learner_in_bfloat16_is_compared_with_float32(
 ) -> None:
     learner.compare(report, checkpoint, lengths=(5, 17, 100))
     assert list(parts().values()) == ["pass"] * 4 + ["not possible here"]
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path) -> Surroundings:
+    return Surroundings(folder=tmp_path / "check", models=tmp_path / "models")
+
+
+def test_chunks_of_logits_have_the_gradients_of_all_logits_at_once(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    output_layer.check(report, surroundings)
+    assert {part for part, status in parts().items() if status == "pass"} == {
+        f"{variant}: {figure}"
+        for variant in ("chunks", "one chunk", "plain logits")
+        for figure in ("gradient of hidden states", "gradient of weights", "time")
+    }
+
+
+def test_a_wrong_gradient_of_the_output_layer_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = token_logprobs(logits, targets)
+        return logprobs / 2, entropy
+
+    monkeypatch.setattr(output_layer, "token_logprobs", half)
+    output_layer.check(report, surroundings)
+    assert "fail" in {row["status"] for row in rows(tmp_path) if row["part"].startswith("chunks")}
+
+
+def test_steps_of_short_and_long_sequences_are_measured(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    step.check(report, surroundings)
+    assert {part for part, status in parts().items() if status == "pass"} == {
+        f"{steps}: {figure}"
+        for steps in ("short sequences", "long sequence", "long sequence, recomputed")
+        for figure in ("time", "speed", "kernels", "time in kernels")
+    }
+
+
+def test_a_training_state_is_the_same_after_a_rollback_and_from_a_checkpoint(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    state.check(report, surroundings)
+    found = parts()
+    assert (
+        found["rollback: log-probabilities changed by"] == found["checkpoint: log-probabilities changed by"] == "pass"
+    )
+
+
+def test_another_process_gets_the_weights_of_this_one(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    ipc.check(report, surroundings)
+    assert parts() == {"bare copy": "pass", "tensors": "pass", "buckets": "pass"}
 
 
 def test_each_transport_is_compared_with_a_bare_copy(

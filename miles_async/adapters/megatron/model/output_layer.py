@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ENTRIES = 2**23
-"""Most logits of a chunk: 32 MiB in float32."""
+"""Default of the most logits of a chunk: 32 MiB in float32."""
 
 
 class OutputLayer:
@@ -28,8 +28,9 @@ class OutputLayer:
     `map` computes the logits of chosen tokens afterwards. The parameters stay in the model.
     """
 
-    def __init__(self, model: Any) -> None:
-        """`model` is the last pipeline stage of a GPT model."""
+    def __init__(self, model: Any, chunk_entries: int = CHUNK_ENTRIES) -> None:
+        """`model` is the last pipeline stage of a GPT model; `chunk_entries` is the most logits of a chunk."""
+        self._chunk_entries = chunk_entries
         self._layer = model.output_layer
         self._compute = self._layer.forward
         self._shared_weight = (
@@ -58,7 +59,7 @@ class OutputLayer:
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group)
         # Megatron returns a model's output in float32, whatever the precision of its weights.
         hidden = output.index_select(0, rows).to(self._dtype)
-        size = max(1, CHUNK_ENTRIES // self.columns)
+        size = max(1, self._chunk_entries // self.columns)
         if len(hidden) <= size:
             return read(self._logits(hidden), slice(0, len(hidden)))
 
