@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu_check import engine, learner, offload, publish
 from benchmarks.gpu_check.report import Report, Row
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from tests.stack.engine_stack import Stack
 from tests.stack.learning import learning
@@ -51,7 +52,7 @@ def parts(tmp_path: Path) -> Callable[[], dict[str, str]]:
 def restored(serving: Stack, tmp_path: Path) -> Iterator[Stack]:
     """The engine, which has the weights of `serving.model` before and after the test."""
     tensors = serving.named_tensors()
-    named = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+    named = describe(tensors)
     source = WeightSource(named, tmp_path / "restored", Weights())
     source.connect([serving.engine], {})
     source.stage(1, tensors, [])
