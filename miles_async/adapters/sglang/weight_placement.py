@@ -92,16 +92,16 @@ class _Layout:
     def __init__(self, model: Model, tensors: Named) -> None:
         self._model = model
         self._tensors = tensors
-        self._places = {
+        self._weights = {
             name: tensor.data
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
             if tensor.is_floating_point()
         }
         """The parameters and buffers into which a loader may write."""
         self._parameters = {name for name, _ in model.named_parameters()}
-        self._dtype = Counter(place.dtype for place in self._places.values()).most_common(1)[0][0]
+        self._dtype = Counter(weight.dtype for weight in self._weights.values()).most_common(1)[0][0]
         """The type in which tensors are loaded: that of most parameters."""
-        self._before = {name: place.to("cpu", copy=True) for name, place in self._places.items()}
+        self._before = {name: weight.to("cpu", copy=True) for name, weight in self._weights.items()}
         self._derived = [
             (module, name, value, value.clone())
             for module in model.modules()
@@ -121,22 +121,22 @@ class _Layout:
         """
         self.placements, self.offsets, self.unfilled = [], {}, []
         for name, parameter in self._model.named_parameters():
-            if name not in self._places or parameter.itemsize < 2:
+            if name not in self._weights or parameter.itemsize < 2:
                 kind = str(parameter.dtype).removeprefix("torch.")
                 raise UnknownLayoutError(f"its parameter {name} has the type {kind}, which SGLang quantizes")
-        self._fill_with_nan(self._places)
+        self._fill_with_nan(self._weights)
         models = self._models() if layers_alike else list(range(len(self._tensors)))
         for group in self._groups(sorted(set(models))):
             written, offsets, numbers = self._number(group)
             for name in written:
-                self._place(name, group, numbers[name].flatten().cpu().numpy(), offsets[name])
+                self._add(name, group, numbers[name].flatten().cpu().numpy(), offsets[name])
             self._fill_with_nan(written)
         by_tensor: dict[int, list[Placement]] = {}
         for placement in self.placements:
             by_tensor.setdefault(placement[0], []).append(placement)
         for number, model in enumerate(models):
             for placement in by_tensor.get(model, []) if number != model else ():
-                self._place_alike(number, placement)
+                self._add_alike(number, placement)
 
     def _models(self) -> list[int]:
         """For each tensor, the number of the first one with the same name, apart from the layer, and the same shape."""
@@ -146,7 +146,7 @@ class _Layout:
             for number, (name, shape) in enumerate(self._tensors)
         ]
 
-    def _place_alike(self, number: int, placement: Placement) -> None:
+    def _add_alike(self, number: int, placement: Placement) -> None:
         """Add a placement of a tensor in another layer."""
         model, source, shape, strides, parameter, target, target_strides = placement
         layer = _LAYER.search(self._tensors[number][0])
@@ -168,10 +168,10 @@ class _Layout:
         by_parameter: dict[str, list[Placement]] = {}
         for placement in self.placements:
             by_parameter.setdefault(placement[4], []).append(placement)
-        if not by_parameter.keys() <= self._places.keys():
+        if not by_parameter.keys() <= self._weights.keys():
             raise UnknownLayoutError("its layers differ")
-        for name, place in self._places.items():
-            expected, found = torch.full_like(place, torch.nan).flatten(), place.flatten()
+        for name, weight in self._weights.items():
+            expected, found = torch.full_like(weight, torch.nan).flatten(), weight.flatten()
             for number, source, shape, strides, _, target, target_strides in by_parameter.get(name, []):
                 part = of_tensor(number, _numel(self._tensors[number][1]))
                 part = part.as_strided(shape, strides, part.storage_offset() + source)
@@ -194,8 +194,8 @@ class _Layout:
                 )
 
     def restore(self) -> None:
-        for name, place in self._places.items():
-            place.copy_(self._before[name])
+        for name, weight in self._weights.items():
+            weight.copy_(self._before[name])
         for module, name, value, before in self._derived:
             value.copy_(before)
             vars(module)[name] = value
@@ -219,14 +219,14 @@ class _Layout:
         adds to them, and the number of each, which is 0 for an element of no tensor."""
         chosen = [number for number, _ in group]
         self._load(chosen, lambda _, size: torch.zeros(size, dtype=self._dtype))
-        written = {name: ~place.isnan() for name, place in self._places.items()}
+        written = {name: ~weight.isnan() for name, weight in self._weights.items()}
         written = {name: elements for name, elements in written.items() if bool(elements.any())}
-        offsets = {name: self._places[name].clone() for name in written}
+        offsets = {name: self._weights[name].clone() for name in written}
         firsts, end = dict(group), group[-1][1] + _numel(self._tensors[group[-1][0]][1])
-        numbers = {name: torch.zeros_like(self._places[name], dtype=_integer(end)) for name in written}
+        numbers = {name: torch.zeros_like(self._weights[name], dtype=_integer(end)) for name in written}
         partly = {name: elements for name, elements in written.items() if not bool(elements.all())}
         # Integers that all these types represent, also after an offset of 1 or 2 is added.
-        bits = min(map(_exact_bits, (self._dtype, *(self._places[name].dtype for name in written))))
+        bits = min(map(_exact_bits, (self._dtype, *(self._weights[name].dtype for name in written))))
         for shift in range(0, end.bit_length(), bits):
 
             def digits(number: int, size: int, shift: int = shift) -> Tensor:
@@ -236,7 +236,7 @@ class _Layout:
 
             self._load(chosen, digits)
             for name in written:
-                found = self._places[name] - offsets[name]
+                found = self._weights[name] - offsets[name]
                 if name in partly:
                     found = found.where(partly[name], 0.0)
                 digit = found.to(_integer(end))
@@ -248,7 +248,7 @@ class _Layout:
                 raise UnknownLayoutError(f"SGLang's loader computes what its parameter {name} holds")
         return written, offsets, numbers
 
-    def _place(self, name: str, group: _Group, numbers: NDArray[Any], offsets: Tensor) -> None:
+    def _add(self, name: str, group: _Group, numbers: NDArray[Any], offsets: Tensor) -> None:
         """Add the placements of a parameter, whose elements have these numbers."""
         firsts = np.array([first for _, first in group])
         added = offsets.flatten()
@@ -273,7 +273,7 @@ class _Layout:
 
     def _fill_with_nan(self, names: Any) -> None:
         for name in names:
-            self._places[name].fill_(torch.nan)
+            self._weights[name].fill_(torch.nan)
 
 
 @dataclass(frozen=True, slots=True)
