@@ -285,7 +285,7 @@ def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
     serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object, **__: object) -> list[RankLayout]:
-        return [RankLayout([], {}, [], "SGLang's loader derives its gates from the weights", None)]
+        return [RankLayout([], [], "SGLang's loader derives its gates from the weights", None)]
 
     monkeypatch.setattr("miles_async.adapters.weights.source.read_layouts", unknown)
     source = source_of(serving, tmp_path, verify_all=False)
@@ -306,7 +306,7 @@ def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
 def test_a_tensor_that_reached_the_loader_damaged_is_noticed(
     serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts = [RankLayout([], {}, [], "its layout is unknown", None)]
+    layouts = [RankLayout([], [], "its layout is unknown", None)]
     monkeypatch.setattr("miles_async.adapters.weights.source.read_layouts", lambda *_, **__: layouts)
     source = source_of(serving, tmp_path)
     version = next(serving.versions)

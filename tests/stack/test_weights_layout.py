@@ -126,7 +126,8 @@ class Rank(nn.Module):
         elif tensor.dim() == 2:
             target.copy_(tensor.chunk(self._ranks, 1)[self._rank])
         else:
-            target.copy_(tensor + self._added)
+            # In place, as SGLang's loader of Gemma does.
+            target.copy_(tensor.add_(self._added))
 
 
 def ranks_of(ranks: int, dtype: torch.dtype = torch.float32, **shapes: Any) -> list[Rank]:

@@ -28,9 +28,9 @@ Model = Any
 """The `torch.nn.Module` that SGLang runs."""
 Named = Sequence[tuple[str, Sequence[int]]]
 """Names and shapes of the tensors of a checkpoint."""
-Placement = tuple[int, int, Sequence[int], Sequence[int], str, int, Sequence[int]]
+Placement = tuple[int, int, Sequence[int], Sequence[int], str, int, Sequence[int], float]
 """A strided part of a tensor, and a strided part of a parameter that holds it: number of the tensor, its first element,
-shape, strides; name of the parameter, its first element, strides."""
+shape, strides; name of the parameter, its first element, strides; and what the loader adds to the elements."""
 _LAYER = re.compile(r"\.\d+\.")
 """The number of a layer in the names of its tensors and parameters."""
 _GROUP_ELEMENTS = 1 << 26
@@ -52,7 +52,6 @@ def find_placements(model: Model, tensors: Named) -> dict[str, Any]:
     """Return what SGLang's loader does with `tensors`, as JSON values; the model is the same afterwards.
 
     - `placements`: a list of `Placement`; empty if `unknown` is set.
-    - `offsets`: what the loader adds to the elements of a tensor, by its number, where that is not 0.
     - `unfilled`: the parameters of which the tensors leave elements as they are.
     - `unknown`: why the layout is unknown, or None.
     - `refused`: the error with which the loader refused the tensors, or None.
@@ -60,7 +59,7 @@ def find_placements(model: Model, tensors: Named) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a batch may still be computed with the weights
     layout = _Layout(model, tensors)
-    answer: dict[str, Any] = {"placements": [], "offsets": {}, "unfilled": [], "unknown": None, "refused": None}
+    answer: dict[str, Any] = {"placements": [], "unfilled": [], "unknown": None, "refused": None}
     try:
         try:
             layout.find(layers_alike=True)
@@ -68,8 +67,7 @@ def find_placements(model: Model, tensors: Named) -> dict[str, Any]:
         except UnknownLayoutError:
             layout.find(layers_alike=False)
             layout.verify()
-        offsets = {number: offset for number, offset in layout.offsets.items() if offset}
-        answer |= {"placements": layout.placements, "offsets": offsets, "unfilled": layout.unfilled}
+        answer |= {"placements": layout.placements, "unfilled": layout.unfilled}
     except UnknownLayoutError as error:
         answer["unknown"] = str(error)
     except torch.OutOfMemoryError:
@@ -102,24 +100,24 @@ class _Layout:
         self._dtype = Counter(weight.dtype for weight in self._weights.values()).most_common(1)[0][0]
         """The type in which tensors are loaded: that of most parameters."""
         self._before = {name: weight.to("cpu", copy=True) for name, weight in self._weights.items()}
+        memory = {weight.untyped_storage().data_ptr() for weight in self._weights.values()}
         self._derived = [
             (module, name, value, value.clone())
             for module in model.modules()
             for name, value in vars(module).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in memory
         ]
-        """Tensors that modules keep besides their parameters and buffers."""
+        """Tensors that modules keep besides their parameters and buffers, and not in the memory of these."""
         self.placements: list[Placement] = []
-        self.offsets: dict[int, float] = {}
         self.unfilled: list[str] = []
 
     def find(self, *, layers_alike: bool) -> None:
-        """Set `placements` and `offsets`.
+        """Set `placements`.
 
         With `layers_alike` only one layer of each kind is numbered. The others are expected to be like it, and `verify`
         finds out whether they are.
         """
-        self.placements, self.offsets, self.unfilled = [], {}, []
+        self.placements, self.unfilled = [], []
         for name, parameter in self._model.named_parameters():
             if name not in self._weights or parameter.itemsize < 2:
                 kind = str(parameter.dtype).removeprefix("torch.")
@@ -148,12 +146,11 @@ class _Layout:
 
     def _add_alike(self, number: int, placement: Placement) -> None:
         """Add a placement of a tensor in another layer."""
-        model, source, shape, strides, parameter, target, target_strides = placement
+        _, source, shape, strides, parameter, target, target_strides, offset = placement
         layer = _LAYER.search(self._tensors[number][0])
         assert layer is not None, "its name differs from that of the other tensor"
         name = _LAYER.sub(layer[0], parameter, count=1)
-        self.placements.append((number, source, shape, strides, name, target, target_strides))
-        self.offsets[number] = self.offsets[model]
+        self.placements.append((number, source, shape, strides, name, target, target_strides, offset))
 
     def verify(self) -> None:
         """Load other values, and compare each parameter with what the placements predict."""
@@ -172,11 +169,11 @@ class _Layout:
             raise UnknownLayoutError("its layers differ")
         for name, weight in self._weights.items():
             expected, found = torch.full_like(weight, torch.nan).flatten(), weight.flatten()
-            for number, source, shape, strides, _, target, target_strides in by_parameter.get(name, []):
+            for number, source, shape, strides, _, target, target_strides, offset in by_parameter.get(name, []):
                 part = of_tensor(number, _numel(self._tensors[number][1]))
                 part = part.as_strided(shape, strides, part.storage_offset() + source)
                 held = expected.as_strided(shape, target_strides, target).copy_(part)
-                if offset := self.offsets[number]:
+                if offset:
                     held.add_(offset)
             if torch.equal(found, expected):
                 continue
@@ -257,17 +254,17 @@ class _Layout:
             offset = float(added[target])
             if not bool((added.as_strided(form.shape, form.target_strides, target) == offset).all()):
                 raise UnknownLayoutError(f"SGLang's loader adds different numbers to elements of {name}")
-            if offset != self.offsets.setdefault(number, offset):
-                raise UnknownLayoutError(f"SGLang's loader adds different numbers to {self._tensors[number][0]}")
-            placement = (number, source - first, form.shape, form.strides, name, target, form.target_strides)
-            self.placements.append(placement)
+            self.placements.append(
+                (number, source - first, form.shape, form.strides, name, target, form.target_strides, offset)
+            )
         if len(self.placements) > _MOST_PLACEMENTS:
             raise UnknownLayoutError(f"SGLang's loader scatters the elements of its parameter {name}")
 
     def _load(self, chosen: Iterable[int], values: Callable[[int, int], Tensor]) -> None:
         """Let SGLang load tensors with these values; `values` gets number and size of a tensor."""
+        # Copies, because some loaders change the tensors that they get.
         self._model.load_weights(
-            (self._tensors[number][0], values(number, _numel(shape)).to(self._dtype).view(*shape))
+            (self._tensors[number][0], values(number, _numel(shape)).to(self._dtype, copy=True).view(*shape))
             for number, shape in ((number, self._tensors[number][1]) for number in chosen)
         )
 

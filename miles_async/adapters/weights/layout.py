@@ -35,14 +35,14 @@ class Placement(Struct, array_like=True, frozen=True):
     target: int
     """The first element in the flat parameter."""
     target_strides: Shape
+    offset: float
+    """SGLang's loader adds this number to each element."""
 
 
 class RankLayout(Struct, frozen=True):
     """What SGLang's loader does with the tensors on one rank of an engine."""
 
     placements: list[Placement]
-    offsets: dict[int, float]
-    """What the loader adds to the elements of a tensor, by its number, where that is not 0."""
     unfilled: list[str]
     """The parameters of which the tensors leave elements as they are."""
     unknown: str | None
@@ -58,6 +58,8 @@ class Piece:
     source: int
     shape: Shape
     strides: Shape
+    offset: float = 0.0
+    """What is added to each element before it is staged."""
 
     @property
     def numel(self) -> int:
@@ -90,8 +92,6 @@ class TensorPlan:
     """Empty if SGLang's loader has to load the tensor."""
     pieces: tuple[Piece, ...] = ()
     """The parts that are staged one after the other; empty if the tensor is staged in its own order."""
-    offset: float = 0.0
-    """SGLang's loader adds this number to each element, so the engine's memory holds the sum."""
 
     @property
     def numel(self) -> int:
@@ -120,8 +120,7 @@ def plan_tensors(
     plans = []
     for number, (name, shape, _) in enumerate(tensors):
         if number in placements:
-            offset = next((layout.offsets[number] for layout in ranks if number in layout.offsets), 0.0)
-            plans.append(_plan(name, shape, placements[number], dtypes, offset))
+            plans.append(_plan(name, shape, placements[number], dtypes))
         elif not name.endswith("lm_head.weight"):  # a tied output layer shares the memory of the embedding
             raise FatalError(f"the engine serves another model: it has no parameter for {name}")
     return plans
@@ -133,22 +132,23 @@ def plans_by_name(tensors: Sequence[NamedTensor]) -> list[TensorPlan]:
 
 
 def _plan(
-    name: str, shape: Shape, placements: Sequence[tuple[int, Placement]], dtypes: Mapping[str, str], offset: float
+    name: str, shape: Shape, placements: Sequence[tuple[int, Placement]], dtypes: Mapping[str, str]
 ) -> TensorPlan:
-    in_order = all(len(part.shape) <= 1 and set(part.strides) <= {1} for _, part in placements)
-    staged: dict[Piece, int] = {}
-    size = 0
+    dtype, whole = dtypes[placements[0][1].parameter], Piece(0, (math.prod(shape),), (1,))
+    has_offsets = any(part.offset for _, part in placements)
+    in_order = not has_offsets and all(len(part.shape) <= 1 and set(part.strides) <= {1} for _, part in placements)
+    # Transports that use SGLang's loader send the tensor as it is, because the loader adds the offset.
+    staged, size = ({whole: 0}, whole.numel) if has_offsets else ({}, 0)
     copies = []
     for rank, part in placements:
-        piece = Piece(part.source, part.shape, part.strides)
+        piece = Piece(part.source, part.shape, part.strides, part.offset)
         if not in_order and piece not in staged:
             staged[piece] = size
             size += piece.numel
         first = part.source if in_order else staged[piece]
         for position, target, numel in _contiguous(part):
             copies.append(Copy(rank, part.parameter, first + position, target, numel))
-    dtype = dtypes[placements[0][1].parameter]
-    return TensorPlan(name, shape, dtype, tuple(copies), tuple(staged), offset)
+    return TensorPlan(name, shape, dtype, tuple(copies), tuple(staged))
 
 
 def _contiguous(part: Placement) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ import torch
 
 from miles_async.adapters.sglang.engine_weights import checksum_of
 from miles_async.adapters.weights.engine import Window
-from miles_async.adapters.weights.layout import NamedTensor, TensorPlan
+from miles_async.adapters.weights.layout import NamedTensor, Piece, TensorPlan
 from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -56,9 +56,6 @@ class Staging:
             for name, offset in self._offsets.items()
         }
 
-        self._without_offset: dict[str, torch.Tensor] = {}
-        """The tensors to which the engine's loader adds an offset, as a checkpoint contains them."""
-
     @torch.no_grad()
     def fill(self, version: int, named_tensors: NamedTensors) -> None:
         """Copy the planned tensors into the buffer, in any order; other tensors are ignored.
@@ -76,14 +73,13 @@ class Staging:
             if tuple(tensor.shape) != plan.shape:
                 raise FatalError(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
             if plan.pieces:
-                for part, staged in _pieces(plan, tensor, self._views[name]):
+                for piece, part, staged in _pieces(plan, tensor, self._views[name]):
                     staged.copy_(part)
+                    if piece.offset:
+                        # SGLang's loader adds the offset in the engine's dtype, too.
+                        staged.add_(piece.offset)
             else:
                 self._views[name].view(tensor.shape).copy_(tensor)
-            if plan.offset:
-                # SGLang's loader adds the offset in the engine's dtype, too.
-                self._without_offset[name] = self._views[name].clone()
-                self._views[name].add_(plan.offset)
             missing.discard(name)
         if missing:
             raise FatalError(f"the learner no longer exports {min(missing)}")
@@ -101,18 +97,19 @@ class Staging:
         return self._views[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as a checkpoint contains it, for SGLang's loader, which adds the offset again.
+        """Return a tensor as a checkpoint contains it, for SGLang's loader.
 
         The result is a view of staged memory unless the tensor is staged in pieces.
         """
         plan = self._by_name[name]
-        values = self._without_offset[name] if plan.offset else self._views[name]
+        values = self._views[name]
         if not plan.pieces:
             return values.view(plan.shape)
         # Elements that no engine holds stay 0.
         whole = torch.zeros(plan.shape, dtype=values.dtype)
-        for part, staged in _pieces(plan, whole, values):
-            part.copy_(staged)
+        for piece, part, staged in _pieces(plan, whole, values):
+            if not piece.offset:
+                part.copy_(staged)
         return whole
 
     def buckets(self, size: int) -> Iterator[list[TensorPlan]]:
@@ -139,7 +136,7 @@ class Staging:
 
     def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
         """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: a view if possible."""
-        if all(not plan.pieces and not plan.offset for plan in bucket):
+        if all(not plan.pieces for plan in bucket):
             # Neighbours in a bucket are neighbours in the buffer.
             last = bucket[-1]
             end = self._offsets[last.name] + last.numel * self.element_size(last.name)
@@ -171,12 +168,14 @@ class Staging:
         return {plan.name: checksum_of(self.tensor(plan.name), whole=verify_all) for plan in self.plans}
 
 
-def _pieces(plan: TensorPlan, whole: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each piece as a view of the whole tensor, and as a view of the staged `values`."""
+def _pieces(
+    plan: TensorPlan, whole: torch.Tensor, values: torch.Tensor
+) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """Yield each piece with its view of the whole tensor and its view of the staged `values`."""
     flat = whole.contiguous().view(-1)
     for piece, staged in zip(plan.pieces, values.split([piece.numel for piece in plan.pieces]), strict=True):
         first = flat.storage_offset() + piece.source
-        yield flat.as_strided(piece.shape, piece.strides, first), staged.view(piece.shape)
+        yield piece, flat.as_strided(piece.shape, piece.strides, first), staged.view(piece.shape)
 
 
 def plans_of_source(plans: Sequence[TensorPlan], source: int, sources: int) -> list[TensorPlan]:
