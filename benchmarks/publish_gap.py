@@ -32,6 +32,7 @@ from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineS
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import TinyModel, Weights
 
 TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
@@ -56,7 +57,7 @@ class Bench:
         self._fleet = SGLangFleet(router.url, router_key=router.spec.key)
         model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        named = [(name, tuple(tensor.shape)) for name, tensor in self._weights]
+        named = describe(self._weights)
         self._source = WeightSource(named, folder, Weights())
         self._source.connect([engine], {})
         self._version = 0

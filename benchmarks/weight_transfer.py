@@ -38,7 +38,7 @@ from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import by_preference
 from miles_async.adapters.weights.source import WeightSource
-from miles_async.adapters.weights.staging import Staging
+from miles_async.adapters.weights.staging import Staging, describe
 from miles_async.adapters.weights.transports.p2p import P2PTransport
 from miles_async.config.schema import Weights
 
@@ -85,7 +85,7 @@ class Bench:
         self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
         self._engines = engines
         self._rounds = rounds
-        named = [(name, tuple(tensor.shape)) for name, tensor in self._weights]
+        named = describe(self._weights)
         self._source = WeightSource(named, folder, Weights())
         self._version = 0
         for transport in TRANSPORTS:

@@ -55,6 +55,8 @@ class Transport(Plugin):
     the transport with the highest number as its last resort."""
     optional: ClassVar[bool] = False
     """Whether a run goes on with the fallbacks, with a warning, if this transport is configured and does not work."""
+    uses_loader: ClassVar[bool] = False
+    """Whether SGLang's loader loads what the transport sends, so that the transport works for every model."""
     needs_transfer_engine: ClassVar[bool] = False
     """Whether engines must start Mooncake's TransferEngine."""
 

@@ -176,19 +176,16 @@ class LearnerRank:
         """See `WeightSource.connect`. All ranks."""
         if self._source is None:
             from miles_async.adapters.weights.source import WeightSource
+            from miles_async.adapters.weights.staging import describe
 
             # Listing the weights gathers them one by one, which is collective.
-            named = await self._run(
-                self._model_thread, lambda: [(name, tuple(tensor.shape)) for name, tensor in self._learner.weights()]
-            )
-            offsets = self._learner.engine_offsets(name for name, _ in named)
+            named = await self._run(self._model_thread, lambda: describe(self._learner.weights()))
             self._source = WeightSource(
                 named,
                 self._folder / "weights",
                 self._config.weights,
                 rank=self._rank,
                 sources=self._world_size,
-                offsets=offsets,
             )
         source = self._source
         await self._run(self._send_threads, lambda: source.connect(engines, transports))

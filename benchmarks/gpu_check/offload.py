@@ -14,6 +14,7 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import RunConfig, Weights
 from tests.configuration import run_config
 from tests.stack.learning import learning
@@ -71,7 +72,7 @@ def release_and_resume(report: Report, engine: EngineInfo, held: int) -> None:
 def send_weights(report: Report, engine: EngineInfo, learner: MegatronLearner, run: RunConfig, folder: Path) -> None:
     """Publish to an engine that has been released and resumed."""
     with report.part("engine resumed"):
-        named = [(name, tuple(tensor.shape)) for name, tensor in learner.weights()]
+        named = describe(learner.weights())
         source = WeightSource(named, folder, Weights(update_weight_timeout_seconds=REQUEST_SECONDS))
         source.connect([engine], {})
         for version, transport in enumerate(("disk", "p2p"), start=20):

@@ -29,6 +29,7 @@ from benchmarks.gpu_check.surroundings import (
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig, Weights
 from tests.configuration import run_config
@@ -71,7 +72,7 @@ def compare(
 ) -> None:
     run = run_config(precision=precision, lr=LEARNING_RATE)
     with learning(checkpoint, run) as learner:
-        named = [(name, tuple(tensor.shape)) for name, tensor in learner.weights()]
+        named = describe(learner.weights())
         source = WeightSource(named, folder, Weights(update_weight_timeout_seconds=SEND_SECONDS))
         source.connect([engine], {})
         try:

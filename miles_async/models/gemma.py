@@ -28,10 +28,6 @@ class Gemma(ModelPlugin):
         if model.pre_process:
             model.embedding.register_forward_hook(partial(_scale_output, config["hidden_size"] ** 0.5))
 
-    def added_by_engine(self, name: str) -> float:
-        """SGLang adds the 1 of 1 + weight when it loads a norm, and not in each forward pass."""
-        return 1.0 if name.endswith("norm.weight") else 0.0
-
 
 def _scale_output(scale: float, module: Any, inputs: Any, output: Any) -> Any:
     # In bfloat16 the factor is rounded, as in transformers.

@@ -209,13 +209,6 @@ class ModelPlugin(Plugin):
         frequencies = (".rotary_emb.inv_freq",)
         return (*frequencies, "lm_head.weight") if config["tie_word_embeddings"] else frequencies
 
-    def added_by_engine(self, name: str) -> float:
-        """Return the number that SGLang adds to each element of a tensor of the checkpoint when it loads it.
-
-        The weight transports that write into the engine's memory need it, because they bypass SGLang's loader.
-        """
-        return 0.0
-
 
 MODELS = Kind("model plug-in", ModelPlugin, "miles_async.models", by_path=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.source import WeightSource
-from miles_async.adapters.weights.staging import NamedTensors
+from miles_async.adapters.weights.staging import NamedTensors, describe
 from miles_async.config.schema import Weights
 from miles_async.types import SendOutcome
 from tests.waiting import PATIENCE_SECONDS
@@ -22,7 +22,7 @@ class LocalSources:
         self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = PATIENCE_SECONDS
     ) -> None:
         self._weights = weights
-        named = [(name, tuple(tensor.shape)) for name, tensor in weights()]
+        named = describe(weights())
         settings = Weights(update_weight_timeout_seconds=timeout)
         self.all = [WeightSource(named, folder, settings, rank=rank, sources=sources) for rank in range(sources)]
 

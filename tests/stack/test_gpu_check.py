@@ -16,6 +16,7 @@ from benchmarks.gpu_check import engine, ipc, learner, offload, output_layer, pu
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
@@ -58,7 +59,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def restored(serving: Stack, tmp_path: Path) -> Iterator[Stack]:
     """The engine, which has the weights of `serving.model` before and after the test."""
     tensors = serving.named_tensors()
-    named = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+    named = describe(tensors)
     source = WeightSource(named, tmp_path / "restored", Weights())
     source.connect([serving.engine], {})
     source.stage(1, tensors, [])

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.weights.layout import RankLayout
 from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import describe
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Weights
@@ -40,7 +43,7 @@ def source_of(
     verify_all: bool = True,
     timeout: float = PATIENCE_SECONDS,
 ) -> WeightSource:
-    named = [(name, tuple(tensor.shape)) for name, tensor in serving.named_tensors()]
+    named = describe(serving.named_tensors())
     settings = Weights(
         update_weight_buffer_size=1 << 20,
         check_weight_update_equal=verify_all,
@@ -273,9 +276,50 @@ def test_an_unusable_engine_is_named_in_the_error(serving: Stack, source: Weight
         source.connect([EngineInfo("gone", "http://127.0.0.1:9", 0, 1)], {})
     with pytest.raises(FatalError, match="is there twice; give every engine its own name and port"):
         source.connect([serving.engine, EngineInfo("again", serving.engine.url, 0, 1)], {})
-    other = WeightSource([("model.norm.weight", (7,))], tmp_path, Weights())
-    with pytest.raises(FatalError, match=r"^the engine serves another model: model\.norm\.weight has"):
+    other = WeightSource([("model.norm.weight", (7,), "float32")], tmp_path, Weights())
+    with pytest.raises(FatalError, match=r"^the engine serves another model: SGLang refuses the learner's tensors"):
         other.connect([serving.engine], {})
+
+
+def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
+    serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(*_: object, **__: object) -> list[RankLayout]:
+        return [RankLayout([], [], "SGLang's loader derives its gates from the weights", None)]
+
+    monkeypatch.setattr("miles_async.adapters.weights.source.read_layouts", unknown)
+    source = source_of(serving, tmp_path, verify_all=False)
+    for position, transport in enumerate(("broadcast", "disk")):
+        serving.change_weights()
+        version = next(serving.versions)
+        source.stage(version, serving.named_tensors(), [transport])
+        assert source.send(version, "e0", transport).error is None
+        # No other prompt begins with this token, so that nothing is cached under older weights.
+        assert serving.error_of([230 + position, *PROMPT[:20]]) < 1e-4, transport
+    for transport in ("memory", "p2p", "disk_delta"):
+        assert source.send(version, "e0", transport).error == (
+            "engine e0: it writes into the engine's memory, but SGLang's loader derives its gates from the weights"
+        )
+    source.close()
+
+
+def test_a_tensor_that_reached_the_loader_damaged_is_noticed(
+    serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [RankLayout([], [], "its layout is unknown", None)]
+    monkeypatch.setattr("miles_async.adapters.weights.source.read_layouts", lambda *_, **__: layouts)
+    source = source_of(serving, tmp_path)
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), ["disk"])
+    assert source.send(version, "e0", "disk").error is None
+    [file, *_] = sorted(tmp_path.glob("source_0/*/model-00000.safetensors"))
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[3] += 0.25
+    save_file(tensors, file, metadata={"format": "pt"})
+    outcome = source.send(version, "e0", "disk")
+    assert outcome.error == f"engine e0: {name} on rank 0 differs from what was sent"
+    source.close()
 
 
 def test_each_rank_of_an_engine_gets_its_shard_from_each_source(serving: Stack, tmp_path: Path) -> None:

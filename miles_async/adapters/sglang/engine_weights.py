@@ -1,8 +1,9 @@
 """Access to an engine's weights from outside. Runs inside SGLang's scheduler processes, hooked in by `plugin.py`.
 
-SGLang passes `/weights_checker` to every tensor-parallel rank and collects one answer per rank. This module adds two
-actions to it: the addresses of all parameters, and checksums of parts of them. `miles_async.adapters.weights` calls
-them. It also adds a load format for files that hold only the changed bytes of the weights.
+SGLang passes `/weights_checker` to every tensor-parallel rank and collects one answer per rank. This module adds
+actions to it: the addresses of all parameters, where the loader puts the tensors of a checkpoint, and checksums of the
+parameters and of what the loader received. `miles_async.adapters.weights` calls them. It also adds a load format for
+files that hold only the changed bytes of the weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ REGIONS = "miles_async.regions"
 """The action that returns the memory of all parameters, the process id and the machine."""
 CHECKSUMS = "miles_async.sums:"
 """The action that returns checksums. JSON follows: for each rank its windows, `[parameter, first byte, bytes]`."""
+PLACEMENTS = "miles_async.placements:"
+"""The action that returns `weight_placement.find_placements`. JSON follows: names and shapes of the tensors."""
+WATCH = "miles_async.watch:"
+"""The action after which the checksums of loaded tensors are kept. JSON follows: whether they cover all bytes."""
+RECEIVED = "miles_async.received:"
+"""The action that returns these checksums. JSON follows: the names of the tensors."""
+SAMPLED_BYTES = 4096
+"""Bytes of a loaded tensor that its checksum covers, unless it covers all."""
 DELTA_FORMAT = "miles_async_delta"
 """The `load_format` of a folder with a delta file."""
 DELTA_FILE = "delta.safetensors"
@@ -36,6 +45,14 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
     elif action.startswith(CHECKSUMS):
         windows = json.loads(action.removeprefix(CHECKSUMS))[checker._parallelism_info(**role).tp_rank]
         answer = {"checksums": checksums(checker._get_model(), windows)}
+    elif action.startswith(PLACEMENTS):
+        answer = {"layout": _placements(checker, action.removeprefix(PLACEMENTS))}
+    elif action.startswith(WATCH):
+        watch_loader(checker._get_model(), whole=json.loads(action.removeprefix(WATCH)))
+        answer = {}
+    elif action.startswith(RECEIVED):
+        received = checker._get_model().miles_received
+        answer = {"received": {name: received.pop(name, None) for name in json.loads(action.removeprefix(RECEIVED))}}
     else:
         native: dict[str, Any] | None = original(checker, action, **options)
         return native
@@ -47,8 +64,43 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
     }
 
 
+def _placements(checker: Any, tensors: str) -> dict[str, Any]:
+    """The answer for `tensors`, which every rank of the learner asks for; it is found once."""
+    from miles_async.adapters.sglang.weight_placement import find_placements
+
+    known: dict[str, dict[str, Any]] = checker.__dict__.setdefault("miles_placements", {})
+    if tensors not in known:
+        known.clear()
+        known[tensors] = find_placements(checker._get_model(), json.loads(tensors))
+    return known[tensors]
+
+
+def watch_loader(model: Model, *, whole: bool) -> None:
+    """Keep the checksum of each tensor that the model's loader receives, until it is asked for."""
+    load, received = type(model).load_weights, model.__dict__.setdefault("miles_received", {})
+
+    def watched(weights: Iterable[tuple[str, Any]], *arguments: Any, **options: Any) -> Any:
+        def seen() -> Iterator[tuple[str, Any]]:
+            for name, tensor in weights:
+                received[name] = checksum_of(tensor, whole=whole)
+                yield name, tensor
+
+        return load(model, seen(), *arguments, **options)
+
+    model.load_weights = watched
+
+
+def checksum_of(tensor: Any, *, whole: bool) -> int:
+    """The CRC-32 of a tensor's bytes, or of `SAMPLED_BYTES` of them at equal distances."""
+    import torch
+
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    distance = 1 if whole else max(1, len(data) // SAMPLED_BYTES)
+    return zlib.crc32(data[::distance].contiguous().cpu().numpy())
+
+
 def regions(model: Model) -> dict[str, dict[str, Any]]:
-    """Return address, shape, dtype and device of each parameter."""
+    """Return address, shape, dtype and device of each parameter and buffer."""
     return {
         name: {
             "address": parameter.data_ptr(),
@@ -56,13 +108,13 @@ def regions(model: Model) -> dict[str, dict[str, Any]]:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
         }
-        for name, parameter in model.named_parameters()
+        for name, parameter in _tensors(model).items()
     }
 
 
 def checksums(model: Model, windows: list[tuple[str, int, int]]) -> list[int]:
     """Return the CRC-32 of each window: parameter, first byte, number of bytes."""
-    parameters = dict(model.named_parameters())
+    parameters = _tensors(model)
     return [zlib.crc32(_bytes(parameters[name], start, size).cpu().numpy()) for name, start, size in windows]
 
 
@@ -92,7 +144,7 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    parameters = dict(model.named_parameters())
+    parameters = _tensors(model)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -126,6 +178,10 @@ def allow_writes_by_other_processes() -> None:
 
     set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
     ctypes.CDLL(None).prctl(set_ptracer, any_process, 0, 0, 0)
+
+
+def _tensors(model: Model) -> dict[str, Any]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _bytes(parameter: Any, start: int, size: int) -> Any:

@@ -173,14 +173,14 @@ def await_listening(server_args: Any) -> None:
 
 
 def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[int, int, int]]:
-    """Register the memory of every parameter with Mooncake; SGLang's own function requires CUDA.
+    """Register the memory of every parameter and buffer with Mooncake; SGLang's own function requires CUDA.
 
-    Returns the address, number of elements and bytes per element of each parameter.
+    Returns the address, number of elements and bytes per element of each of them.
     """
     regions = {}
-    for name, weight in model.named_parameters():
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
         size = weight.numel() * weight.element_size()
-        if transfer_engine.register_memory(weight.data_ptr(), size) != 0:
+        if size and transfer_engine.register_memory(weight.data_ptr(), size) != 0:
             raise RuntimeError(f"Mooncake could not register the {size} bytes of {name}; raise the memlock limit")
         regions[name] = (weight.data_ptr(), weight.numel(), weight.element_size())
     return regions

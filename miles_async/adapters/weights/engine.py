@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from miles_async.adapters.sglang.engine_weights import CHECKSUMS, REGIONS
+from miles_async.adapters.sglang.engine_weights import CHECKSUMS, PLACEMENTS, RECEIVED, REGIONS, WATCH
 from miles_async.adapters.sglang.server_key import authorization
-from miles_async.adapters.weights.layout import Shape
+from miles_async.adapters.weights.layout import NamedTensor, RankLayout, Shape
 from miles_async.errors import EngineLostError
 
 if TYPE_CHECKING:
@@ -79,6 +79,24 @@ def read_engine_memory(info: EngineInfo, *, timeout: float) -> EngineMemory:
         for answer in _ask_all_ranks(info, REGIONS, timeout=timeout)
     ]
     return EngineMemory(info, tuple(ranks))
+
+
+def read_layouts(engine: EngineMemory, tensors: Sequence[NamedTensor], *, timeout: float) -> list[RankLayout]:
+    """Let each rank of an engine find out where SGLang's loader puts the elements of the tensors."""
+    action = PLACEMENTS + json.dumps([(name, shape) for name, shape, _ in tensors])
+    answers = _ask_all_ranks(engine.info, action, timeout=timeout)
+    return [msgspec.json.decode(answer["layout"], type=RankLayout) for answer in answers]
+
+
+def watch_loader(engine: EngineMemory, *, whole: bool, timeout: float) -> None:
+    """Let an engine keep the checksums of the tensors that SGLang's loader receives; see `read_received`."""
+    _ask_all_ranks(engine.info, WATCH + json.dumps(whole), timeout=timeout)
+
+
+def read_received(engine: EngineMemory, names: Sequence[str], *, timeout: float) -> list[dict[str, int | None]]:
+    """Return the checksums of tensors that the loader of each rank received since the last call, None for missing."""
+    answers = _ask_all_ranks(engine.info, RECEIVED + json.dumps(names), timeout=timeout)
+    return [json.loads(answer["received"]) for answer in answers]
 
 
 def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *, timeout: float) -> list[list[int]]:

@@ -1,37 +1,69 @@
-"""The engine's weight layout: where each part of a Hugging Face tensor goes in the engine's parameters.
+"""The engines' weight layout: which copies bring each Hugging Face tensor into the engines' parameters.
 
-SGLang fuses the query, key and value projections into `qkv_proj`, the gate and up projections into `gate_up_proj`, and
-the experts of a layer into one tensor. It pads the vocabulary, repeats key and value heads if there are more ranks than
-heads, and gives each tensor-parallel rank its part: rows of column-parallel layers and of the vocabulary, columns of
-row-parallel layers. Fused projections are stacked by rows. So each part is one contiguous copy, provided that the
-staging buffer keeps the columns of a row-parallel tensor grouped by rank (`TensorPlan.columns`).
+An engine says where SGLang's loader puts the elements of each tensor (`adapters/sglang/weight_placement.py`). Usually
+every part is contiguous in the tensor and in the parameter. Where it is not, such as the columns of a row-parallel
+layer, the staging buffer keeps the part in the order of the engine's memory, so that one contiguous copy is enough.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from msgspec import Struct
 
 from miles_async.errors import FatalError
 
 Shape = tuple[int, ...]
+NamedTensor = tuple[str, Shape, str]
+"""Hugging Face name, full shape, and torch's name of the dtype, such as `bfloat16`."""
 
-_FUSED = {
-    "q_proj": ("qkv_proj", 0),
-    "k_proj": ("qkv_proj", 1),
-    "v_proj": ("qkv_proj", 2),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-    "w1": ("gate_up_proj", 0),
-    "w3": ("gate_up_proj", 1),
-}
-"""By projection: the fused parameter that contains it, and its index in the stack of rows."""
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-"""Mixtral calls the projections w1 (gate), w2 (down) and w3 (up)."""
-_VOCABULARY = re.compile(r"(?:.*\.)?(?:embed_tokens|lm_head)\.weight")
+
+class Placement(Struct, array_like=True, frozen=True):
+    """A strided part of a tensor, and the strided part of an engine's parameter that holds it."""
+
+    tensor: int
+    """Number of the tensor."""
+    source: int
+    """The first element in the flat tensor."""
+    shape: Shape
+    strides: Shape
+    parameter: str
+    target: int
+    """The first element in the flat parameter."""
+    target_strides: Shape
+    offset: float
+    """SGLang's loader adds this number to each element."""
+
+
+class RankLayout(Struct, frozen=True):
+    """What SGLang's loader does with the tensors on one rank of an engine."""
+
+    placements: list[Placement]
+    unfilled: list[str]
+    """The parameters of which the tensors leave elements as they are."""
+    unknown: str | None
+    """Why the loader's work cannot be described by placements; None if it can."""
+    refused: str | None
+    """The error with which the loader refused the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A strided part of a flat tensor, which is staged in the order of the engine's memory."""
+
+    source: int
+    shape: Shape
+    strides: Shape
+    offset: float = 0.0
+    """What is added to each element before it is staged."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,118 +86,77 @@ class TensorPlan:
 
     name: str
     shape: Shape
-    columns: int
-    """Number of column blocks that are staged one after the other; 1 if the tensor is staged in its own order."""
-    copies: tuple[Copy, ...]
-    offset: float = 0.0
-    """SGLang's loader adds this number to each element, so the engine's memory holds the sum."""
+    dtype: str
+    """In which the tensor is staged: that of the engine's parameter."""
+    copies: tuple[Copy, ...] = ()
+    """Empty if SGLang's loader has to load the tensor."""
+    pieces: tuple[Piece, ...] = ()
+    """The parts that are staged one after the other; empty if the tensor is staged in its own order."""
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """Number of staged elements."""
+        return sum(piece.numel for piece in self.pieces) if self.pieces else math.prod(self.shape)
 
 
 def plan_tensors(
-    tensors: Iterable[tuple[str, Shape]],
-    ranks: Sequence[Mapping[str, Shape]],
-    offsets: Mapping[str, float] = MappingProxyType({}),
+    tensors: Sequence[NamedTensor], ranks: Sequence[RankLayout], dtypes: Mapping[str, str]
 ) -> list[TensorPlan]:
     """Plan the copies of every tensor, in the order of `tensors`.
 
-    `tensors` are Hugging Face names and full shapes; `ranks` are the engine's parameter shapes, one mapping per
-    tensor-parallel rank; `offsets` are those of `TensorPlan` that are not 0, by name. Raises FatalError if engine and
-    learner do not hold the same model.
+    `ranks` are the layouts of an engine's tensor-parallel ranks, and `dtypes` those of its parameters. Raises
+    FatalError if engine and learner do not hold the same model.
     """
-    tensors = list(tensors)
-    rows = {name: shape[0] for name, shape in tensors}
-    plans, covered = [], dict.fromkeys(ranks[0], 0)
-    for name, shape in tensors:
-        target = _target(name)
-        if target not in ranks[0]:
-            if _VOCABULARY.fullmatch(name):
-                continue  # a tied output layer shares the memory of the embedding
-            raise FatalError(f"the engine serves another model: it has no parameter {target} for {name}")
-        columns, copies = _copies(name, shape, target, ranks, rows)
-        plans.append(TensorPlan(name, shape, columns, tuple(copies), offsets.get(name, 0.0)))
-        covered[target] += sum(copy.numel for copy in copies if copy.rank == 0)
-    # Rank 0 represents all ranks. Only the padding of a vocabulary may remain unwritten.
-    for target, filled in covered.items():
-        whole = math.prod(ranks[0][target])
-        if filled == 0:
-            raise FatalError(f"the engine serves another model: the learner has nothing for its parameter {target}")
-        if filled != whole and not _VOCABULARY.fullmatch(target):
-            raise _mismatch(target, f"{whole} elements", f"{filled}")
+    for layout in ranks:
+        if layout.refused is not None:
+            raise FatalError(f"the engine serves another model: SGLang refuses the learner's tensors: {layout.refused}")
+        if layout.unfilled:
+            parameter = layout.unfilled[0]
+            raise FatalError(f"the engine serves another model: the learner does not fill its parameter {parameter}")
+    placements: defaultdict[int, list[tuple[int, Placement]]] = defaultdict(list)
+    for rank, layout in enumerate(ranks):
+        for placement in layout.placements:
+            placements[placement.tensor].append((rank, placement))
+    plans = []
+    for number, (name, shape, _) in enumerate(tensors):
+        if number in placements:
+            plans.append(_plan(name, shape, placements[number], dtypes))
+        elif not name.endswith("lm_head.weight"):  # a tied output layer shares the memory of the embedding
+            raise FatalError(f"the engine serves another model: it has no parameter for {name}")
     return plans
 
 
-def _target(name: str) -> str:
-    """Return the engine's parameter that contains a Hugging Face tensor."""
-    if expert := _EXPERT.fullmatch(name):
-        return f"{expert[1]}.{'w2' if expert[3] in ('down_proj', 'w2') else 'w13'}_weight"
-    module, _, kind = name.rpartition(".")
-    path, _, layer = module.rpartition(".")
-    fused, _ = _FUSED.get(layer, (layer, 0))
-    return ".".join(part for part in (path, fused, kind) if part)
+def plans_by_name(tensors: Sequence[NamedTensor]) -> list[TensorPlan]:
+    """Plan to send whole tensors under their names, so that SGLang's loader loads them."""
+    return [TensorPlan(name, shape, dtype) for name, shape, dtype in tensors]
 
 
-def _copies(
-    name: str, shape: Shape, target: str, ranks: Sequence[Mapping[str, Shape]], rows: Mapping[str, int]
-) -> tuple[int, list[Copy]]:
-    """Return `TensorPlan.columns` and the copies of one tensor."""
-    parameter = ranks[0][target]
-    first, expert = 0, _EXPERT.fullmatch(name)
-    if expert:
-        # An expert is one slice of the fused tensor: go on with the shape of the slice, after the experts before it.
-        if int(expert[2]) >= parameter[0]:
-            raise _mismatch(target, f"{parameter[0]} experts", f"{int(expert[2]) + 1} at least")
-        parameter = parameter[1:]
-        first = int(expert[2]) * math.prod(parameter)
-    if len(parameter) != len(shape):
-        raise _mismatch(target, f"the shape {parameter}", f"{name} of {shape}")
-    if len(shape) == 2 and parameter[1] != shape[1]:
-        # Row-parallel: each rank holds a block of columns, which is contiguous because it is staged as a block.
-        if parameter[1] * len(ranks) != shape[1] or parameter[0] != shape[0]:
-            raise _mismatch(target, f"the shape {parameter} on each of {len(ranks)} ranks", f"{name} of {shape}")
-        block = math.prod(parameter)
-        return len(ranks), [Copy(rank, target, rank * block, first, block) for rank in range(len(ranks))]
-    width = math.prod(shape[1:])
+def _plan(
+    name: str, shape: Shape, placements: Sequence[tuple[int, Placement]], dtypes: Mapping[str, str]
+) -> TensorPlan:
+    dtype, whole = dtypes[placements[0][1].parameter], Piece(0, (math.prod(shape),), (1,))
+    has_offsets = any(part.offset for _, part in placements)
+    in_order = not has_offsets and all(len(part.shape) <= 1 and set(part.strides) <= {1} for _, part in placements)
+    # Transports that use SGLang's loader send the tensor as it is, because the loader adds the offset.
+    staged, size = ({whole: 0}, whole.numel) if has_offsets else ({}, 0)
     copies = []
-    for rank in range(len(ranks)):
-        start, count, above = _rows(name, shape[0], parameter[0], rank, len(ranks), rows)
-        copies.append(Copy(rank, target, start * width, first + above * width, count * width))
-    return 1, copies
+    for rank, part in placements:
+        piece = Piece(part.source, part.shape, part.strides, part.offset)
+        if not in_order and piece not in staged:
+            staged[piece] = size
+            size += piece.numel
+        first = part.source if in_order else staged[piece]
+        for position, target, numel in _contiguous(part):
+            copies.append(Copy(rank, part.parameter, first + position, target, numel))
+    return TensorPlan(name, shape, dtype, tuple(copies), tuple(staged))
 
 
-def _rows(name: str, total: int, held: int, rank: int, ranks: int, rows: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return a rank's rows of a tensor: first row, number of rows, and the rows above them in the rank's parameter.
-
-    `total` is the number of rows of the tensor, `held` that of the rank's parameter, `rows` that of all tensors.
-    """
-    layer = name.rpartition(".")[0].rpartition(".")[2]
-    fused, index = _FUSED.get(layer, ("", 0))
-    if fused == "qkv_proj":
-        # The parameter stacks query, key and value rows; the rows that are not query rows are half keys, half values.
-        query = rows[name.replace(layer, "q_proj")] // ranks
-        key = (held - query) // 2
-        count = key if index else query
-        above = (0, query, query + key)[index]
-        # With fewer key heads than ranks, neighbouring ranks hold the same heads.
-        start = rank // max(1, count * ranks // total) * count
-        return start, count, above
-    if fused == "gate_up_proj":
-        return rank * (total // ranks), total // ranks, index * (held // 2)
-    if _VOCABULARY.fullmatch(name) and held * ranks >= total:
-        # The vocabulary is padded to a multiple of the ranks: the last ranks may have fewer real rows, or none.
-        start = min(rank * held, total)
-        return start, min(held, total - start), 0
-    if held == total:
-        return 0, total, 0
-    if held * ranks != total:
-        raise _mismatch(_target(name), f"{held} rows on each of {ranks} ranks", f"{total}")
-    return rank * held, held, 0
-
-
-def _mismatch(target: str, engine: str, learner: str) -> FatalError:
-    return FatalError(
-        f"the engine serves another model: {target} has {engine} in the engine, and {learner} in the learner"
-    )
+def _contiguous(part: Placement) -> Iterator[tuple[int, int, int]]:
+    """Divide a part into pieces that are contiguous in the parameter: position in the part, target, elements."""
+    outer, numel = len(part.shape), 1
+    while outer and part.target_strides[outer - 1] == numel:
+        outer -= 1
+        numel *= part.shape[outer]
+    for number, indices in enumerate(itertools.product(*map(range, part.shape[:outer]))):
+        steps = sum(index * stride for index, stride in zip(indices, part.target_strides, strict=False))
+        yield number * numel, part.target + steps, numel

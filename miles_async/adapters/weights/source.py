@@ -6,11 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from types import MappingProxyType
 
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.weights.engine import EngineMemory, read_checksums, read_engine_memory
-from miles_async.adapters.weights.layout import Shape, plan_tensors
+from miles_async.adapters.weights.engine import (
+    EngineMemory,
+    read_checksums,
+    read_engine_memory,
+    read_layouts,
+    read_received,
+    watch_loader,
+)
+from miles_async.adapters.weights.layout import NamedTensor, Shape, plan_tensors, plans_by_name
 from miles_async.adapters.weights.staging import NamedTensors, Staging, plans_of_source
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
@@ -19,6 +25,8 @@ from miles_async.types import SendOutcome
 
 SIGN_OF_LIFE_SECONDS = 5.0
 """Time for an engine to answer after a failed send."""
+LAYOUT_SECONDS = 600.0
+"""Time for an engine to find out where SGLang's loader puts the weights."""
 
 Layout = tuple[list[dict[str, Shape]], dict[str, str]]
 """An engine's parameters: their shapes on each of its ranks, and their dtypes."""
@@ -32,21 +40,19 @@ class WeightSource:
 
     def __init__(
         self,
-        tensors: Sequence[tuple[str, Shape]],
+        tensors: Sequence[NamedTensor],
         folder: Path,
         settings: Weights,
         *,
         rank: int = 0,
         sources: int = 1,
-        offsets: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`tensors` are the Hugging Face names and full shapes of all weights, including those of other sources.
+        """`tensors` are all weights, including those of other sources.
 
         `folder` is where the disk transports write; engines must see it under the same path. This source is number
-        `rank` of `sources`. `offsets` are what SGLang adds to tensors that it loads.
+        `rank` of `sources`.
         """
         self._tensors = tensors
-        self._offsets = offsets
         self._rank, self._sources = rank, sources
         self.bucket, self.verify_all = settings.update_weight_buffer_size, settings.check_weight_update_equal
         self.timeout = settings.update_weight_timeout_seconds
@@ -56,6 +62,8 @@ class WeightSource:
         self._engines: dict[str, EngineMemory] = {}
         self._layout: Layout | None = None
         """The layout that all connected engines share."""
+        self._by_name: str | None = None
+        """Why SGLang's loader has to load the weights; None if they can be written into the engines' memory."""
         self._staging: Staging | None = None
         self._prepared: dict[str, int] = {}
         """By transport: the fill of the staging buffer (`Staging.fill_count`) that it was prepared for."""
@@ -87,6 +95,8 @@ class WeightSource:
             if name not in self._engines:
                 engine = read_engine_memory(info, timeout=self.timeout)
                 self._adopt_layout(engine)
+                if self._by_name is not None:
+                    watch_loader(engine, whole=self.verify_all, timeout=self.timeout)
                 self._engines[name] = engine
         for name, transport in transports.items():
             self._connect_transport(transport, name)
@@ -136,6 +146,8 @@ class WeightSource:
         with self._lock:
             if (transport, name) in self._connections:
                 return
+            if self._by_name is not None and not TRANSPORTS.find(transport).uses_loader:
+                raise EngineLostError(f"it writes into the engine's memory, but {self._by_name}")
             if transport not in self._transports:
                 self._transports[transport] = self._open(transport)
             self._transports[transport].connect(self._engines[name])
@@ -174,8 +186,14 @@ class WeightSource:
                 f"engine {engine.name} holds its weights in another layout than {min(self._engines)}; start all with "
                 "the same model, dtype and tensor-parallel size"
             )
-        plans = plans_of_source(plan_tensors(self._tensors, layout[0], self._offsets), self._rank, self._sources)
-        self._layout, self._staging, self._prepared = layout, Staging(plans, layout[1]), {}
+        layouts = read_layouts(engine, self._tensors, timeout=max(self.timeout, LAYOUT_SECONDS))
+        self._by_name = next((one.unknown for one in layouts if one.unknown is not None), None)
+        if self._by_name is None:
+            plans = plan_tensors(self._tensors, layouts, layout[1])
+        else:
+            plans = plans_by_name(self._tensors)
+        staging = Staging(plans_of_source(plans, self._rank, self._sources))
+        self._layout, self._staging, self._prepared = layout, staging, {}
 
     def _is_alive(self, name: str) -> bool:
         """Whether all ranks of an engine answer; a send to a dead engine is not repeated while others are paused."""
@@ -187,8 +205,19 @@ class WeightSource:
         return True
 
     def _verify(self, engine: EngineMemory) -> None:
-        """Compare the engine's memory with the staging buffer. Raises EngineLostError if a checksum differs."""
-        windows, expected = self._require_staging().checksums(len(engine.ranks), verify_all=self.verify_all)
+        """Compare the engine's memory, or what its loader received, with the staging buffer.
+
+        Raises EngineLostError if a checksum differs.
+        """
+        staging = self._require_staging()
+        if self._by_name is not None:
+            sent_tensors = staging.received(verify_all=self.verify_all)
+            for rank, found in enumerate(read_received(engine, list(sent_tensors), timeout=self.timeout)):
+                for name, checksum in sent_tensors.items():
+                    if found[name] != checksum:
+                        raise EngineLostError(f"{name} on rank {rank} differs from what was sent")
+            return
+        windows, expected = staging.checksums(len(engine.ranks), verify_all=self.verify_all)
         actual = read_checksums(engine, windows, timeout=self.timeout)
         for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
             for (parameter, _, _), sent, received in zip(windows[rank], ours, theirs, strict=True):

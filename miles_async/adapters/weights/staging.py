@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from miles_async.adapters.sglang.engine_weights import checksum_of
 from miles_async.adapters.weights.engine import Window
-from miles_async.adapters.weights.layout import TensorPlan
+from miles_async.adapters.weights.layout import NamedTensor, Piece, TensorPlan
 from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -25,13 +26,16 @@ SAMPLE_BYTES = 4096
 """Bytes of each copy that are verified after a send, unless all bytes are."""
 
 
-class Staging:
-    """Memory for the tensors of `plans`. `dtypes` are the dtypes of the engine's parameters by name."""
+def describe(named_tensors: NamedTensors) -> list[NamedTensor]:
+    """Name, shape and dtype of each tensor."""
+    return [(name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in named_tensors]
 
-    def __init__(self, plans: Sequence[TensorPlan], dtypes: Mapping[str, str]) -> None:
-        dtype_of: dict[str, torch.dtype] = {
-            plan.name: getattr(torch, dtypes[plan.copies[0].parameter]) for plan in plans
-        }
+
+class Staging:
+    """Memory for the tensors of `plans`."""
+
+    def __init__(self, plans: Sequence[TensorPlan]) -> None:
+        dtype_of: dict[str, torch.dtype] = {plan.name: getattr(torch, plan.dtype) for plan in plans}
         # Sorted by element size, largest first, every tensor is aligned to its dtype without gaps.
         self.plans = sorted(plans, key=lambda plan: -dtype_of[plan.name].itemsize)
         self._by_name = {plan.name: plan for plan in self.plans}
@@ -52,9 +56,6 @@ class Staging:
             for name, offset in self._offsets.items()
         }
 
-        self._without_offset: dict[str, torch.Tensor] = {}
-        """The tensors to which the engine's loader adds an offset, as a checkpoint contains them."""
-
     @torch.no_grad()
     def fill(self, version: int, named_tensors: NamedTensors) -> None:
         """Copy the planned tensors into the buffer, in any order; other tensors are ignored.
@@ -68,19 +69,17 @@ class Staging:
         for name, tensor in named_tensors:
             if name not in self._by_name:
                 continue  # another weight source sends it
-            columns, offset = self._by_name[name].columns, self._by_name[name].offset
-            if tuple(tensor.shape) != self._by_name[name].shape:
+            plan = self._by_name[name]
+            if tuple(tensor.shape) != plan.shape:
                 raise FatalError(f"the learner's {name} changed its shape to {tuple(tensor.shape)}")
-            if columns == 1:
-                self._views[name].view(tensor.shape).copy_(tensor)
+            if plan.pieces:
+                for piece, part, staged in _pieces(plan, tensor, self._views[name]):
+                    staged.copy_(part)
+                    if piece.offset:
+                        # SGLang's loader adds the offset in the engine's dtype, too.
+                        staged.add_(piece.offset)
             else:
-                # One block of columns after the other, so that each block is one contiguous copy.
-                for target, block in zip(self._views[name].chunk(columns), tensor.chunk(columns, dim=1), strict=True):
-                    target.view(block.shape).copy_(block)
-            if offset:
-                # SGLang's loader adds the offset in the engine's dtype, too.
-                self._without_offset[name] = self._views[name].clone()
-                self._views[name].add_(offset)
+                self._views[name].view(tensor.shape).copy_(tensor)
             missing.discard(name)
         if missing:
             raise FatalError(f"the learner no longer exports {min(missing)}")
@@ -98,16 +97,20 @@ class Staging:
         return self._views[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as a checkpoint contains it, for SGLang's loader, which adds the offset again.
+        """Return a tensor as a checkpoint contains it, for SGLang's loader.
 
-        The result is a view of staged memory unless the tensor is staged in column blocks.
+        The result is a view of staged memory unless the tensor is staged in pieces.
         """
         plan = self._by_name[name]
-        values = self._without_offset[name] if plan.offset else self._views[name]
-        if plan.columns == 1:
+        values = self._views[name]
+        if not plan.pieces:
             return values.view(plan.shape)
-        rows = plan.shape[0]
-        return torch.cat([block.view(rows, -1) for block in values.chunk(plan.columns)], dim=1)
+        # Elements that no engine holds stay 0.
+        whole = torch.zeros(plan.shape, dtype=values.dtype)
+        for piece, part, staged in _pieces(plan, whole, values):
+            if not piece.offset:
+                part.copy_(staged)
+        return whole
 
     def buckets(self, size: int) -> Iterator[list[TensorPlan]]:
         """Yield the tensors in buffer order, in buckets of at most `size` bytes; a larger tensor is a bucket alone."""
@@ -133,7 +136,7 @@ class Staging:
 
     def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
         """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: a view if possible."""
-        if all(plan.columns == 1 and not plan.offset for plan in bucket):
+        if all(not plan.pieces for plan in bucket):
             # Neighbours in a bucket are neighbours in the buffer.
             last = bucket[-1]
             end = self._offsets[last.name] + last.numel * self.element_size(last.name)
@@ -159,6 +162,20 @@ class Staging:
                 windows[copy.rank].append((copy.parameter, copy.target * width + skipped, size))
                 expected[copy.rank].append(zlib.crc32(memory[start : start + size].data))
         return windows, expected
+
+    def received(self, *, verify_all: bool) -> dict[str, int]:
+        """The CRC-32 of each tensor that SGLang's loader receives; see `engine_weights.checksum_of`."""
+        return {plan.name: checksum_of(self.tensor(plan.name), whole=verify_all) for plan in self.plans}
+
+
+def _pieces(
+    plan: TensorPlan, whole: torch.Tensor, values: torch.Tensor
+) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """Yield each piece with its view of the whole tensor and its view of the staged `values`."""
+    flat = whole.contiguous().view(-1)
+    for piece, staged in zip(plan.pieces, values.split([piece.numel for piece in plan.pieces]), strict=True):
+        first = flat.storage_offset() + piece.source
+        yield piece, flat.as_strided(piece.shape, piece.strides, first), staged.view(piece.shape)
 
 
 def plans_of_source(plans: Sequence[TensorPlan], source: int, sources: int) -> list[TensorPlan]:

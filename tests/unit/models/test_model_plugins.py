@@ -12,7 +12,6 @@ from miles_async.config.checks import problems
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Model
 from miles_async.errors import UserError
-from miles_async.models.gemma import Gemma
 from miles_async.models.plugin import MODELS
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
@@ -68,9 +67,3 @@ def test_a_key_that_the_model_needs_and_its_checkpoint_lacks_is_named(tmp_path: 
     model = Model(hf_checkpoint=checkpoint(tmp_path, model_type="gemma", num_hidden_layers=2))
     with pytest.raises(UserError, match=f"{tmp_path}: config.json has no 'hidden_size', which the model needs"):
         shape_of(model)
-
-
-def test_sglang_adds_one_to_gemmas_norms_only() -> None:
-    for name in ("model.layers.0.input_layernorm.weight", "model.norm.weight"):
-        assert Gemma().added_by_engine(name) == 1
-    assert Gemma().added_by_engine("model.layers.0.mlp.up_proj.weight") == 0

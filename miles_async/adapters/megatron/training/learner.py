@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -74,7 +74,6 @@ from miles_async.losses.policy import (
     supervised_loss,
 )
 from miles_async.losses.tokens import TokenColumns
-from miles_async.models.plugin import plugin_errors
 from miles_async.plugins import errors_of
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
@@ -383,13 +382,6 @@ class MegatronLearner:
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
         return export_weights(self._model.converter, self._model.chunks)
-
-    def engine_offsets(self, names: Iterable[str]) -> dict[str, float]:
-        """Return what SGLang adds to the tensors of these Hugging Face names when it loads them, where it is not 0."""
-        plugin = self._model.converter.plugin
-        with plugin_errors(plugin, "compare its tensors with SGLang's"):
-            offsets = {name: plugin.added_by_engine(name) for name in names}
-        return {name: offset for name, offset in offsets.items() if offset}
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.

@@ -49,6 +49,7 @@ class BroadcastTransport(Transport):
     name = "broadcast"
     measured = True
     fallback = 2
+    uses_loader = True
 
     def open(self, source: SourceOptions) -> None:
         import torch

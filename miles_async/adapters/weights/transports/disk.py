@@ -29,6 +29,7 @@ class DiskTransport(Transport):
 
     name = "disk"
     fallback: ClassVar[int | None] = 3
+    uses_loader: ClassVar[bool] = True
 
     def prepare(self, staging: Staging) -> None:
         """Write the staged version to disk and remove older versions."""

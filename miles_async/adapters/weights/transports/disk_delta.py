@@ -43,6 +43,7 @@ class DiskDeltaTransport(DiskTransport):
 
     name = "disk_delta"
     fallback = None
+    uses_loader = False
 
     def open(self, source: SourceOptions) -> None:
         super().open(source)
