@@ -25,7 +25,6 @@ from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
-from miles_async.adapters.megatron.model.hf_weights import export_weights
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -74,7 +73,6 @@ from miles_async.losses.policy import (
     supervised_loss,
 )
 from miles_async.losses.tokens import TokenColumns
-from miles_async.models.plugin import plugin_errors
 from miles_async.plugins import errors_of
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
@@ -382,13 +380,11 @@ class MegatronLearner:
 
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
-        return export_weights(self._model.converter, self._model.chunks)
+        return self._model.source.export(self._model.chunks)
 
     def engine_offsets(self, names: Iterable[str]) -> dict[str, float]:
         """Return what SGLang adds to the tensors of these Hugging Face names when it loads them, where it is not 0."""
-        plugin = self._model.converter.plugin
-        with plugin_errors(plugin, "compare its tensors with SGLang's"):
-            offsets = {name: plugin.added_by_engine(name) for name in names}
+        offsets = {name: self._model.source.added_by_engine(name) for name in names}
         return {name: offset for name, offset in offsets.items() if offset}
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
