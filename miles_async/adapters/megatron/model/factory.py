@@ -24,6 +24,7 @@ from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.source import ModelSource, dtype_of
+from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
 
 
@@ -112,7 +113,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, list[torch.nn.Module]]:
     """Build this rank's layers and load their weights: one chunk per virtual pipeline stage, else one."""
-    source = PluginSource(settings, hf_checkpoint)
+    source = _open_source(settings, hf_checkpoint)
     stages = source.config.virtual_pipeline_model_parallel_size
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.
@@ -121,6 +122,15 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, li
     chunks = [_finish_chunk(model, source.config, local=uses_local_layers(settings)) for model in models]
     source.load(chunks)
     return source, chunks
+
+
+def _open_source(settings: Learner, hf_checkpoint: str) -> ModelSource:
+    if source_of(settings.megatron_to_hf_mode, hf_checkpoint) == "raw":
+        return PluginSource(settings, hf_checkpoint)
+    # Imported here, because its imports need Megatron-Bridge.
+    from miles_async.adapters.megatron.model.bridge_source import BridgeSource
+
+    return BridgeSource(settings, hf_checkpoint)
 
 
 def _finish_chunk(chunk: Any, config: TransformerConfig, *, local: bool) -> torch.nn.Module:
