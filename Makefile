@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -34,6 +34,13 @@ $(READY): $(LOCKS) pyproject.toml setup.py requirements/install.sh $(if $(PYTHON
 setup-gpu: ## The same on a machine with CUDA: SGLang with its own dependencies, Mooncake's RDMA build
 	@PYTHON=$(PYTHON) bash requirements/install.sh gpu
 	@touch $(READY)
+
+setup-bridge: .venv-bridge/ready ## Create .venv-bridge with Python 3.12 and Megatron-Bridge, for more models (3.4 to 7.5 GB)
+
+.venv-bridge/ready: requirements/cpu-3.12.lock requirements/bridge.lock pyproject.toml setup.py requirements/install.sh
+	@VENV=.venv-bridge PYTHON=python3.12 bash requirements/install.sh
+	@.venv-bridge/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/bridge.lock
+	@touch $@
 
 setup-verifiers: .venv-verifiers/ready ## Create .venv-verifiers, in which environments of verifiers run (0.6 GB)
 
@@ -172,5 +179,5 @@ lock: ## Resolve requirements/*.lock again from pyproject.toml and requirements/
 	@bash requirements/lock.sh $(ARGS)
 
 clean: ## Remove .venv, the other .venv-*, caches and build output; keeps runs/ and warm-started models
-	@rm -rf .venv .venv-peers .venv-verifiers .venv-openenv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
+	@rm -rf .venv .venv-bridge .venv-peers .venv-verifiers .venv-openenv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,11 +2,12 @@
 # Create or update .venv. `make` calls this script when a lock or pyproject.toml has changed.
 #   install.sh        CPU machine: install exactly the lock of the Python in .venv, such as requirements/cpu-3.11.lock
 #   install.sh gpu    CUDA machine: resolve and install the extra `gpu`; later calls without an argument do so too
+# The environment variable VENV names another folder than .venv.
 # The environment variable PYTHON names the Python of .venv. If .venv has another version, it is created again. Without
 # the variable an existing .venv keeps its Python, and a new one gets the first of python3.11, python3.12 and python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv
+venv=${VENV:-.venv}
 
 # Print the version of an interpreter, such as 3.12, if it starts and there is a lock for it.
 locked_version() {

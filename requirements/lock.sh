@@ -44,4 +44,6 @@ done
 for library in verifiers openenv; do
     compile 3.11 "requirements/$library.lock" "$@" "requirements/$library.in"
 done
+# It is installed next to the packages of the CPU lock, so it gets their versions.
+compile 3.12 requirements/bridge.lock "$@" --constraint requirements/cpu-3.12.lock requirements/bridge.in
 git --no-pager diff --stat requirements

@@ -16,9 +16,9 @@ from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_er
 def shape_of(model: Model) -> ModelShape | None:
     """The dimensions of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
 
-    A broken `config.json` is reported elsewhere (`config_complaint`). A model type without a
-    plug-in, which engines may serve although the learner cannot train it, is read like Llama's. Raises UserError if the
-    plug-in fails.
+    A broken `config.json` is reported elsewhere (`config_complaint`). A model type without a plug-in, which comes from
+    Megatron-Bridge or which engines serve although the learner cannot train it, is read like Llama's; the shape is None
+    if it has not all of Llama's dimensions. Raises UserError if the plug-in fails.
     """
     if model.hf_checkpoint is None:
         tiny = model.tiny_model
@@ -34,12 +34,14 @@ def shape_of(model: Model) -> ModelShape | None:
             vocabulary=0,
         )
     config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
-    if MODELS.has(config.get("model_type", "")):
-        plugin = MODELS.find(config["model_type"])
-    elif "num_hidden_layers" in config:
-        plugin = ModelPlugin()
-    else:
-        return None
+    if not MODELS.has(config.get("model_type", "")):
+        # Models that also take images have the dimensions of the language model in a part of their own.
+        language = config.get("text_config") or config
+        try:
+            return ModelPlugin().shape(dict(language))
+        except KeyError:
+            return None
+    plugin = MODELS.find(config["model_type"])
     with plugin_errors(plugin, f"read the shape of the model from {model.hf_checkpoint}/config.json"):
         return plugin.shape(config)
 
@@ -47,6 +49,18 @@ def shape_of(model: Model) -> ModelShape | None:
 def model_type_of(hf_checkpoint: str) -> str | None:
     """The `model_type` of a checkpoint, which selects its plug-in; None if its `config.json` does not define it."""
     return _read_config(hf_checkpoint).get("model_type")
+
+
+def architecture_of(hf_checkpoint: str) -> str | None:
+    """The class of a checkpoint's model in transformers, by which Megatron-Bridge knows it; None if it is not named."""
+    architectures = _read_config(hf_checkpoint).get("architectures")
+    return architectures[0] if isinstance(architectures, list) and architectures else None
+
+
+def quantization_of(hf_checkpoint: str) -> str | None:
+    """How the weights of a checkpoint are quantised, such as fp8; None if they are not."""
+    quantization = _read_config(hf_checkpoint).get("quantization_config")
+    return None if quantization is None else str(quantization.get("quant_method", "quantization_config"))
 
 
 def balances_experts_by_bias(model: Model) -> bool:
@@ -96,7 +110,7 @@ def config_complaint(hf_checkpoint: str) -> str | None:
     for name, value in dimensions.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return f"{name} in config.json is {value!r}: set it to a positive whole number"
-    for name in ("rope_scaling", "text_config"):
+    for name in ("quantization_config", "rope_scaling", "text_config"):
         if not isinstance(config.get(name), dict | None):
             return f"{name} in config.json is {config[name]!r}: set it to an object"
     return None

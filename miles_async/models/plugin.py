@@ -120,7 +120,8 @@ class ModelPlugin(Plugin):
     def shape(self, config: HfConfig) -> ModelShape:
         """Return the dimensions of the model, for checks of the layout, batch sizes and Megatron's configuration."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        experts = config.get("num_experts") or config.get("num_local_experts")
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((config[name] for name in names if config.get(name)), None)
         return ModelShape(
             layers=config["num_hidden_layers"],
             hidden=hidden,

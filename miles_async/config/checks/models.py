@@ -8,10 +8,11 @@ from pathlib import Path
 
 from miles_async.config.generation import generates
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
-from miles_async.config.model_shape import config_complaint, context_limit, model_type_of
+from miles_async.config.model_shape import config_complaint, context_limit
+from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name, is_gguf
-from miles_async.models.plugin import MODELS
+from miles_async.errors import UserError
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
@@ -26,9 +27,11 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield from found
     else:
         yield from _context(config)
-        model_type = model_type_of(checkpoint)
-        if not config.debug.debug_rollout_only and model_type is not None and not MODELS.has(model_type):
-            yield f"hf_checkpoint {checkpoint} has the model_type {model_type}: {MODELS.missing(model_type)}"
+        if not config.debug.debug_rollout_only:
+            try:
+                source_of(config.learner.megatron_to_hf_mode, checkpoint)
+            except UserError as error:
+                yield str(error)
 
 
 def _unusable(setting: str, folder: str | None) -> Iterator[str]:

@@ -98,6 +98,10 @@ class Learner(Section):
     """Layers of the learner: transformer_engine uses NVIDIA's Transformer Engine, which needs a GPU, and local uses
     Megatron's own layers with PyTorch's attention and norms. If unset, it is transformer_engine on GPUs where it is
     installed, else local."""
+    megatron_to_hf_mode: Literal["raw", "bridge"] | None = None
+    """Source of the learner's model and of the conversion of its weights: raw uses the model plug-ins, and bridge
+    NVIDIA's Megatron-Bridge, which make setup-bridge installs. If unset, it is raw for a model that has a plug-in, else
+    bridge."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Number of ranks that each layer is split across (tensor parallelism)."""
     pipeline_model_parallel_size: int = Field(1, ge=1)

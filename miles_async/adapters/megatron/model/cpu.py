@@ -46,6 +46,22 @@ def redirect_cuda_to_cpu() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def numbered_device() -> Iterator[None]:
+    """Within the context, inside `redirect_cuda_to_cpu`, the current device is the number 0, which stands for the CPU.
+
+    Some code builds a `torch.device` of it. A backward pass needs a device instead, because torch runs it without the
+    redirection.
+    """
+    device = torch.cuda.current_device
+    if on_cpu():
+        torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = device
+
+
 def _cpu_device() -> torch.device:
     return torch.device("cpu")
 
@@ -93,11 +109,18 @@ class _RedirectCuda(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if str(kwargs.get("device", "")).startswith("cuda"):
+        if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], "cpu", *args[2:])
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1:
             # Megatron's optimizer sorts parameters by type names such as "torch.cuda.FloatTensor" and refuses others.
             return func(*args, **kwargs).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    """Whether the argument of a torch function is a CUDA device, by name or by number."""
+    return type(device) is int or str(device).startswith("cuda")

@@ -165,7 +165,7 @@ def load_weights(converter: WeightConverter, chunks: Sequence[torch.nn.Module], 
     path, plugin = Path(folder).expanduser(), name_of(converter.plugin)
     first_expert = parallel_state.get_expert_model_parallel_rank() * _experts_per_rank(converter)
     loaded: set[str] = set()
-    with _open_tensors(path) as files:
+    with open_tensors(path) as files:
         for chunk in chunks:
             tensors = unwrap_model(chunk).state_dict()
             for local, name in _global_names(chunk, first_expert=first_expert).items():
@@ -196,7 +196,7 @@ def load_weights(converter: WeightConverter, chunks: Sequence[torch.nn.Module], 
 
 
 @contextmanager
-def _open_tensors(folder: Path) -> Iterator[Mapping[str, Any]]:
+def open_tensors(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the open safetensors file of each tensor in a checkpoint, by the name of the tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -241,7 +241,8 @@ def export_weights(converter: WeightConverter, chunks: Sequence[torch.nn.Module]
     for stage, shards in enumerate(stages):
         for i, shard in shards:
             tensor = held[i, shard.local] if stage == pipeline.rank() else None
-            for name, whole in _to_hf(converter, shard, _broadcast_from_stage(tensor, shard, stage)):
+            tensor = broadcast_from_stage(tensor, shard.shape, shard.dtype, stage)
+            for name, whole in _to_hf(converter, shard, tensor):
                 # The first and the last stage both hold tied embeddings.
                 if name not in exported:
                     exported.add(name)
@@ -264,12 +265,15 @@ def _describe_shards(chunks: Sequence[torch.nn.Module]) -> list[tuple[int, _Shar
     return result
 
 
-def _broadcast_from_stage(tensor: Tensor | None, shard: _Shard, stage: int) -> Tensor:
-    """The tensor on the ranks of all stages; None is passed on stages that do not hold it."""
+def broadcast_from_stage(tensor: Tensor | None, shape: Sequence[int], dtype: str, stage: int) -> Tensor:
+    """Return the tensor on the ranks of all stages; None is passed on stages that do not hold it.
+
+    `dtype` is the name of a type of torch, such as `torch.float32`.
+    """
     group = parallel_state.get_pipeline_model_parallel_group()
     if tensor is None:
         device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
-        tensor = torch.empty(shard.shape, dtype=_DTYPES[shard.dtype], device=device)
+        tensor = torch.empty(tuple(shape), dtype=_DTYPES[dtype], device=device)
     tensor = tensor.detach().contiguous()  # collectives need contiguous memory
     if group.size() > 1:
         dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)

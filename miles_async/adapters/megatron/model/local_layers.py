@@ -134,7 +134,10 @@ def _padded_rows(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple
 
 
 class LocalAttention(MegatronModule):  # type: ignore[misc]
-    """Core attention of Megatron's layer spec: causal attention over packed sequences, bucket by bucket."""
+    """Core attention of Megatron's layer spec: causal attention over packed sequences, bucket by bucket.
+
+    A subclass may compute another attention within the sequences of a bucket (`attend`).
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config)
@@ -147,10 +150,11 @@ class LocalAttention(MegatronModule):  # type: ignore[misc]
         if group.size() > 1:
             # Gathering keys and values as one tensor takes one collective. Its backward pass returns the sum of the
             # gradients of all ranks (reduce-scatter).
-            k, v = gather_from_sequence_parallel_region(torch.cat((k, v), -1), group=group).chunk(2, -1)
+            both = gather_from_sequence_parallel_region(torch.cat((k, v), -1), group=group)
+            k, v = both.split((k.shape[-1], v.shape[-1]), -1)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            parts = [_attend(q, k, v, bucket) for bucket in packed_seq_params.buckets]
+            parts = [self._attend(q, k, v, bucket) for bucket in packed_seq_params.buckets]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out if packed_seq_params.restore is None else out.index_select(0, packed_seq_params.restore)
 
@@ -163,18 +167,21 @@ class LocalAttention(MegatronModule):  # type: ignore[misc]
             out = attend(q, k, v)
         return out.reshape(q.shape[0], 1, -1)
 
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
+        """[tokens of the bucket, heads, d] attention of one bucket, without its padding."""
+        queries, keys, values = (
+            tokens.index_select(0, indices).view(bucket.count, -1, *tokens.shape[1:]).transpose(1, 2)
+            for tokens, indices in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        )
+        out = self.attend(queries, keys, values, bucket.mask).transpose(1, 2).flatten(0, 1)
+        return out if bucket.kept is None else out.index_select(0, bucket.kept)
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket) -> Tensor:
-    """[tokens of the bucket, heads, d] attention of one bucket, without its padding."""
-    queries, keys, values = (
-        tokens.index_select(0, indices).view(bucket.count, -1, *tokens.shape[1:]).transpose(1, 2)
-        for tokens, indices in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
-    )
-    out = scaled_dot_product_attention(
-        queries, keys, values, attn_mask=bucket.mask, is_causal=bucket.mask is None, enable_gqa=True
-    )
-    out = out.transpose(1, 2).flatten(0, 1)
-    return out if bucket.kept is None else out.index_select(0, bucket.kept)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[n, heads, queries, d] attention within n sequences; `k` and `v` are [n, kv heads, keys, d].
+
+        `mask` is that of `Bucket`.
+        """
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 
 class LocalNorm(torch.nn.RMSNorm):
@@ -192,9 +199,13 @@ class LocalNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [..., h] in the type of `x` [..., h]."""
-        weight = self.weight + 1 if self._zero_centered else self.weight
-        output: Tensor = _RmsNorm.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]
-        return output
+        return rms_norm(x, self.weight + 1 if self._zero_centered else self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., h] in the type of `x` [..., h], from `weight` [h]."""
+    output: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _RmsNorm(torch.autograd.Function):

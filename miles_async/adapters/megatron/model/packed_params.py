@@ -32,6 +32,10 @@ def packed_params(pack: Pack, device: torch.device, positions: Tensor | None, *,
         "max_seqlen_q": longest,
         "max_seqlen_kv": longest,
     }
+    if "seq_idx" in PackedSeqParams.__dataclass_fields__:
+        # State space models need the number of each token's sequence; older versions of Megatron have none.
+        numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        layout["seq_idx"] = torch.from_numpy(numbers)[None].to(device)
     group = parallel_state.get_context_parallel_group()
     if positions is not None:
         # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it

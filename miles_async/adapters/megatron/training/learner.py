@@ -25,7 +25,6 @@ from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
-from miles_async.adapters.megatron.model.hf_weights import export_weights
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -381,7 +380,7 @@ class MegatronLearner:
 
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
-        return export_weights(self._model.converter, self._model.chunks)
+        return self._model.source.export(self._model.chunks)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.

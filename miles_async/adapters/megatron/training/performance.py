@@ -46,7 +46,7 @@ def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], second
         logits = sum(len(batch.targets) for batch in batches)
         # All ranks of a model replica work on the same sequences.
         ranks_per_replica = torch.distributed.get_world_size() // parallel_state.get_data_parallel_world_size()
-        flops = training_flops(lengths, model.converter.shape, shared=shared, logits=logits)
+        flops = training_flops(lengths, model.source.shape, shared=shared, logits=logits)
         metrics["mfu"] = flops / (seconds * peak * ranks_per_replica)
     return metrics
 

@@ -1,0 +1,101 @@
+"""What the learner needs of a source of models: Megatron's configuration, the layers, and the conversion of weights.
+
+`PluginSource` takes models from plug-ins (`miles_async.models`), and `BridgeSource` from NVIDIA's Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from miles_async.config.schema import Learner
+from miles_async.models.plugin import ModelShape
+
+CPU_FIELDS = {
+    # Fused kernels need CUDA.
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Fields of Megatron's `TransformerConfig` without which a model does not work on a CPU."""
+CPU_EXPERT_FIELDS = {
+    # The all-to-all dispatcher needs CUDA streams.
+    "moe_token_dispatcher_type": "allgather",
+    # Megatron refuses variable lengths together with the all-gather dispatcher, which cannot gather unequal parts.
+    # A source sets it after that check; `model_inputs` makes the parts equal.
+    "variable_seq_lengths": False,
+}
+"""The same for a model with experts."""
+
+
+class ModelSource(ABC):
+    """Builds one checkpoint's model in the parallel layout of the settings. The process groups must exist.
+
+    A method that loads or exports is a collective operation of all ranks.
+    """
+
+    takes_positions: ClassVar[bool]
+    """Whether the rotary embedding of the models can be replaced by one that takes the position of each token."""
+    config: TransformerConfig
+    shape: ModelShape
+
+    @abstractmethod
+    def build(self, vp_stage: int | None) -> torch.nn.Module:
+        """Return this rank's layers with any weights; `vp_stage` is the virtual pipeline stage, or None without."""
+
+    @abstractmethod
+    def load(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Load this rank's part of the checkpoint into the chunks, one per virtual pipeline stage.
+
+        Raises UserError if the checkpoint lacks a tensor, or has one that no parameter of the model holds.
+        """
+
+    @abstractmethod
+    def export(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight once, whole and with its Hugging Face name, on every rank.
+
+        All ranks must iterate to the end. Only a few whole tensors exist at a time. Tensors may be views of parameters,
+        so copy those that must outlast the next optimizer step.
+        """
+
+
+def run_fields(settings: Learner) -> dict[str, Any]:
+    """Fields of Megatron's `TransformerConfig` that follow from the settings of a run, for any model."""
+    dtype, stages = dtype_of(settings), settings.virtual_pipeline_model_parallel_size
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": stages,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "sequence_parallel": settings.sequence_parallel,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_p2p_comm": stages is not None,
+        "batch_p2p_comm": False,
+        # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because
+        # the loss is already divided by the tokens of the whole step.
+        "calculate_per_token_loss": True,
+        "recompute_granularity": settings.recompute_granularity,
+        "recompute_method": settings.recompute_method,
+        "recompute_num_layers": settings.recompute_num_layers,
+    }
+
+
+def dtype_of(settings: Learner) -> torch.dtype:
+    """The type of weights and activations."""
+    return torch.bfloat16 if settings.precision == "bf16" else torch.float32

@@ -1,0 +1,1 @@
+"""Models of Megatron-Bridge against transformers: `make test-bridge`."""

@@ -1,0 +1,14 @@
+"""These tests need the environment that `make setup-bridge` creates; elsewhere none of them is collected."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if find_spec("megatron.bridge") is None and collection_path.name.startswith("test_") else None
+
+
+def pytest_report_header() -> str | None:
+    return None if find_spec("megatron.bridge") else "tests/bridge needs Megatron-Bridge: run make test-bridge"
