@@ -1,12 +1,14 @@
 """The reference pages of the documentation site, generated from the code while MkDocs builds the site.
 
-`reference/settings.md` lists every setting of the schema by section, and `reference/alerts.md` every alert.
+`reference/settings.md` lists every setting of the schema by section, `reference/alerts.md` every alert, and
+`reference/models.md` every family of models that was tested.
 `reference/python/` has a page per public module or package; mkdocstrings reads the names from the source files and
 imports nothing.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -36,6 +38,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """MkDocs calls this function once it has collected the pages."""
     files.append(File.generated(config, "reference/settings.md", content=settings_page()))
     files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
+    files.append(File.generated(config, "reference/models.md", content=models_page()))
     for name in _public():
         files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
     return files
@@ -76,6 +79,32 @@ def alerts_page() -> str:
     for rule in rules:
         when, advice = (_escaped(rule["annotations"][name]) for name in ("description", "runbook"))
         lines.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {when} | {advice} |")
+    return "\n".join(lines) + "\n"
+
+
+def models_page() -> str:
+    """Every family of models with its sources, and what was shown with a tiny checkpoint on a CPU."""
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text())
+    lines = [
+        "# Models",
+        "",
+        "The learner takes a model from [a plug-in](../how-to/model-plugin.md) or from",
+        "[Megatron-Bridge](../how-to/bridge-models.md). `make test-bridge` converts a tiny checkpoint of each family to",
+        "Megatron and back in each layout below. All tensors must be equal, and log-probabilities and gradients of the",
+        "learner must be those of transformers. `python -m benchmarks.models` trains each checkpoint for ten steps with an",
+        "engine on a CPU, and compares the engine's log-probabilities with those that transformers computes from the",
+        f"exported weights. These are the results of {recorded['date']}, commit `{recorded['commit']}`.",
+        "",
+        "| family | source | layouts | ten steps with an engine | engine against transformers |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in recorded["result"].items():
+        if "failed" in result:
+            trained, difference = f"no: {_escaped(result['failed'])}", ""
+        else:
+            trained, difference = f"yes, `{result['transport']}`", f"{result['difference']:.1e} nats"
+        cells = (name, ", ".join(result["sources"]), ", ".join(result["layouts"]), trained, difference)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
