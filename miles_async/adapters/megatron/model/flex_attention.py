@@ -78,12 +78,17 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def _attend(*tensors: Tensor, **options: Any) -> Any:
+    """`flex_attention` by a compiled kernel."""
     # One compiled version serves many lengths. Passes without gradients, packs of a single block and models with other
     # numbers of heads, such as a critic, need further versions, more than torch's limit of 8. Beyond its limit torch
-    # would compute all t x t scores; with `fullgraph` it raises an error instead.
-    return torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the limit
-        flex_attention, dynamic=True, fullgraph=True, recompile_limit=64
-    )
+    # would compute all t x t scores; with `fullgraph` it raises an error instead. The limit is set around each call,
+    # because torch's settings belong to a thread, and backward passes compute attention in other threads.
+    with torch._dynamo.config.patch(recompile_limit=64):  # type: ignore[operator]  # torch declares it as unknown
+        return _compiled()(*tensors, **options)
 
 
 class FlexAttention(MegatronModule):  # type: ignore[misc]
@@ -97,7 +102,7 @@ class FlexAttention(MegatronModule):  # type: ignore[misc]
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, packed_seq_params: FlexSeqParams, **_: Any
     ) -> Tensor:
         """Returns [t, 1, heads * d] from `q` [t, heads, d], `k` and `v` [t, kv heads, d]."""
-        attend = _compiled() if q.is_cuda else flex_attention
+        attend = _attend if q.is_cuda else flex_attention
         queries, keys, values = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
         out: Tensor = attend(
             queries, keys, values, block_mask=packed_seq_params.mask, scale=self._scale, enable_gqa=True
