@@ -10,7 +10,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from megatron.core.utils import unwrap_model
 
-from miles_async.adapters.megatron.model import flex_attention, output_layer
+from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
@@ -79,7 +79,7 @@ def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: 
         whole = gradients(learner, run, share_prefixes=True)
         layer = learner._model.output_layer
         assert layer is not None
-        monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * layer.columns)
+        monkeypatch.setattr(layer, "chunk_entries", 7 * layer.columns)
         assert difference(gradients(learner, run, share_prefixes=True), whole) < 1e-5
 
 
