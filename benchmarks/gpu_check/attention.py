@@ -140,7 +140,7 @@ def transformer_engine(pack: Pack, precision: Precision) -> Attention:
     )
 
     def attend(*inputs: Tensor) -> Tensor:
-        params = packed_params(pack, DEVICE, None, local=False)
+        params = packed_params(pack, DEVICE, None, local=False, shares_prefixes=False)
         return attention(*inputs, None, AttnMaskType.causal, packed_seq_params=params).reshape(len(inputs[0]), 1, -1)
 
     return attend

@@ -59,7 +59,7 @@ def attention(module: type, pack: Pack) -> list[Tensor]:
     tokens = len(pack.computed)
     inputs = [torch.randn(tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     positions = torch.from_numpy(pack.positions[pack.computed])
-    params = packed_params(pack, torch.device("cpu"), positions, local=True)
+    params = packed_params(pack, torch.device("cpu"), positions, local=True, shares_prefixes=True)
     out = module(config())(*inputs, None, packed_seq_params=params)
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 

@@ -52,6 +52,13 @@ def test_advantages_of_long_responses_are_exact_and_take_few_operations(discount
     assert len(trace.events()) < 500
 
 
+def test_advantages_need_nothing_back_from_the_device() -> None:
+    """A tensor on `meta` has no values that could be read."""
+    values = torch.zeros(12, device="meta")
+    advantages, _ = generalized_advantages(values, values, SEQUENCES.to("meta"), discount=1.0, decay=0.95)
+    assert advantages.shape == (12,)
+
+
 def test_an_empty_response_has_no_advantages() -> None:
     none = torch.zeros(0)
     advantages, returns = generalized_advantages(none, none, none.long(), discount=1.0, decay=1.0)

@@ -505,6 +505,16 @@ def test_a_gradient_that_overwrites_the_logits_is_computed_once() -> None:
         torch.autograd.grad(logprobs.sum(), logits)
 
 
+def test_logprobs_and_their_gradient_read_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on `meta` has no values that could be read."""
+    monkeypatch.setitem(PART_ENTRIES, "meta", 20)
+    logits = torch.randn(6, 11, device="meta", requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.zeros(6, dtype=torch.int64, device="meta"))
+    (logprobs + 0.1 * entropy).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == logits.shape
+
+
 def test_logprobs_stay_finite_for_logits_of_any_size() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     logprobs, entropy = token_logprobs(logits, torch.tensor([1]))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward
 from miles_async.batching.batch import PackedBatch, pack_layout, repack_for_forward
@@ -38,7 +39,7 @@ def target_logprobs(
     # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
     columns = min(layer.columns, model.vocab_size - vocab_start)
     is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
-    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(output.device, torch.int64)
+    targets = to_device(model_input.batch.tokens[model_input.batch.targets].astype(np.int64), output.device)
     targets = targets[model_input.target_indices]
     group = parallel_state.get_tensor_model_parallel_group() if is_split else None
 
@@ -66,13 +67,13 @@ def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, 
     def read(logits: Tensor, _: slice) -> tuple[Tensor]:
         return (gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].float().T,)
 
-    local = layer.map(output, torch.from_numpy(index[own]).to(output.device), read)[0].T
+    local = layer.map(output, to_device(index[own], output.device), read)[0].T
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return local
     # As in `_gather_targets`.
     whole = local.new_zeros(len(rows), model.vocab_size)
-    whole = whole.index_copy(0, torch.from_numpy(own).to(output.device), local)
+    whole = whole.index_copy(0, to_device(own, output.device), local)
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
@@ -125,7 +126,7 @@ def frozen_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, tem
     repacked = repack_for_forward(batches, model.settings)
     logprobs = batch_logprobs(model, [one.batch for one in repacked], temperature=temperature)
     for one, batch_result in zip(repacked, logprobs, strict=True):
-        result[torch.from_numpy(one.target_indices).to(model.device)] = batch_result
+        result[to_device(one.target_indices, model.device)] = batch_result
     return list(result.split(counts))
 
 
