@@ -92,7 +92,7 @@ def test_the_gradient_of_many_chunks_is_added_to_megatrons_buffer_in_float32() -
 def test_without_an_entropy_bonus_no_gradient_of_the_entropy_is_computed() -> None:
     taken: list[Tensor | None] = []
 
-    class Watch(torch.autograd.Function):
+    class Entropy(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, entropy: Tensor) -> Tensor:
             ctx.set_materialize_grads(False)  # type: ignore[attr-defined]
@@ -103,13 +103,13 @@ def test_without_an_entropy_bonus_no_gradient_of_the_entropy_is_computed() -> No
             taken.append(gradient)
             return gradient
 
-    watch: Callable[[Tensor], Tensor] = Watch.apply
+    entropy_with_record: Callable[[Tensor], Tensor] = Entropy.apply
     model, hidden = Model(torch.float32), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     targets = torch.zeros(TOKENS, dtype=torch.int64)
 
     def read(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         logprobs, entropy = token_logprobs(logits, targets[chunk], overwrite=True)
-        return logprobs, watch(entropy)
+        return logprobs, entropy_with_record(entropy)
 
     layer = OutputLayer(model, 7 * VOCABULARY)
     layer.map(hidden, torch.arange(TOKENS), read)[0].sum().backward()
