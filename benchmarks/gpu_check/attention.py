@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -126,6 +127,8 @@ def flex(pack: Pack, precision: Precision) -> Attention:
 
 def transformer_engine(pack: Pack, precision: Precision) -> Attention:
     require_gpu("Transformer Engine")
+    if not gpt_layer_specs.HAVE_TE:  # Megatron 0.19 can be imported without it, and computes with mocks
+        raise NotPossibleError("transformer_engine is not installed")
     if pack.shared.any():
         raise NotPossibleError("Transformer Engine's attention takes whole sequences")
     if precision == "fp32":
@@ -137,7 +140,7 @@ def transformer_engine(pack: Pack, precision: Precision) -> Attention:
     )
 
     def attend(*inputs: Tensor) -> Tensor:
-        params = packed_params(pack, DEVICE, None, local=False)
+        params = packed_params(pack, DEVICE, None, local=False, shares_prefixes=False)
         return attention(*inputs, None, AttnMaskType.causal, packed_seq_params=params).reshape(len(inputs[0]), 1, -1)
 
     return attend

@@ -15,7 +15,7 @@ TOKENS = 8192 if ON_GPU else 256
 """Of each response."""
 BATCHES = {"one response": 1, "64 responses": 64}
 DISCOUNT, DECAY = 1.0, 0.95
-LIMIT = 1e-4
+LIMIT = 1e-6
 """Largest difference of an advantage, relative to the largest advantage."""
 
 

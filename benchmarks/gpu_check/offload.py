@@ -50,7 +50,7 @@ def offload_learner(report: Report, learner: MegatronLearner, run: RunConfig) ->
         sequences = token_lists(LENGTHS)
         expected, before = learner.logprobs(sequences), used_bytes()
         learner.offload()
-        held = 0 if learner._offloaded is None else learner._offloaded.bytes
+        held = sum(offloaded.bytes for offloaded in learner._offloaded)
         _freed(report, "learner", before - used_bytes(), held)
         learner.onload()
         apart = furthest(learner.logprobs(sequences), expected)

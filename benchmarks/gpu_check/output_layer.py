@@ -1,4 +1,4 @@
-"""The output layer with a vocabulary of 151,936: chunks of logits, one chunk, and plain logits, against float32."""
+"""The output layer with a vocabulary of 151,936: as in a learner, in four chunks, and plain logits; against float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu_check.measure import report_cost
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import DEVICE, ON_GPU, Surroundings
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
-from miles_async.adapters.megatron.model.output_layer import CHUNK_ENTRIES, OutputLayer
+from miles_async.adapters.megatron.model.output_layer import OutputLayer
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Learner
@@ -54,8 +54,8 @@ def compare(report: Report) -> None:
     plain = plain_logits(targets)
     exact = gradients(plain, hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_())
     variants = {
-        "chunks": in_chunks(weight, targets, CHUNK_ENTRIES),
-        "one chunk": in_chunks(weight, targets, TOKENS * VOCABULARY),
+        "as in a learner": in_chunks(weight, targets, None),
+        "four chunks": in_chunks(weight, targets, TOKENS * VOCABULARY // 4),
         "plain logits": plain,
     }
     for part, logprobs in variants.items():
@@ -68,13 +68,13 @@ def compare(report: Report) -> None:
             report_cost(report, part, partial(gradients, logprobs, hidden, weight))
 
 
-def in_chunks(weight: torch.nn.Parameter, targets: Tensor, chunk_entries: int) -> Logprobs:
-    """As the learner computes them."""
+def in_chunks(weight: torch.nn.Parameter, targets: Tensor, chunk_entries: int | None) -> Logprobs:
+    """As the learner computes them, with at most `chunk_entries` logits at a time (None: its own choice)."""
     layer = OutputLayer(Head(weight), chunk_entries)
     rows = torch.arange(TOKENS, device=DEVICE)
 
-    def read(logits: Tensor, chunk: slice) -> Tensor:
-        return torch.stack(token_logprobs(logits.float(), targets[chunk]))
+    def read(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        return token_logprobs(logits, targets[chunk], overwrite=True)
 
     return lambda hidden, _: layer.map(hidden, rows, read)[0]
 

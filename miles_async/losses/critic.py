@@ -20,23 +20,26 @@ def generalized_advantages(
     `discount` is gamma. `decay` is lambda: 0 relies on the critic's values alone, 1 on the rewards alone.
     Source: GAE, Schulman et al. 2015 (arXiv 1506.02438), equation 16.
     """
-    if not len(sequences):
-        return rewards, values
-    # The recursion runs backwards over tokens. One row per sequence makes each of its steps one operation for all
-    # sequences at once, instead of one per token.
-    positions = torch.arange(len(sequences), device=sequences.device) - torch.searchsorted(sequences, sequences)
-    rows = rewards.new_zeros(2, int(sequences[-1]) + 1, int(positions.max()) + 1)
-    rows[:, sequences, positions] = torch.stack([rewards, values])
-    advantages = torch.zeros_like(rows[0])
-    # Cells after the end of a shorter row hold zeros, so the recursion reaches its last token with zeros.
-    next_advantage = next_value = torch.zeros_like(rows[0, :, 0])
-    for position in reversed(range(rows.shape[2])):
-        reward, value = rows[:, :, position]
-        next_advantage = reward + discount * next_value - value + discount * decay * next_advantage
-        advantages[:, position] = next_advantage
-        next_value = value
-    token_advantages = advantages[sequences, positions]
-    return token_advantages, token_advantages + values
+    following = torch.zeros_like(values)
+    following[:-1] = torch.where(sequences[:-1] == sequences[1:], values[1:], 0.0)
+    errors = rewards + discount * following - values
+    advantages = _add_later_terms(errors.double(), sequences, discount * decay).to(values.dtype)
+    return advantages, advantages + values
+
+
+def _add_later_terms(terms: Tensor, sequences: Tensor, factor: float) -> Tensor:
+    """Add to each of `terms` [m] the later ones of its sequence, of which the k-th is multiplied by `factor` ** k.
+
+    Each round doubles the number of terms in each sum, so that a GPU needs few kernels, and does not wait for any.
+    """
+    distance, zero = 1, terms.new_zeros(())
+    copy = torch.empty_like(terms)  # one for all rounds, because fresh memory is slower than the arithmetic
+    while distance < len(terms) and factor:
+        is_same = sequences[:-distance] == sequences[distance:]
+        torch.where(is_same, terms[distance:], zero, out=copy[:-distance])
+        terms[:-distance].add_(copy[:-distance], alpha=factor)
+        factor, distance = factor * factor, 2 * distance
+    return terms
 
 
 def last_token_rewards(rewards: Tensor, sequences: Tensor) -> Tensor:

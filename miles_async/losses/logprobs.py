@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+PART_ENTRIES = {"cpu": 2**20, "cuda": 2**25}
+"""Most logits, by device, that a softmax computes at a time: few on a CPU, so that they stay in its cache."""
+
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, *, vocab_start: int = 0, group: dist.ProcessGroup | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute log p(target) and the entropy at each position, both in nats and differentiable.
 
-    `logits` [n, v] in float32 are this rank's columns of the vocabulary, for the tokens `vocab_start` to
-    `vocab_start + v`; the ranks of `group` hold the others (None: this rank holds all). `targets` [n] are global token
-    ids. Returns two tensors [n], equal on all ranks of the group. Both results come from one softmax, which is the only
-    [n, v] tensor kept for the backward pass.
+    `logits` [n, v] are this rank's columns of the vocabulary, for the tokens `vocab_start` to `vocab_start + v`; the
+    ranks of `group` hold the others (None: this rank holds all). They may have any floating-point type, are computed
+    with in at least float32, and are divided by `temperature`. `targets` [n] are global token ids. Returns two tensors
+    [n], equal on all ranks of the group.
+
+    The logits are the only [n, v] tensor kept for the backward pass. With `overwrite` their gradient takes the place of
+    their values, so they must not be used elsewhere.
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, vocab_start, group)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, temperature, vocab_start, group, overwrite
+    )
     return logprobs, entropy
 
 
@@ -106,46 +121,83 @@ class _KeptLogprobs(torch.autograd.Function):
 class _TokenLogprobs(torch.autograd.Function):
     """Vocabulary-parallel log-softmax, like Megatron's `vocab_parallel_cross_entropy` with the entropy added.
 
-    Autograd would keep several [n, v] tensors and does not differentiate through the all-reduce.
+    Autograd would keep several [n, v] tensors and does not differentiate through the all-reduce. Here tensors in
+    float32 have the size of a part of the rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, group: dist.ProcessGroup | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+        overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
         # The softmax needs the maximum over the whole vocabulary first, so that no exponential overflows.
-        maximum = logits.amax(-1)
+        maximum = logits.amax(-1).to(torch.promote_types(logits.dtype, torch.float32))
         _all_reduce(maximum, dist.ReduceOp.MAX, group)
-        shifted = logits - maximum[:, None]
-        weights = shifted.exp()
         # Exactly one rank holds the column of a target; the others contribute 0 to the sum over ranks.
         local = targets - vocab_start
         is_local = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)[:, None]
-        chosen = shifted.gather(1, column)[:, 0] * is_local
-        # One all-reduce for all three sums. H = log(sum w) - sum(w * shifted) / sum w, with w = exp(shifted).
-        # A batch of dot products, which creates no [n, v] tensor.
-        weighted = torch.bmm(weights[:, None], shifted[:, :, None])[:, 0, 0]
-        sums = torch.stack([weights.sum(-1), weighted, chosen])
+        chosen = (logits.gather(1, column)[:, 0] - maximum) / temperature * is_local
+        # H = log(sum w) - sum(w * shifted) / sum w, with w = exp(shifted).
+        total, weighted = torch.empty_like(maximum), torch.empty_like(maximum)
+        for rows in _parts(logits):
+            shifted = _shifted(logits[rows], maximum[rows], temperature)
+            weights = shifted.exp()
+            torch.sum(weights, -1, out=total[rows])
+            torch.sum(shifted.mul_(weights), -1, out=weighted[rows])
+        # One all-reduce for all three sums.
+        sums = torch.stack([total, weighted, chosen])
         _all_reduce(sums, dist.ReduceOp.SUM, group)
         total, weighted, chosen = sums.unbind()
         log_total = total.log()
         entropy = log_total - weighted / total
-        probabilities = weights.div_(total[:, None])
-        ctx.save_for_backward(probabilities, entropy, column, is_local)
+        ctx.save_for_backward(logits, maximum, total, entropy, column, is_local)
+        ctx.temperature, ctx.overwrite = temperature, overwrite
+        ctx.set_materialize_grads(False)
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """d log p(t) / d z_j = [j = t] - p_j;  d H / d z_j = -p_j (log p_j + H)."""
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
+        """d log p(t) / d z_j = [j = t] - p_j;  d H / d z_j = -p_j (log p_j + H);  z are the logits / temperature."""
+        logits, maximum, total, entropy, column, is_local = ctx.saved_tensors
         logprob_gradient, entropy_gradient = gradients
-        probabilities, entropy, column, is_local = ctx.saved_tensors
-        gradient = -probabilities * logprob_gradient[:, None]
-        gradient.scatter_add_(1, column, (logprob_gradient * is_local)[:, None])
-        if entropy_gradient.any():  # without an entropy bonus this saves two [n, v] tensors
-            log_probabilities = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-            gradient -= entropy_gradient[:, None] * probabilities * (log_probabilities + entropy[:, None])
-        return gradient, None, None, None
+        result = logits if ctx.overwrite else torch.empty_like(logits)
+        # Of one row, with w = exp(shifted): gradient = -w (factor + slope * shifted), plus `of_target` in one column.
+        scale = 1 / (ctx.temperature * total)
+        factor, slope = torch.zeros_like(total), None
+        if logprob_gradient is not None:
+            factor = logprob_gradient * scale
+        if entropy_gradient is not None:
+            slope = entropy_gradient * scale
+            factor = factor + slope * (entropy - total.log())
+        for rows in _parts(logits):
+            shifted = _shifted(logits[rows], maximum[rows], ctx.temperature)
+            if slope is None:
+                gradient = shifted.exp_().mul_(-factor[rows, None])
+            else:
+                gradient = shifted.exp().mul_(shifted.mul_(-slope[rows, None]).sub_(factor[rows, None]))
+            if logprob_gradient is not None:
+                of_target = logprob_gradient[rows] / ctx.temperature * is_local[rows]
+                gradient.scatter_add_(1, column[rows], of_target[:, None])
+            result[rows] = gradient
+        return result, None, None, None, None, None
+
+
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Slices of the rows of `logits` [n, v]."""
+    size = max(1, PART_ENTRIES[logits.device.type] // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _shifted(logits: Tensor, maximum: Tensor, temperature: float) -> Tensor:
+    """(logits - maximum) / temperature, in the type of `maximum`."""
+    shifted = logits - maximum[:, None]
+    return shifted if temperature == 1.0 else shifted.div_(temperature)
 
 
 def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:

@@ -93,7 +93,8 @@ def policy_loss(
     Raises UserError if a plug-in or a function returns tensors of another shape.
     """
     policy = _policy_terms(logprobs, columns, settings, prepared, functions)
-    others = settings.entropy_coef * entropy
+    # Without a bonus the entropy gets no gradient, not even zeros, which `token_logprobs` would take time for.
+    others = settings.entropy_coef * entropy if settings.entropy_coef else torch.zeros_like(entropy)
     kl = torch.zeros_like(policy.objective)
     if columns.reference_logprobs is not None:
         kl = kl_penalty(logprobs, columns.reference_logprobs, settings.kl_estimator)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +59,7 @@ def attention(module: type, pack: Pack) -> list[Tensor]:
     tokens = len(pack.computed)
     inputs = [torch.randn(tokens, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
     positions = torch.from_numpy(pack.positions[pack.computed])
-    params = packed_params(pack, torch.device("cpu"), positions, local=True)
+    params = packed_params(pack, torch.device("cpu"), positions, local=True, shares_prefixes=True)
     out = module(config())(*inputs, None, packed_seq_params=params)
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 
@@ -87,3 +89,17 @@ SPECIAL = ({"window_size": (64, 0)}, {"softmax_type": "learnable"}, {"attention_
 def test_models_with_special_attention_keep_their_own() -> None:
     assert is_plain_attention(config())
     assert not any(is_plain_attention(config(**settings)) for settings in SPECIAL)
+
+
+def test_attention_is_compiled_for_more_cases_than_torch_allows_by_default_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex_attention, "flex_attention", lambda q, case: q + len(case))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flex_attention._compiled.cache_clear()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            results = [thread.submit(flex_attention._attend, torch.zeros(1), case="x" * i) for i in range(20)]
+        assert [result.result().item() for result in results] == list(range(20))
+    finally:
+        flex_attention._compiled.cache_clear()

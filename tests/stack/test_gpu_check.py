@@ -94,7 +94,7 @@ def test_chunks_of_logits_have_the_gradients_of_all_logits_at_once(
     output_layer.check(report, surroundings)
     assert {part for part, status in parts().items() if status == "pass"} == {
         f"{variant}: {figure}"
-        for variant in ("chunks", "one chunk", "plain logits")
+        for variant in ("as in a learner", "four chunks", "plain logits")
         for figure in ("gradient of hidden states", "gradient of weights", "time")
     }
 
@@ -102,13 +102,13 @@ def test_chunks_of_logits_have_the_gradients_of_all_logits_at_once(
 def test_a_wrong_gradient_of_the_output_layer_fails(
     surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = token_logprobs(logits, targets)
+    def half(logits: torch.Tensor, targets: torch.Tensor, overwrite: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = token_logprobs(logits, targets, overwrite=overwrite)
         return logprobs / 2, entropy
 
     monkeypatch.setattr(output_layer, "token_logprobs", half)
     output_layer.check(report, surroundings)
-    assert "fail" in {row["status"] for row in rows(tmp_path) if row["part"].startswith("chunks")}
+    assert "fail" in {row["status"] for row in rows(tmp_path) if row["part"].startswith("four chunks")}
 
 
 def test_steps_of_short_and_long_sequences_are_measured(

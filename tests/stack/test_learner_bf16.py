@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from miles_async.adapters.megatron.model import host_memory
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training import offloading
 from miles_async.adapters.megatron.training.learner import MegatronLearner
@@ -180,6 +182,30 @@ def test_a_learner_whose_memory_was_freed_for_an_engine_continues_as_if_it_had_n
             train(learner, run, [rollout])
         assert same(list(weights_of(learner).values()), expected[0])
         assert same(masters(learner), expected[1])
+
+
+def test_host_memory_that_is_kept_serves_rollbacks_offloading_and_checkpoints(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but with memory that is not pinned."""
+    run = config(grpo_std_normalization=False, num_steps_per_rollout=2)
+    for module in (host_memory, offloading):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(host_memory, "_pinned", lambda size: np.empty(size, np.uint8))
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda _: None, raising=False)
+    with learning(tiny, run) as learner:
+        for rollout in (0, 1):
+            train(learner, run, [rollout])
+            save_state(learner, tmp_path / str(rollout))
+            learner.offload()
+            learner.onload()
+            own = masters(learner)
+            [steps] = rank_batches(batch(1, poison=True), run, 1)
+            assert not learner.train(1, steps).finite
+            assert same(masters(learner), own)
+        learner.load_state(str(tmp_path / "0"))
+        train(learner, run, [1])
+        assert same(masters(learner), own)
 
 
 def float32_weights(learner: MegatronLearner) -> list[torch.Tensor]:

@@ -8,9 +8,10 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.utils import unwrap_model
 
-from miles_async.adapters.megatron.model import flex_attention, output_layer
+from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
@@ -79,7 +80,7 @@ def test_logits_in_chunks_leave_the_gradient_unchanged(tiny: Path, monkeypatch: 
         whole = gradients(learner, run, share_prefixes=True)
         layer = learner._model.output_layer
         assert layer is not None
-        monkeypatch.setattr(output_layer, "CHUNK_ENTRIES", 7 * layer.columns)
+        monkeypatch.setattr(layer, "chunk_entries", 7 * layer.columns)
         assert difference(gradients(learner, run, share_prefixes=True), whole) < 1e-5
 
 
@@ -106,3 +107,15 @@ def test_a_gpu_keeps_its_attention_unless_shared_prefixes_are_set(
         attention = unwrap_model(learner._model.chunks[0]).decoder.layers[0].self_attention.core_attention
         assert not isinstance(attention, flex_attention.FlexAttention)
         assert not learner.shares_prefixes
+
+
+def test_local_layers_on_a_gpu_take_positions_and_never_read_the_bounds_of_sequences(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(tiny)
+    with learning(tiny, run) as learner:
+        plain = gradients(learner, run, share_prefixes=False)
+    monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", pytest.fail)
+    with learning(tiny, run) as learner:
+        assert difference(gradients(learner, run, share_prefixes=False), plain) < 1e-6

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from miles_async.losses.critic import critic_loss, critic_metrics, generalized_advantages, last_token_rewards
 
@@ -24,6 +25,38 @@ def test_generalized_advantages_are_discounted_sums_of_temporal_differences(disc
     )
     assert advantages.tolist() == pytest.approx(expected)
     assert returns.tolist() == pytest.approx(np.array(expected) + values)
+
+
+def test_an_infinite_reward_stays_in_its_response() -> None:
+    rewards = torch.zeros(12)
+    rewards[8] = torch.inf
+    advantages, _ = generalized_advantages(rewards, torch.zeros(12), SEQUENCES, discount=1.0, decay=0.9)
+    assert advantages.isfinite().tolist() == [True] * 8 + [False] + [True] * 3
+
+
+@pytest.mark.parametrize("discount, decay", [(1.0, 1.0), (1.0, 0.95), (0.999, 0.0), (0.0, 0.9)])
+def test_advantages_of_long_responses_are_exact_and_take_few_operations(discount: float, decay: float) -> None:
+    lengths = (8192, 1, 3000, 5)
+    random = np.random.default_rng(3)
+    rewards, values = random.standard_normal((2, sum(lengths)), np.float32)
+    sequences = np.repeat(np.arange(len(lengths)), lengths)
+    expected, advantage = np.zeros(len(rewards)), 0.0
+    for i in reversed(range(len(rewards))):
+        is_last = i + 1 == len(rewards) or sequences[i + 1] != sequences[i]
+        following, later = (0.0, 0.0) if is_last else (float(values[i + 1]), advantage)
+        expected[i] = advantage = float(rewards[i]) + discount * following - float(values[i]) + discount * decay * later
+    tensors = (torch.from_numpy(rewards), torch.from_numpy(values), torch.from_numpy(sequences))
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        advantages, _ = generalized_advantages(*tensors, discount=discount, decay=decay)
+    assert np.abs(advantages.numpy() - expected).max() < 1e-6 * np.abs(expected).max()
+    assert len(trace.events()) < 500
+
+
+def test_advantages_need_nothing_back_from_the_device() -> None:
+    """A tensor on `meta` has no values that could be read."""
+    values = torch.zeros(12, device="meta")
+    advantages, _ = generalized_advantages(values, values, SEQUENCES.to("meta"), discount=1.0, decay=0.95)
+    assert advantages.shape == (12,)
 
 
 def test_an_empty_response_has_no_advantages() -> None:

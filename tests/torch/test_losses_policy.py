@@ -13,7 +13,7 @@ from miles_async.config.schema import Algorithm
 from miles_async.errors import UserError
 from miles_async.losses.corrections.correction import CORRECTIONS
 from miles_async.losses.critic import value_loss
-from miles_async.losses.logprobs import KeptTokens, kept_token_logprobs, token_logprobs
+from miles_async.losses.logprobs import PART_ENTRIES, KeptTokens, kept_token_logprobs, token_logprobs
 from miles_async.losses.objectives.cispo import Cispo
 from miles_async.losses.objectives.dppo import Dppo
 from miles_async.losses.objectives.gmpo import Gmpo
@@ -460,6 +460,59 @@ def test_token_logprobs_and_entropy_agree_with_log_softmax_and_with_finite_diffe
     assert torch.allclose(logprobs, reference.gather(1, targets[:, None])[:, 0])
     assert torch.allclose(entropy, -(reference.exp() * reference).sum(-1))
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, targets), (logits,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entries", [1, 11, 40])
+def test_a_softmax_over_parts_of_the_rows_is_that_over_all(
+    monkeypatch: pytest.MonkeyPatch, entries: int, temperature: float
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 11, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 10, 3, 3, 7, 1])
+    monkeypatch.setitem(PART_ENTRIES, "cpu", entries)
+    logprobs, entropy = token_logprobs(logits, targets, temperature=temperature)
+    reference = (logits / temperature).log_softmax(-1)
+    assert torch.allclose(logprobs, reference.gather(1, targets[:, None])[:, 0])
+    assert torch.allclose(entropy, -(reference.exp() * reference).sum(-1))
+    assert torch.autograd.gradcheck(lambda z: token_logprobs(z, targets, temperature=temperature), (logits,))
+
+
+def test_the_softmax_of_logits_in_bfloat16_is_computed_in_float32() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 300).bfloat16().requires_grad_(), torch.tensor([0, 299, 5, 7])
+    wide = logits.detach().float().requires_grad_()
+    ours, exact = token_logprobs(logits, targets), token_logprobs(wide, targets)
+    for one, other in zip(ours, exact, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.allclose(one, other, atol=1e-6)
+    (gradient,), (expected,) = (
+        torch.autograd.grad(torch.stack(pair).sum(), x) for pair, x in ((ours, logits), (exact, wide))
+    )
+    assert torch.equal(gradient, expected.bfloat16())
+
+
+def test_a_gradient_that_overwrites_the_logits_is_computed_once() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    scratch = logits * 1
+    targets = torch.tensor([4, 0, 2])
+    logprobs, _ = token_logprobs(scratch, targets, overwrite=True)
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(logits.log_softmax(-1).gather(1, targets[:, None]).sum(), logits)
+    assert torch.allclose(gradient, expected)
+    assert torch.equal(scratch, gradient)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(logprobs.sum(), logits)
+
+
+def test_logprobs_and_their_gradient_read_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor on `meta` has no values that could be read."""
+    monkeypatch.setitem(PART_ENTRIES, "meta", 20)
+    logits = torch.randn(6, 11, device="meta", requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.zeros(6, dtype=torch.int64, device="meta"))
+    (logprobs + 0.1 * entropy).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == logits.shape
 
 
 def test_logprobs_stay_finite_for_logits_of_any_size() -> None:

@@ -30,13 +30,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from miles_async.adapters.megatron.model.host_memory import HostMemory
+
 _BACKEND, _VERSION = "torch_dist", 1
 
 
 class StateCopy:
     """A copy, in host memory, of this rank's part of one model's state. `copy_to_host` creates it.
 
-    The memory is freed when the copy has been written.
+    On a CPU the memory is freed when the copy has been written; with a GPU it is kept for the next copy.
     """
 
     def __init__(self, folder: Path, writer: _CopyWriter, metadata: Metadata | None) -> None:
@@ -88,13 +90,13 @@ def without_dtensor_warnings() -> Iterator[None]:
         yield
 
 
-def copy_to_host(shards: dict[str, ShardedBase], notes: dict[str, Any], folder: Path) -> StateCopy:
-    """Plan a checkpoint of `shards` and `notes` with the other ranks, and copy this rank's part to host memory.
+def copy_to_host(shards: dict[str, ShardedBase], notes: dict[str, Any], folder: Path, memory: HostMemory) -> StateCopy:
+    """Plan a checkpoint of `shards` and `notes` with the other ranks, and copy this rank's part to `memory`.
 
-    This is a collective operation of all ranks.
+    This is a collective operation of all ranks. The copy must be written before the next one is made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    strategy = _CopyStrategy()
+    strategy = _CopyStrategy(memory)
     with without_dtensor_warnings():
         dist_checkpointing.save(dict(shards), str(folder), strategy, async_sharded_save=True, content_metadata=notes)
     return StateCopy(folder, strategy.writer, strategy.metadata)
@@ -106,12 +108,13 @@ class _CopyStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     writer: _CopyWriter
     metadata: Metadata | None
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory) -> None:
         super().__init__(_BACKEND, _VERSION)
+        self._memory = memory
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str, *_: Any) -> AsyncRequest:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        self.writer = _CopyWriter(checkpoint_dir)
+        self.writer = _CopyWriter(checkpoint_dir, self._memory)
         planner = _CopyPlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(by_key, False), self.writer, planner=planner)
         self.metadata = planned[1]  # None except on rank 0
@@ -122,8 +125,10 @@ class _CopyStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 class _CopyPlanner(MCoreSavePlanner):  # type: ignore[misc]
     """Save planner that copies the tensors of its plan, and then refers to the copies only."""
 
-    def copy(self, plan: SavePlan) -> None:
-        self._copies = {item.index: _copy_value(self.resolve_data(item)) for item in plan.items}
+    def copy(self, plan: SavePlan, memory: HostMemory) -> None:
+        self._copies = {item.index: self.resolve_data(item) for item in plan.items}
+        tensors = {index: value for index, value in self._copies.items() if isinstance(value, Tensor)}
+        self._copies |= zip(tensors, memory.copy(list(tensors.values())), strict=True)
         self.state_dict: dict[str, Any] = {}  # drops the references to live tensors
 
     def copied(self, item: WriteItem) -> Any:
@@ -136,10 +141,14 @@ class _CopyPlanner(MCoreSavePlanner):  # type: ignore[misc]
 class _CopyWriter(FileSystemWriter):
     """torch's writer with its work split in two: copying at planning time and writing later."""
 
+    def __init__(self, path: str, memory: HostMemory) -> None:
+        super().__init__(path)
+        self._memory = memory
+
     def prepare_write_data(self, plan: SavePlan, planner: _CopyPlanner) -> None:
         """Called by Megatron when the plan is ready, while training pauses."""
         self._plan = plan
-        planner.copy(plan)
+        planner.copy(plan, self._memory)
         # torch's `write_data` asks the planner for each tensor. From now on it gets the copies.
         planner.resolve_data = planner.copied
         self._planner = planner
@@ -148,7 +157,3 @@ class _CopyWriter(FileSystemWriter):
         written: list[WriteResult] = self.write_data(self._plan, self._planner).value()
         self._planner.clear()
         return written
-
-
-def _copy_value(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

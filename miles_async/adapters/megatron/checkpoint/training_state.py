@@ -57,7 +57,7 @@ def copy_state(model: TrainedModel, folder: Path) -> StateCopy:
         modules, optimizer = _sharded_state(model, is_loading=False)
         shards = _flatten_shards("model", modules) | _flatten_shards("optimizer", optimizer) | _random_states()
         notes = {"steps_taken": model.steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
-        return copy_to_host(shards, notes, folder)
+        return copy_to_host(shards, notes, folder, model.checkpoint_memory)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
+from miles_async.adapters.megatron.model.host_memory import HostMemory
 from miles_async.adapters.megatron.model.local_layers import replace_swiglu, uses_local_layers
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
@@ -43,7 +44,11 @@ class MegatronModel:
     output_layer: OutputLayer | None
     """Computes the logits of chosen tokens; None for critics and on ranks that are not on the last pipeline stage."""
     by_position: bool
-    """Whether the model takes the position of each token, which common prefixes of sequences need."""
+    """Whether the model's rotary embedding takes the position of each token, in place of the bounds of sequences."""
+    shares_prefixes: bool
+    """Whether the model can compute common prefixes of sequences once, which needs the positions."""
+    host_memory: HostMemory = field(default_factory=HostMemory)
+    """For the copy from which a batch is rolled back, or for the contents of memory that an engine uses."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -65,6 +70,8 @@ class TrainedModel(MegatronModel):
     """A model with gradients and an optimizer. Its chunks are of the type `DistributedDataParallel`."""
 
     optimizer: MegatronOptimizer
+    checkpoint_memory: HostMemory = field(default_factory=HostMemory)
+    """For the copy that is written as a checkpoint while training goes on."""
     steps_taken: int = 0
     """Optimizer steps since the start of the training."""
 
@@ -73,9 +80,9 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu(), environment(settings.ref_env_vars):
         source, chunks = _load_chunks(settings, hf_checkpoint)
-    output_layer, by_position = _replace_output_layer(chunks), _use_positions(source, chunks, settings)
+    output_layer, positions = _replace_output_layer(chunks), _use_positions(source, chunks, settings)
     frozen = [chunk.requires_grad_(False) for chunk in chunks]
-    return MegatronModel(settings, settings.ref_env_vars, source, frozen, output_layer, by_position)
+    return MegatronModel(settings, settings.ref_env_vars, source, frozen, output_layer, *positions)
 
 
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> TrainedModel:
@@ -90,7 +97,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         output_layer = None if values else _replace_output_layer(chunks)
-        by_position = _use_positions(source, chunks, settings)
+        positions = _use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(source.config, ddp_config, chunk) for chunk in chunks]
@@ -107,7 +114,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             use_distributed_optimizer=sharded,
         )
         optimizer = get_megatron_optimizer(optimizer_config, wrapped)
-        fields = (settings, variables, source, wrapped, output_layer, by_position)
+        fields = (settings, variables, source, wrapped, output_layer, *positions)
         return TrainedModel(*fields, optimizer=optimizer)
 
 
@@ -160,27 +167,31 @@ def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | No
     return OutputLayer(last) if last.post_process else None
 
 
-def _use_positions(source: ModelSource, chunks: Sequence[torch.nn.Module], settings: Learner) -> bool:
-    """Let the model take the position of each token if it can, so that common prefixes need not be computed again.
+def _use_positions(source: ModelSource, chunks: Sequence[torch.nn.Module], settings: Learner) -> tuple[bool, bool]:
+    """Let the model take the position of each token if it can; returns `by_position` and `shares_prefixes`.
 
-    It cannot if it has multi-head latent attention or no plain rotary embedding. On GPUs this replaces Transformer
-    Engine's attention, which is kept for models with other features and unless `settings` ask for shared prefixes.
+    It cannot if it has multi-head latent attention or no plain rotary embedding. On GPUs `settings` must ask for shared
+    prefixes. FlexAttention then replaces the attention, except in models with other features. Otherwise Transformer
+    Engine's attention needs the bounds of sequences. That of the local layers does not, and angles by token save
+    Megatron from reading the bounds back from the GPU in every layer.
     """
     models = [unwrap_model(chunk) for chunk in chunks]
     config = source.config
     if not source.takes_positions:
-        return False
+        return False, False
     if config.multi_latent_attention or models[0].position_embedding_type != "rope":
-        return False
+        return False, False
+    shares_prefixes = True
     if flex_attention.has_gradients():
-        wanted = settings.share_prefixes and settings.shares_prefixes
-        if not wanted or not flex_attention.is_plain_attention(config):
-            return False
-        for model in models:
-            flex_attention.use_flex_attention(model)
+        wanted = settings.share_prefixes is True and settings.shares_prefixes
+        shares_prefixes = wanted and flex_attention.is_plain_attention(config)
+        if not shares_prefixes and not uses_local_layers(settings):
+            return False, False
     for model in models:
+        if shares_prefixes and flex_attention.has_gradients():
+            flex_attention.use_flex_attention(model)
         model.rotary_pos_emb = PositionRotary(model.rotary_pos_emb)
-    return True
+    return True, shares_prefixes
 
 
 def _shards_optimizer(settings: Learner) -> bool:

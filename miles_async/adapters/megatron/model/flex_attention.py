@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.shared_prefixes import Pack, visible_blocks
 
 _BLOCK = 128
@@ -59,12 +61,12 @@ def prefix_mask(pack: Pack, device: torch.device) -> BlockMask:
     `create_block_mask` would compute it from all t x t pairs of tokens. A pack needs only the bounds of each block.
     """
     ends = pack.reader_ends()
-    readers = torch.from_numpy(ends).to(device, torch.int32)
+    readers = to_device(ends.astype(np.int32), device)
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < readers[key])
 
-    some, full = (torch.from_numpy(blocks).to(device) for blocks in visible_blocks(ends, _BLOCK))
+    some, full = (to_device(blocks, device) for blocks in visible_blocks(ends, _BLOCK))
     return BlockMask.from_kv_blocks(
         *_indices(some), *_indices(full), BLOCK_SIZE=_BLOCK, mask_mod=is_visible, seq_lengths=(len(ends), len(ends))
     )
@@ -78,12 +80,17 @@ def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def _attend(*tensors: Tensor, **options: Any) -> Any:
+    """`flex_attention` by a compiled kernel."""
     # One compiled version serves many lengths. Passes without gradients, packs of a single block and models with other
     # numbers of heads, such as a critic, need further versions, more than torch's limit of 8. Beyond its limit torch
-    # would compute all t x t scores; with `fullgraph` it raises an error instead.
-    return torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the limit
-        flex_attention, dynamic=True, fullgraph=True, recompile_limit=64
-    )
+    # would compute all t x t scores; with `fullgraph` it raises an error instead. The limit is set around each call,
+    # because torch's settings belong to a thread, and backward passes compute attention in other threads.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled()(*tensors, **options)
 
 
 class FlexAttention(MegatronModule):  # type: ignore[misc]
@@ -97,7 +104,7 @@ class FlexAttention(MegatronModule):  # type: ignore[misc]
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: None, packed_seq_params: FlexSeqParams, **_: Any
     ) -> Tensor:
         """Returns [t, 1, heads * d] from `q` [t, heads, d], `k` and `v` [t, kv heads, d]."""
-        attend = _compiled() if q.is_cuda else flex_attention
+        attend: Any = _attend if q.is_cuda else flex_attention
         queries, keys, values = (tokens.transpose(0, 1)[None] for tokens in (q, k, v))
         out: Tensor = attend(
             queries, keys, values, block_mask=packed_seq_params.mask, scale=self._scale, enable_gqa=True

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.schema import Learner
@@ -95,19 +96,19 @@ def bucket_sequences(
         order.append(queries.reshape(-1)[kept])
         mask = None
         if ranks > 1 or pack.shared[chosen].any():
-            mask = torch.from_numpy(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None]).to(device)
+            mask = to_device(np.arange(keys.shape[1]) <= positions[queries][:, None, :, None], device)
         buckets.append(
             Bucket(
-                queries=torch.from_numpy(queries.reshape(-1)).to(device),
-                keys=torch.from_numpy(gathered[keys.reshape(-1)]).to(device),
+                queries=to_device(queries.reshape(-1), device),
+                keys=to_device(gathered[keys.reshape(-1)], device),
                 count=len(chosen),
-                kept=None if len(kept) == queries.size else torch.from_numpy(kept).to(device),
+                kept=None if len(kept) == queries.size else to_device(kept, device),
                 mask=mask,
             )
         )
     restore = np.argsort(np.concatenate(order))
     in_order = bool((restore == np.arange(len(restore))).all())
-    return buckets, None if in_order else torch.from_numpy(restore).to(device)
+    return buckets, None if in_order else to_device(restore, device)
 
 
 def _similar(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:

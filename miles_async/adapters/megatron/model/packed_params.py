@@ -12,18 +12,22 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.flex_attention import FlexSeqParams
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.local_layers import BucketedSeqParams, bucket_sequences
 from miles_async.batching.shared_prefixes import Pack
 
 
-def packed_params(pack: Pack, device: torch.device, positions: Tensor | None, *, local: bool) -> PackedSeqParams:
+def packed_params(
+    pack: Pack, device: torch.device, positions: Tensor | None, *, local: bool, shares_prefixes: bool
+) -> PackedSeqParams:
     """Describe packed sequences for Megatron's `thd` attention.
 
-    `positions` [t] of this rank's tokens are given if the model's rotary embedding is a `PositionRotary`; its attention
-    on GPUs is then `FlexAttention`. `local` is true if the model has the layers of `local_layers.py`.
+    `positions` [t] of this rank's tokens are given if the model's rotary embedding is a `PositionRotary`. `local` is
+    true if the model has the layers of `local_layers.py`. The attention of a model that shares prefixes on a GPU is
+    `FlexAttention`.
     """
     lengths = pack.lengths
-    bounds = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    bounds = to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
     longest = int(lengths.max())
     layout: dict[str, Any] = {
         "qkv_format": "thd",
@@ -41,7 +45,7 @@ def packed_params(pack: Pack, device: torch.device, positions: Tensor | None, *,
         # Without bounds Megatron multiplies all tokens with the angles of `PositionRotary` at once. With bounds it
         # would cut the pack into its sequences, in every layer.
         layout |= {"cu_seqlens_q": None, "cu_seqlens_kv": None}
-        if flex_attention.has_gradients():
+        if shares_prefixes and flex_attention.has_gradients():
             return FlexSeqParams(**layout, mask=flex_attention.prefix_mask(pack, device), positions=positions)
     if not local:
         # With context parallelism Transformer Engine asks for the padded bounds too. They are the same here: padding

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
 from miles_async.losses.advantages.statistics import EPSILON
@@ -70,7 +71,7 @@ def _advantage_columns(
 ) -> AdvantageColumns:
     """The columns of micro-batch `number` of a step."""
     assert values.old_logprobs is not None
-    old, rewards = values.old_logprobs[number], torch.from_numpy(batch.advantages).to(device)
+    old, rewards = values.old_logprobs[number], to_device(batch.advantages, device)
     reference = None if values.reference is None else values.reference[number]
     divergences = torch.zeros_like(old)
     if reference is not None and algorithm.kl_coef > 0:
@@ -78,11 +79,11 @@ def _advantage_columns(
     return AdvantageColumns(
         rewards=rewards,
         old_logprobs=old,
-        rollout_log_probs=torch.from_numpy(batch.columns["rollout_log_probs"]).to(device),
+        rollout_log_probs=to_device(batch.columns["rollout_log_probs"], device),
         divergences=divergences,
         reference_logprobs=reference,
         values=values.critic_values[number] if values.critic_values else None,
-        columns={name: torch.from_numpy(entries).to(device) for name, entries in batch.of_plugins.items()},
+        columns={name: to_device(entries, device) for name, entries in batch.of_plugins.items()},
     )
 
 
@@ -92,8 +93,7 @@ def penalized_returns(step: TrainStep, penalties: Sequence[Tensor], device: torc
     REINFORCE++ (arXiv 2501.03262) normalizes them over the batch.
     """
     return [
-        torch.from_numpy(batch.advantages).to(device)
-        - suffix_sum(batch_penalties, torch.from_numpy(batch.sequences).to(device))
+        to_device(batch.advantages, device) - suffix_sum(batch_penalties, to_device(batch.sequences, device))
         for batch, batch_penalties in zip(step.micro_batches, penalties, strict=True)
     ]
 

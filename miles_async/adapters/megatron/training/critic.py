@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.factory import build_model
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training import inference
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
@@ -52,8 +53,8 @@ class Critic:
         device = self.model.device
         advantages, returns = [], []
         for i, (batch, batch_values) in enumerate(zip(step.micro_batches, values, strict=True)):
-            sequences = torch.from_numpy(batch.sequences).to(device)
-            rewards = last_token_rewards(torch.from_numpy(batch.advantages).to(device), sequences)
+            sequences = to_device(batch.sequences, device)
+            rewards = last_token_rewards(to_device(batch.advantages, device), sequences)
             if penalties is not None:
                 rewards = rewards - penalties[i]
             batch_advantages, batch_returns = generalized_advantages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.factory import MegatronModel
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward
 from miles_async.batching.batch import PackedBatch, pack_layout, repack_for_forward
@@ -37,24 +39,19 @@ def target_logprobs(
     # Megatron's vocabulary may be padded. Padded columns must not take part in the softmax.
     columns = min(layer.columns, model.vocab_size - vocab_start)
     is_split = parallel_state.get_tensor_model_parallel_world_size() > 1
-    targets = torch.from_numpy(model_input.batch.tokens[model_input.batch.targets]).to(output.device, torch.int64)
+    targets = to_device(model_input.batch.tokens[model_input.batch.targets].astype(np.int64), output.device)
     targets = targets[model_input.target_indices]
     group = parallel_state.get_tensor_model_parallel_group() if is_split else None
 
-    def read(logits: Tensor, chunk: slice) -> Tensor:
+    def read(logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
         own, wanted = logits[:, :columns], targets[chunk]
+        options: dict[str, Any] = {"temperature": temperature, "vocab_start": vocab_start, "group": group}
         if model_input.kept is None:
-            scaled = own.float() if temperature == 1.0 else own.float() / temperature
-            results = token_logprobs(scaled, wanted, vocab_start=vocab_start, group=group)
-        else:
-            kept = model_input.kept.part(chunk)
-            results = kept_token_logprobs(
-                own, wanted, kept, temperature=temperature, vocab_start=vocab_start, group=group
-            )
-        return torch.stack(results)
+            return token_logprobs(own, wanted, **options, overwrite=True)
+        return kept_token_logprobs(own, wanted, model_input.kept.part(chunk), **options)
 
-    logprobs, entropy = _gather_targets(model_input, layer.map(output, model_input.predictors, read)).unbind()
-    return logprobs, entropy
+    logprobs, entropy = layer.map(output, model_input.predictors, read)
+    return _gather_targets(model_input, logprobs), _gather_targets(model_input, entropy)
 
 
 def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, rows: NDArray[np.int64]) -> Tensor:
@@ -67,33 +64,33 @@ def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, 
     index = model_input.local_index[rows]
     own = np.flatnonzero(index >= 0)
 
-    def read(logits: Tensor, _: slice) -> Tensor:
-        return gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].float().T
+    def read(logits: Tensor, _: slice) -> tuple[Tensor]:
+        return (gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].float().T,)
 
-    local = layer.map(output, torch.from_numpy(index[own]).to(output.device), read).T
+    local = layer.map(output, to_device(index[own], output.device), read)[0].T
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return local
     # As in `_gather_targets`.
     whole = local.new_zeros(len(rows), model.vocab_size)
-    whole = whole.index_copy(0, torch.from_numpy(own).to(output.device), local)
+    whole = whole.index_copy(0, to_device(own, output.device), local)
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
 def target_values(model_input: ModelInput, output: Tensor) -> Tensor:
     """[m] a critic's value before each target token, on all ranks; `output` [t, 1] is that of its value head."""
-    return _gather_targets(model_input, output.index_select(0, model_input.predictors).T)[0]
+    return _gather_targets(model_input, output.index_select(0, model_input.predictors)[:, 0])
 
 
-def _gather_targets(model_input: ModelInput, rows: Tensor) -> Tensor:
-    """[r, m] entries for all targets, from `rows` [r, k] for the targets that this context-parallel rank predicts."""
+def _gather_targets(model_input: ModelInput, own: Tensor) -> Tensor:
+    """[m] entries for all targets, from those [k] of the targets that this context-parallel rank predicts."""
     group = parallel_state.get_context_parallel_group()
     if group.size() == 1:
-        return rows
+        return own
     # Losses need whole sequences, so every rank computes the whole loss. The backward pass of this reduction passes the
     # gradient on to each rank's own entries without a sum over ranks. Thus every token's gradient counts once when
     # Megatron adds gradients up over context-parallel ranks.
-    whole = rows.new_zeros(len(rows), len(model_input.batch.targets)).index_copy(1, model_input.target_indices, rows)
+    whole = own.new_zeros(len(model_input.batch.targets)).index_copy(0, model_input.target_indices, own)
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 
@@ -129,7 +126,7 @@ def frozen_logprobs(model: MegatronModel, batches: Sequence[PackedBatch], *, tem
     repacked = repack_for_forward(batches, model.settings)
     logprobs = batch_logprobs(model, [one.batch for one in repacked], temperature=temperature)
     for one, batch_result in zip(repacked, logprobs, strict=True):
-        result[torch.from_numpy(one.target_indices).to(model.device)] = batch_result
+        result[to_device(one.target_indices, model.device)] = batch_result
     return list(result.split(counts))
 
 
@@ -170,13 +167,13 @@ def _next_tokens(model: MegatronModel, sequences: list[list[int]]) -> list[int]:
     batches = pack_layout(layout, [[*sequence, 0] for sequence in sequences], list(map(len, sequences)))
     layer = model.output_layer
 
-    def most_probable(logits: Tensor, _: slice) -> Tensor:
-        return gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].argmax(-1)
+    def most_probable(logits: Tensor, _: slice) -> tuple[Tensor]:
+        return (gather_from_tensor_model_parallel_region(logits)[:, : model.vocab_size].argmax(-1),)
 
     def read(model_input: ModelInput, output: Tensor) -> Tensor:
         best = torch.zeros(len(model_input.batch.targets), dtype=torch.int64, device=output.device)
         assert layer is not None, "only a language model's last pipeline stage has outputs"
-        best[model_input.target_indices] = layer.map(output, model_input.predictors, most_probable)
+        (best[model_input.target_indices],) = layer.map(output, model_input.predictors, most_probable)
         return reduce_from_tensor_model_parallel_region(best, group=parallel_state.get_context_parallel_group())
 
     results = run_forward(model, model_inputs(model, batches), read)

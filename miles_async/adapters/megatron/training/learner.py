@@ -25,6 +25,7 @@ from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -129,7 +130,7 @@ class MegatronLearner:
         if config.keeps_reference:
             reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
             self._reference = build_reference(config.learner.reference_batching, str(reference))
-        self._offloaded: Offloaded | None = None
+        self._offloaded: list[Offloaded] = []
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
         self.lineage = Lineage()
@@ -146,7 +147,7 @@ class MegatronLearner:
     @property
     def shares_prefixes(self) -> bool:
         """Whether this learner computes a common prefix of samples once."""
-        return self._model.by_position and self._settings.shares_prefixes
+        return self._model.shares_prefixes and self._settings.shares_prefixes
 
     def _log_unshared_prefixes(self) -> None:
         if self._settings.share_prefixes is False:
@@ -323,18 +324,18 @@ class MegatronLearner:
     def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
         """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
 
-        def to_device(column: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(column).to(self._device)
+        def on_device(column: NDArray[Any]) -> Tensor:
+            return to_device(column, self._device)
 
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
-            rollout_log_probs=to_device(batch.columns["rollout_log_probs"]),
-            advantages=to_device(batch.advantages) if values.advantages is None else values.advantages[number],
-            loss_weights=to_device(batch.loss_weights),
-            sequences=to_device(batch.sequences),
-            staleness=to_device(self._staleness(batch.columns["spans"].of_tokens())),
+            rollout_log_probs=on_device(batch.columns["rollout_log_probs"]),
+            advantages=on_device(batch.advantages) if values.advantages is None else values.advantages[number],
+            loss_weights=on_device(batch.loss_weights),
+            sequences=on_device(batch.sequences),
+            staleness=on_device(self._staleness(batch.columns["spans"].of_tokens())),
             reference_logprobs=None if values.reference is None else values.reference[number],
-            columns={name: to_device(entries) for name, entries in batch.of_plugins.items()},
+            columns={name: on_device(entries) for name, entries in batch.of_plugins.items()},
         )
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
@@ -418,15 +419,15 @@ class MegatronLearner:
 
     def offload(self) -> None:
         """Free the GPU memory of all models for an engine that shares the device, until `onload`."""
-        if self._offloaded is None:
+        if not self._offloaded:
             reference = [] if self._reference is None else [self._reference]
             self._offloaded = offload([*self._trained.values(), *reference])
 
     def onload(self) -> None:
         """Move the models back to the GPU."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        for offloaded in self._offloaded:
+            offloaded.restore()
+        self._offloaded = []
 
     def load_state(self, folder: str) -> None:
         """Resume from a checkpoint of any parallel layout. Raises UserError if it is broken or of another model."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
+from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_samples
@@ -154,27 +155,24 @@ def model_inputs(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[M
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         empty = pack_samples([], list(batches[0].columns), Padding(unit=learner.sequence_unit))
         batches = [*batches, *[empty] * (int(most) - len(batches))]
-    unit, local = learner.pack_unit, uses_local_layers(learner)
-    counts = [batch.computed_tokens if model.by_position else len(batch.tokens) for batch in batches]
-    totals = torch.tensor([-(-count // unit) * unit for count in counts], device=device)
+    unit = learner.pack_unit
+    counts = [batch.computed_tokens if model.shares_prefixes else len(batch.tokens) for batch in batches]
+    totals = [-(-count // unit) * unit for count in counts]
     if has_expert_parallelism and on_cpu():
         # The all-gather dispatcher, the only one that works on CPUs, needs equal sizes on all ranks.
-        dist.all_reduce(totals, dist.ReduceOp.MAX, group=group)
+        largest = torch.tensor(totals)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        totals = largest.tolist()
     return [
-        _model_input(batch, total - count, device, model.by_position, local=local)
-        for batch, count, total in zip(batches, counts, totals.tolist(), strict=True)
+        _model_input(model, batch, total - count) for batch, count, total in zip(batches, counts, totals, strict=True)
     ]
 
 
-def _model_input(
-    batch: PackedBatch, missing: int, device: torch.device, by_position: bool, *, local: bool
-) -> ModelInput:
+def _model_input(model: MegatronModel, batch: PackedBatch, missing: int) -> ModelInput:
     """This rank's part of a micro-batch that is padded by `missing` tokens."""
 
-    def to_device(array: NDArray[np.integer[Any]]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    tokens, lengths, shared = batch.tokens, batch.lengths, batch.shared if by_position else None
+    device, shares_prefixes = model.device, model.shares_prefixes
+    tokens, lengths, shared = batch.tokens, batch.lengths, batch.shared if shares_prefixes else None
     if missing:
         # The padding is a separate sequence, so no token of a sample attends to it and no target index changes.
         tokens, lengths = np.append(tokens, np.zeros(missing, np.int32)), np.append(lengths, missing)
@@ -192,14 +190,20 @@ def _model_input(
     target_indices = np.flatnonzero(predictors >= 0)
     mask = batch.columns.get("sampling_mask")
     mask = None if mask is None else mask.take(target_indices)
-    positions = to_device(pack.positions[own])
+    positions = to_device(pack.positions[own], device)
     return ModelInput(
         batch=batch,
-        tokens=to_device(tokens[own].astype(np.int64)),
+        tokens=to_device(tokens[own].astype(np.int64), device),
         positions=positions,
-        params=packed_params(pack, device, positions if by_position else None, local=local),
-        predictors=to_device(predictors[target_indices]),
-        target_indices=to_device(target_indices),
+        params=packed_params(
+            pack,
+            device,
+            positions if model.by_position else None,
+            local=uses_local_layers(model.settings),
+            shares_prefixes=shares_prefixes,
+        ),
+        predictors=to_device(predictors[target_indices], device),
+        target_indices=to_device(target_indices, device),
         local_index=local_index,
-        kept=None if mask is None else KeptTokens(to_device(mask.counts), to_device(mask.token_ids)),
+        kept=None if mask is None else KeptTokens(to_device(mask.counts, device), to_device(mask.token_ids, device)),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
-from miles_async.adapters.megatron.training.optimizer import model_tensors
+from miles_async.adapters.megatron.model.host_memory import HostMemory, copy_tensors
+from miles_async.adapters.megatron.training.optimizer import contents, distinct_storages, model_tensors
 
 
 class Offloaded:
@@ -20,12 +21,16 @@ class Offloaded:
     bfloat16 parameters on the GPU unless the optimizer is distributed.)
     """
 
-    def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy the contents of `kept` and free the memory of all. The contents of `dropped` will be zeros."""
-        storages = _storages(kept)
-        self._copies = [(storage, UntypedStorage(storage.nbytes()).copy_(storage)) for storage in storages.values()]
+    def __init__(self, memory: HostMemory, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """Copy the contents of `kept` to `memory` and free the memory of all. The contents of `dropped` will be zeros.
+
+        Until `restore` nothing else may be copied to `memory`.
+        """
+        storages = distinct_storages(kept)
+        copies = memory.copy(list(map(contents, storages.values())))
+        self._copies = list(zip(storages.values(), copies, strict=True))
         self._dropped = [
-            (storage, storage.nbytes()) for key, storage in _storages(dropped).items() if key not in storages
+            (storage, storage.nbytes()) for key, storage in distinct_storages(dropped).items() if key not in storages
         ]
         self.bytes = sum(storage.nbytes() for storage, _ in [*self._copies, *self._dropped])
         """Device memory that was freed."""
@@ -35,37 +40,29 @@ class Offloaded:
     def restore(self) -> None:
         """Give the tensors memory again, with their contents."""
         for storage, copy in self._copies:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy)
+            storage.resize_(copy.nbytes)
+        copy_tensors((contents(storage), copy) for storage, copy in self._copies)
         for storage, size in self._dropped:
             storage.resize_(size)
             storage.fill_(0)  # type: ignore[attr-defined]  # torch does not declare it
 
 
-def offload(models: Iterable[MegatronModel]) -> Offloaded | None:
+def offload(models: Iterable[MegatronModel]) -> list[Offloaded]:
     """Free the GPU memory of these models and of their optimizers, without the gradients, which the next step clears.
 
-    Returns None on a CPU, where there is nothing to free.
+    On a CPU there is nothing to free.
     """
     if on_cpu():
-        return None
-    kept: list[Tensor] = []
-    gradients: list[Tensor] = []
-    for model in models:
-        if isinstance(model, TrainedModel):
-            kept += model_tensors(model)
-            buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            gradients += [buffer.grad_data for buffer in buffers]
-        else:
-            kept += [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+        return []
     torch.cuda.synchronize()
-    offloaded = Offloaded(kept, gradients)
+    offloaded = [_offload(model) for model in models]
     # Return the freed blocks from torch's cache to the device, where the engine's process can allocate them.
     torch.cuda.empty_cache()
     return offloaded
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """The distinct storages of these tensors, by address."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+def _offload(model: MegatronModel) -> Offloaded:
+    if not isinstance(model, TrainedModel):
+        return Offloaded(model.host_memory, (parameter for chunk in model.chunks for parameter in chunk.parameters()))
+    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return Offloaded(model.host_memory, model_tensors(model), [buffer.grad_data for buffer in buffers])

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from torch import Tensor
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor, UntypedStorage
 
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import TrainedModel
+from miles_async.adapters.megatron.model.host_memory import copy_tensors
 from miles_async.config.learning_rate import LearningRate
+
+
+def _norm(_: int, __: Tensor, tensor_lists: list[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
+    """[1] the norm of all tensors together, with the signature that Megatron calls."""
+    norms = torch.stack(torch._foreach_norm(tensor_lists[0]))
+    return torch.linalg.vector_norm(norms)[None], None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+    # Megatron's own, without Transformer Engine and Apex, waits for the GPU once per tensor.
+    clip_grads.l2_norm_impl = _norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +102,19 @@ def model_tensors(model: TrainedModel) -> Iterator[Tensor]:
     yield from _state_tensors(model)
 
 
+def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """The distinct storages of these tensors, by address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def contents(storage: UntypedStorage) -> Tensor:
+    """All bytes of a storage, as a tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class Snapshot:
-    """Copy of weights, optimizer state and step count in host memory.
+    """Copy of weights, optimizer state and step count in host memory, one at a time for each model.
 
     A batch of several optimizer steps is restored from it if a later step fails, so that all of its steps count or
     none.
@@ -97,15 +122,15 @@ class Snapshot:
 
     def __init__(self, model: TrainedModel) -> None:
         self._model, self._steps_taken = model, model.steps_taken
-        self._copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in model_tensors(model)]
+        self._storages = list(distinct_storages(model_tensors(model)).values())
+        self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = len(model.optimizer.state) == 0
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
         self._model.steps_taken = self._steps_taken
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
+        copy_tensors(zip(map(contents, self._storages), self._copies, strict=True))
         if self._is_before_first_step:
             # Adam creates its state in its first step, so the snapshot has none. Zeros, including the step count, are
             # equivalent.
