@@ -64,6 +64,8 @@ _PACKED_PER_LAYER = 4
 """Weights and biases of the two layers of experts."""
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
+_NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
+"""With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
 _UNUSED = (r"^mtp\.", r"\.rotary_emb\.inv_freq$")
 """Tensors that the model has no use for: further heads, and the frequencies of the rotary embedding."""
 
