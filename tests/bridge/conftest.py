@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
+
+from miles_async.adapters.sglang.launch import WITHOUT_COMPILER
+
+# As in a learner's process on a machine without a GPU; torch reads it when it is imported.
+os.environ |= WITHOUT_COMPILER
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

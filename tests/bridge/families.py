@@ -148,6 +148,8 @@ FAMILIES: Mapping[str, Family] = {
         architecture="KimiK2ForCausalLM",
         has_experts=True,
     ),
+    "GLM-4": Family("GlmConfig", _GROUPED),
+    "GLM-4-0414": Family("Glm4Config", _GROUPED),
     "GLM-4.5": Family("Glm4MoeConfig", _GROUPED | _ROUTED_EXPERTS | {"use_qk_norm": True}, has_experts=True),
     "GLM-4.7-Flash": Family("Glm4MoeLiteConfig", _LATENT, has_experts=True),
     "gpt-oss": Family(

@@ -88,12 +88,18 @@ class BridgeSource(ModelSource):
             self.config = self._auto.to_megatron_provider(load_weights=False)
             self._change_config(settings)
         except _REFUSALS as error:
-            raise UserError(f"Megatron-Bridge cannot build the model of {self._path}: {_reason(error)}") from error
+            raise self._refusal(error) from error
         self.shape = _shape(self.config)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = self._groups
         self._stages: Sequence[Sequence[_Exported]] | None = None
         """What each pipeline stage exports, which the other stages need to receive it; None before the first export."""
+
+    def _refusal(self, error: Exception) -> UserError:
+        return UserError(
+            f"Megatron-Bridge cannot build the model of {self._path} with these settings: {_reason(error)}; change the "
+            "parallel layout or use another model"
+        )
 
     def _change_config(self, settings: Learner) -> None:
         config, fields = self.config, run_fields(settings) | _BRIDGE_FIELDS
@@ -106,11 +112,9 @@ class BridgeSource(ModelSource):
             setattr(config, name, fields[name])
         config.finalize()
         config.variable_seq_lengths = True
-        if (
-            self._auto.hf_pretrained.config.architectures[0] == "OlmoeForCausalLM"
-            and config.tensor_model_parallel_size > 1
-        ):
-            raise ValueError("the norms of OLMoE's queries and keys need tensor_model_parallel_size 1")
+        [architecture, *_] = self._auto.hf_pretrained.config.architectures
+        if architecture in _NORMS_OF_ALL_HEADS and config.tensor_model_parallel_size > 1:
+            raise ValueError("the norms of its queries and keys span all heads: set tensor_model_parallel_size to 1")
         if self._local and config.context_parallel_size > 1 and _has_linear_attention(config):
             raise ValueError("linear attention with context parallelism needs Transformer Engine")
 
@@ -118,11 +122,11 @@ class BridgeSource(ModelSource):
         try:
             chunk: torch.nn.Module = self.config.provide(vp_stage=vp_stage)
         except _REFUSALS as error:
-            raise UserError(f"Megatron-Bridge cannot build the model of {self._path}: {_reason(error)}") from error
+            raise self._refusal(error) from error
         for module in chunk.modules():
             if type(module).__name__ == "TERowParallelLinearLayerNorm":
                 # The bridge gives these norms Transformer Engine's epsilon, not the model's.
-                module.post_layernorm.eps = self.config.layernorm_epsilon
+                module.get_submodule("post_layernorm").eps = self.config.layernorm_epsilon
         self._replace_attention_of_gemma2(chunk)
         return chunk
 
@@ -235,9 +239,10 @@ class BridgeSource(ModelSource):
         while True:
             # The redirection must not reach what the caller does between two tensors.
             with redirect_cuda_to_cpu():
-                name, tensor = next(exported, (None, None))
-            if name is None:
+                found = next(exported, None)
+            if found is None:
                 return
+            name, tensor = found
             if not tensor.is_meta:  # a tensor of the checkpoint that the model does not hold
                 yield name, self._trim(name, tensor)
 
