@@ -92,11 +92,17 @@ _MAMBA = {
 
 _ROUTERS = (".gate.weight", ".router.weight")
 
-TENSOR, PIPELINE, EXPERT = "tensor", "pipeline", "expert"
+TENSOR, PIPELINE, EXPERT, WHOLE_EXPERTS = "tensor", "pipeline", "expert", "tensor with expert"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     TENSOR: {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     PIPELINE: {"pipeline_model_parallel_size": 2},
     EXPERT: {"expert_model_parallel_size": 2},
+    WHOLE_EXPERTS: {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 
 
@@ -108,14 +114,16 @@ class Family:
     """Class in transformers."""
     settings: Mapping[str, Any]
     architecture: str | None = None
-    """Name in `config.json`, if transformers has no class of its own for the family."""
+    """Name in `config.json`, if transformers has no class for the family."""
     has_experts: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     """Layouts that Megatron or the bridge does not support, and a part of the sentence that refuses them."""
+    further: Sequence[str] = ()
+    """Layouts besides the usual ones."""
 
     @property
     def layouts(self) -> list[str]:
-        layouts = [TENSOR, PIPELINE, *([EXPERT] if self.has_experts else [])]
+        layouts = [TENSOR, PIPELINE, *([EXPERT] if self.has_experts else []), *self.further]
         return [layout for layout in layouts if layout not in self.refused]
 
 
@@ -157,6 +165,7 @@ FAMILIES: Mapping[str, Family] = {
         _GROUPED | _LOCAL_EXPERTS | {"sliding_window": 8, "rope_parameters": _YARN},
         has_experts=True,
         refused={TENSOR: "Bias in Moe is only supported when ETP==1"},
+        further=[WHOLE_EXPERTS],
     ),
     "MiniMax-M2": Family(
         "MiniMaxM2Config",

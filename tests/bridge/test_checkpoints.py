@@ -70,6 +70,11 @@ def test_a_config_with_other_heads_than_the_checkpoint_is_refused(tmp_path: Path
     assert "does not fit Megatron's decoder.layers.0.self_attention.linear_qkv.weight" in refusal(path)
 
 
+def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> None:
+    path = change(write_checkpoint("Llama", tmp_path), num_hidden_layers=1)
+    assert f"{path} has a tensor model.layers.1.input_layernorm.weight, which the model of its config" in refusal(path)
+
+
 def test_heads_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     path = write_checkpoint("DeepSeek-V3", tmp_path)
     expected = tensors_of(path)

@@ -58,9 +58,9 @@ def run_layouts(rank: int, root: Path, ports: dict[str, int]) -> None:
     for name, family in FAMILIES.items():
         for layout in [*family.layouts, *family.refused]:
             run = bridge_config(actor_num_gpus_per_node=2, **LAYOUTS[layout])
-            place = (rank, 2, "127.0.0.1", ports[f"{name} {layout}"])
+            address = (rank, 2, "127.0.0.1", ports[f"{name} {layout}"])
             try:
-                learner = MegatronLearner(run, str(root / name / "checkpoint"), *place)
+                learner = MegatronLearner(run, str(root / name / "checkpoint"), *address)
             except UserError as error:
                 (root / name / layout).write_text(str(error))
                 destroy_process_groups()

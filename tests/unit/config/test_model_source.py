@@ -1,4 +1,4 @@
-"""Where the learner takes a model from, and what is said if it cannot be had."""
+"""Where the learner takes a model from, and what a refusal advises."""
 
 from __future__ import annotations
 

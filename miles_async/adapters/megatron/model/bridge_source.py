@@ -92,6 +92,8 @@ class BridgeSource(ModelSource):
         self.shape = _shape(self.config)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = self._groups
+        self._exports: Sequence[Any] | None = None
+        """The conversions of an export, which looking up takes seconds in a large model; None before the first."""
         self._stages: Sequence[Sequence[_Exported]] | None = None
         """What each pipeline stage exports, which the other stages need to receive it; None before the first export."""
 
@@ -194,11 +196,13 @@ class BridgeSource(ModelSource):
 
     def _check_all_used(self, checkpoint: Any) -> None:
         used = set().union(*gather_json(sorted(checkpoint.read)))
-        layers = self.shape.layers
+        hf_config = self._auto.hf_pretrained.config.to_dict()
+        # Some families number the heads that predict further tokens as layers after the last one.
+        first = self.shape.layers
+        further = range(first, first + (hf_config.get("num_nextn_predict_layers") or 0))
         for name in checkpoint.tensors:
-            # Some families number the heads that predict further tokens as layers after the last one.
             number = re.search(r"\blayers\.(\d+)\.", name)
-            unused = (number is not None and int(number[1]) >= layers) or any(re.search(one, name) for one in _UNUSED)
+            unused = (number is not None and int(number[1]) in further) or any(re.search(one, name) for one in _UNUSED)
             if self.config.share_embeddings_and_output_weights and name.endswith("lm_head.weight"):
                 continue
             if name not in used and not unused:
@@ -225,6 +229,8 @@ class BridgeSource(ModelSource):
     def _export_stage(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """The weights that this rank's pipeline stage holds, whole."""
         models = [unwrap_model(chunk) for chunk in chunks]
+        if self._exports is None:
+            self._exports = self._tasks(chunks, load=False)
         with redirect_cuda_to_cpu():
             exported = iter(
                 self._bridge.stream_weights_megatron_to_hf(
@@ -232,7 +238,7 @@ class BridgeSource(ModelSource):
                     self._auto.hf_pretrained,
                     cpu=False,
                     show_progress=False,
-                    conversion_tasks=self._tasks(chunks, load=False),
+                    conversion_tasks=self._exports,
                     merge_adapter_weights=False,
                 )
             )
@@ -261,13 +267,13 @@ class BridgeSource(ModelSource):
         groups.pp = _OneRank()
         registry = bridge.mapping_registry()
         registry.set_process_groups_from_pg_collection(groups)
-        models, tied = [unwrap_model(chunk) for chunk in chunks], config.share_embeddings_and_output_weights
+        models = [unwrap_model(chunk) for chunk in chunks]
         tasks = []
         for stage, model in enumerate(models):
             parameters = dict(model.named_parameters())
             for local in [*parameters, *(name for name, _ in library.persistent_buffers(model))]:
                 name = library.global_name(models, config, local, stage)
-                if tied and name == "output_layer.weight":
+                if config.share_embeddings_and_output_weights and name == "output_layer.weight":
                     if not load:
                         continue  # the first stage exports the same weight as the embedding
                     mapping = registry.megatron_to_hf_lookup("embedding.word_embeddings.weight")

@@ -225,7 +225,7 @@ class TEDotProductAttention(LocalAttention):
             scores = self._cap * torch.tanh(q @ k.transpose(-1, -2) * (self._scale or q.shape[-1] ** -0.5) / self._cap)
             return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
         if self.softmax_offset is not None:
-            # A sink is one more key with a score of its own and without a value.
+            # A sink is one more key, which has a score and no value.
             added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
             sinks = self.softmax_offset.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
             rows = (len(added), q.shape[1], -1, -1)
