@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -80,6 +80,9 @@ test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of g
 
 test-stack: $(READY) browser ## Run the tests that `make test` leaves out: tests/stack
 	@$(VENV_PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
+
+test-bridge: setup-bridge ## Run the tests of models of Megatron-Bridge, in .venv-bridge (two to four minutes)
+	@.venv-bridge/bin/python -m pytest tests/bridge $(BOTH_CORES) $(ARGS)
 
 test-environments: setup-verifiers setup-openenv ## Run the tests of environments with the real libraries
 	@$(VENV_PYTHON) -m pytest tests/stack/test_environments.py $(ARGS)

@@ -90,11 +90,19 @@ _MAMBA = {
     "time_step_min": 1e-9,
 }
 
-TENSOR, PIPELINE, EXPERT = "tensor", "pipeline", "expert"
+_ROUTERS = (".gate.weight", ".router.weight")
+
+TENSOR, PIPELINE, EXPERT, WHOLE_EXPERTS = "tensor", "pipeline", "expert", "tensor with expert"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     TENSOR: {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     PIPELINE: {"pipeline_model_parallel_size": 2},
     EXPERT: {"expert_model_parallel_size": 2},
+    WHOLE_EXPERTS: {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 
 
@@ -106,14 +114,16 @@ class Family:
     """Class in transformers."""
     settings: Mapping[str, Any]
     architecture: str | None = None
-    """Name in `config.json`, if transformers has no class of its own for the family."""
+    """Name in `config.json`, if transformers has no class for the family."""
     has_experts: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Layouts that Megatron or the bridge does not support, and the reason."""
+    """Layouts that Megatron or the bridge does not support, and a part of the sentence that refuses them."""
+    further: Sequence[str] = ()
+    """Layouts besides the usual ones."""
 
     @property
     def layouts(self) -> list[str]:
-        layouts = [TENSOR, PIPELINE, *([EXPERT] if self.has_experts else [])]
+        layouts = [TENSOR, PIPELINE, *([EXPERT] if self.has_experts else []), *self.further]
         return [layout for layout in layouts if layout not in self.refused]
 
 
@@ -128,7 +138,7 @@ FAMILIES: Mapping[str, Family] = {
         "OlmoeConfig",
         _SIZES | {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
         has_experts=True,
-        refused={TENSOR: "the norms of queries and keys span all heads"},
+        refused={TENSOR: "the norms of its queries and keys span all heads: set tensor_model_parallel_size to 1"},
     ),
     "Gemma": Family("GemmaConfig", _GROUPED),
     "Gemma 2": Family("Gemma2Config", _GROUPED | _GEMMA),
@@ -146,29 +156,38 @@ FAMILIES: Mapping[str, Family] = {
         architecture="KimiK2ForCausalLM",
         has_experts=True,
     ),
+    "GLM-4": Family("GlmConfig", _GROUPED),
+    "GLM-4-0414": Family("Glm4Config", _GROUPED),
     "GLM-4.5": Family("Glm4MoeConfig", _GROUPED | _ROUTED_EXPERTS | {"use_qk_norm": True}, has_experts=True),
     "GLM-4.7-Flash": Family("Glm4MoeLiteConfig", _LATENT, has_experts=True),
     "gpt-oss": Family(
         "GptOssConfig",
         _GROUPED | _LOCAL_EXPERTS | {"sliding_window": 8, "rope_parameters": _YARN},
         has_experts=True,
-        refused={TENSOR: "Megatron does not split experts with biases"},
+        refused={TENSOR: "Bias in Moe is only supported when ETP==1"},
+        further=[WHOLE_EXPERTS],
     ),
-    "MiniMax-M2": Family("MiniMaxM2Config", _GROUPED | _LOCAL_EXPERTS, has_experts=True),
+    "MiniMax-M2": Family(
+        "MiniMaxM2Config",
+        _GROUPED | _LOCAL_EXPERTS,
+        has_experts=True,
+        refused={TENSOR: "the norms of its queries and keys span all heads: set tensor_model_parallel_size to 1"},
+    ),
     "Nemotron-H": Family("NemotronHConfig", _GROUPED | _MAMBA),
 }
 
 
 def write_checkpoint(name: str, path: Path) -> Path:
-    """Write the family's checkpoint, with random values also in norms, biases and sinks."""
+    """Write the family's checkpoint, with random values in every tensor."""
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.settings)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.dim() == 1 or "sinks" in key:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+            # Routers choose each of the experts for some tokens.
+            scale = 0.5 if key.endswith(_ROUTERS) else 0.1
+            parameter.add_(scale * torch.randn_like(parameter))
         for key, buffer in model.named_buffers():
             if "correction_bias" in key:
                 buffer.copy_(0.1 * torch.randn_like(buffer))
@@ -202,7 +221,9 @@ def reference(path: Path, sequences: Sequence[Sequence[int]], responses: Sequenc
     Writes to `out` the gradient, by the names of the checkpoint, of the mean negative log-likelihood of the responses,
     which are the last tokens of the sequences.
     """
-    model, result = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
+    # Other implementations of attention leave out Gemma 2's caps of the scores.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    result = []
     loss = torch.zeros(())
     for tokens, response in zip(sequences, responses, strict=True):
         logits = model(torch.tensor([tokens])).logits[0, :-1].float()

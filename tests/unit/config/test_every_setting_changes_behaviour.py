@@ -464,6 +464,8 @@ NAMED: dict[str, str] = {
     "load": f"{STORAGE}/test_checkpoints.py::test_a_run_that_cannot_be_resumed_is_refused_before_anything_starts",
     "precision": "stack/test_learner_bf16.py::test_bfloat16_learns_what_float32_does",
     "transformer_impl": f"{LEARNER}::test_transformer_engine_is_refused_where_it_cannot_run",
+    "megatron_to_hf_mode": "unit/config/test_model_source.py::"
+    "test_the_check_of_the_configuration_names_what_the_bridge_lacks",
     "expert_tensor_parallel_size": f"{LAYOUTS}::test_experts_that_do_not_divide_are_refused",
     "use_distributed_optimizer": f"{PARALLEL}::test_the_distributed_optimizer_shards_its_moments_over_the_ranks",
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",

@@ -17,6 +17,8 @@ from megatron.bridge.models.hf_pretrained.state import StateDict as StateDict
 from megatron.bridge.models.hf_pretrained.state import StateSource
 from torch import Tensor
 
+from miles_async.adapters.megatron.model import glm_bridge  # noqa: F401 # registers conversions
+
 
 class CheckpointTensors(StateSource):  # type: ignore[misc]
     """The tensors of a checkpoint for the bridge; remembers which it has read.

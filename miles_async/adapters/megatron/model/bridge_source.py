@@ -64,6 +64,8 @@ _PACKED_PER_LAYER = 4
 """Weights and biases of the two layers of experts."""
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
+_NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
+"""With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
 _UNUSED = (r"^mtp\.", r"\.rotary_emb\.inv_freq$")
 """Tensors that the model has no use for: further heads, and the frequencies of the rotary embedding."""
 
@@ -86,12 +88,20 @@ class BridgeSource(ModelSource):
             self.config = self._auto.to_megatron_provider(load_weights=False)
             self._change_config(settings)
         except _REFUSALS as error:
-            raise UserError(f"Megatron-Bridge cannot build the model of {self._path}: {_reason(error)}") from error
+            raise self._refusal(error) from error
         self.shape = _shape(self.config)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = self._groups
+        self._exports: Sequence[Any] | None = None
+        """The conversions of an export, which looking up takes seconds in a large model; None before the first."""
         self._stages: Sequence[Sequence[_Exported]] | None = None
         """What each pipeline stage exports, which the other stages need to receive it; None before the first export."""
+
+    def _refusal(self, error: Exception) -> UserError:
+        return UserError(
+            f"Megatron-Bridge cannot build the model of {self._path} with these settings: {_reason(error)}; change the "
+            "parallel layout or use another model"
+        )
 
     def _change_config(self, settings: Learner) -> None:
         config, fields = self.config, run_fields(settings) | _BRIDGE_FIELDS
@@ -104,11 +114,9 @@ class BridgeSource(ModelSource):
             setattr(config, name, fields[name])
         config.finalize()
         config.variable_seq_lengths = True
-        if (
-            self._auto.hf_pretrained.config.architectures[0] == "OlmoeForCausalLM"
-            and config.tensor_model_parallel_size > 1
-        ):
-            raise ValueError("the norms of OLMoE's queries and keys need tensor_model_parallel_size 1")
+        [architecture, *_] = self._auto.hf_pretrained.config.architectures
+        if architecture in _NORMS_OF_ALL_HEADS and config.tensor_model_parallel_size > 1:
+            raise ValueError("the norms of its queries and keys span all heads: set tensor_model_parallel_size to 1")
         if self._local and config.context_parallel_size > 1 and _has_linear_attention(config):
             raise ValueError("linear attention with context parallelism needs Transformer Engine")
 
@@ -116,11 +124,11 @@ class BridgeSource(ModelSource):
         try:
             chunk: torch.nn.Module = self.config.provide(vp_stage=vp_stage)
         except _REFUSALS as error:
-            raise UserError(f"Megatron-Bridge cannot build the model of {self._path}: {_reason(error)}") from error
+            raise self._refusal(error) from error
         for module in chunk.modules():
             if type(module).__name__ == "TERowParallelLinearLayerNorm":
                 # The bridge gives these norms Transformer Engine's epsilon, not the model's.
-                module.post_layernorm.eps = self.config.layernorm_epsilon
+                module.get_submodule("post_layernorm").eps = self.config.layernorm_epsilon
         self._replace_attention_of_gemma2(chunk)
         return chunk
 
@@ -188,11 +196,13 @@ class BridgeSource(ModelSource):
 
     def _check_all_used(self, checkpoint: Any) -> None:
         used = set().union(*gather_json(sorted(checkpoint.read)))
-        layers = self.shape.layers
+        hf_config = self._auto.hf_pretrained.config.to_dict()
+        # Some families number the heads that predict further tokens as layers after the last one.
+        first = self.shape.layers
+        further = range(first, first + (hf_config.get("num_nextn_predict_layers") or 0))
         for name in checkpoint.tensors:
-            # Some families number the heads that predict further tokens as layers after the last one.
             number = re.search(r"\blayers\.(\d+)\.", name)
-            unused = (number is not None and int(number[1]) >= layers) or any(re.search(one, name) for one in _UNUSED)
+            unused = (number is not None and int(number[1]) in further) or any(re.search(one, name) for one in _UNUSED)
             if self.config.share_embeddings_and_output_weights and name.endswith("lm_head.weight"):
                 continue
             if name not in used and not unused:
@@ -219,6 +229,8 @@ class BridgeSource(ModelSource):
     def _export_stage(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """The weights that this rank's pipeline stage holds, whole."""
         models = [unwrap_model(chunk) for chunk in chunks]
+        if self._exports is None:
+            self._exports = self._tasks(chunks, load=False)
         with redirect_cuda_to_cpu():
             exported = iter(
                 self._bridge.stream_weights_megatron_to_hf(
@@ -226,16 +238,17 @@ class BridgeSource(ModelSource):
                     self._auto.hf_pretrained,
                     cpu=False,
                     show_progress=False,
-                    conversion_tasks=self._tasks(chunks, load=False),
+                    conversion_tasks=self._exports,
                     merge_adapter_weights=False,
                 )
             )
         while True:
             # The redirection must not reach what the caller does between two tensors.
             with redirect_cuda_to_cpu():
-                name, tensor = next(exported, (None, None))
-            if name is None:
+                found = next(exported, None)
+            if found is None:
                 return
+            name, tensor = found
             if not tensor.is_meta:  # a tensor of the checkpoint that the model does not hold
                 yield name, self._trim(name, tensor)
 
@@ -254,13 +267,13 @@ class BridgeSource(ModelSource):
         groups.pp = _OneRank()
         registry = bridge.mapping_registry()
         registry.set_process_groups_from_pg_collection(groups)
-        models, tied = [unwrap_model(chunk) for chunk in chunks], config.share_embeddings_and_output_weights
+        models = [unwrap_model(chunk) for chunk in chunks]
         tasks = []
         for stage, model in enumerate(models):
             parameters = dict(model.named_parameters())
             for local in [*parameters, *(name for name, _ in library.persistent_buffers(model))]:
                 name = library.global_name(models, config, local, stage)
-                if tied and name == "output_layer.weight":
+                if config.share_embeddings_and_output_weights and name == "output_layer.weight":
                     if not load:
                         continue  # the first stage exports the same weight as the embedding
                     mapping = registry.megatron_to_hf_lookup("embedding.word_embeddings.weight")

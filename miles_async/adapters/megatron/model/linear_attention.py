@@ -150,12 +150,12 @@ def mamba_split_conv1d_scan_combined(
     x, b, c = xbc.float().split([inner, ngroups * state, ngroups * state], -1)
     x, dt = x.unflatten(-1, (heads, -1)), softplus(dt.float() + dt_bias)
     b, c = (part.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2) for part in (b, c))
-    parts = zip(*(tensor.split(_lengths(x, bounds), 1) for tensor in (x, dt, b, c)), strict=True)
-    y = torch.cat([_scan(*part, A) for part in parts], 1) + x * D.float()[:, None]
+    sequences = zip(*(tensor.split(_lengths(x, bounds), 1) for tensor in (x, dt, b, c)), strict=True)
+    y = torch.cat([_scan(*one, rates=A) for one in sequences], 1) + x * D.float()[:, None]
     return (y.flatten(-2) * silu(z.float())).to(zxbcdt.dtype)
 
 
-def _scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rates: Tensor) -> Tensor:
+def _scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, rates: Tensor) -> Tensor:
     """[1, t, h, p] of one sequence, from `x` [1, t, h, p], `dt` [1, t, h], `b` and `c` [1, t, h, n], `rates` [h]."""
     total = (dt * rates).cumsum(1)
     decay = total[:, :, None] - total[:, None]  # [1, t, s, h]

@@ -203,7 +203,7 @@ class LocalNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight + 1 if self._zero_centered else self.weight, self.eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     """[..., h] in the type of `x` [..., h], from `weight` [h]."""
     output: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return output

@@ -214,25 +214,26 @@ class TEDotProductAttention(LocalAttention):
         return super().forward(*args, **options)[:, 0]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self._window is not None or self.softmax_offset is not None or self._cap is not None:
-            mask = self._visible(q, k, mask)
+        if self._window is None and self.softmax_offset is None and self._cap is None:
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+            )
+        visible = self._visible(k, mask)
         if self._cap is not None:
             repeats = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
             scores = self._cap * torch.tanh(q @ k.transpose(-1, -2) * (self._scale or q.shape[-1] ** -0.5) / self._cap)
-            return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+            return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
         if self.softmax_offset is not None:
-            # A sink is one more key with a score of its own and without a value.
-            scores = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+            # A sink is one more key, which has a score and no value.
+            added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
             sinks = self.softmax_offset.to(q.dtype)[:, None, None].expand(-1, q.shape[2], 1)
-            rows = (len(scores), q.shape[1], -1, -1)
-            mask = torch.cat((scores.expand(rows), sinks.expand(rows)), -1)
+            rows = (len(added), q.shape[1], -1, -1)
+            visible = torch.cat((added.expand(rows), sinks.expand(rows)), -1)
             k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
-        )
+        return scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=self._scale, enable_gqa=True)
 
-    def _visible(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Any:
+    def _visible(self, k: Tensor, mask: Tensor | None) -> Tensor:
         """[1 or n, 1, queries, keys] true where a query attends."""
         keys = torch.arange(k.shape[2], device=k.device)
         if mask is None:
