@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.records import record, recorded
 from miles_async.adapters.storage.rollout_file import load_groups
@@ -72,9 +73,10 @@ def main() -> None:
 def described(name: str) -> dict[str, Any]:
     """Where the learner can take a model of the family from, and the layouts of `tests/bridge`."""
     family = FAMILIES[name]
-    model_type = getattr(transformers, family.config).model_type
-    sources = ["plug-in", "Megatron-Bridge"] if MODELS.has(model_type) else ["Megatron-Bridge"]
-    return {"sources": sources, "layouts": ["one rank", *family.layouts]}
+    config = getattr(transformers, family.config)
+    architecture = family.architecture or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    sources = ["plug-in", "Megatron-Bridge"] if MODELS.has(config.model_type) else ["Megatron-Bridge"]
+    return {"architecture": architecture, "sources": sources, "layouts": ["one rank", *family.layouts]}
 
 
 def train(name: str, folder: Path) -> dict[str, Any]:

@@ -95,15 +95,16 @@ def models_page() -> str:
         "with an engine on a CPU, and compares the engine's log-probabilities with those that transformers computes",
         f"from the exported weights. These are the results of {recorded['date']}, commit `{recorded['commit']}`.",
         "",
-        "| family | source | layouts | ten steps with an engine | engine against transformers |",
-        "|---|---|---|---|---|",
+        "| family | architecture | source | layouts | ten steps with an engine | engine against transformers |",
+        "|---|---|---|---|---|---|",
     ]
     for name, result in recorded["result"].items():
         if "failed" in result:
             trained, difference = f"no: {_escaped(result['failed'])}", ""
         else:
             trained, difference = f"yes, `{result['transport']}`", f"{result['difference']:.1e} nats"
-        cells = (name, ", ".join(result["sources"]), ", ".join(result["layouts"]), trained, difference)
+        sources, layouts = (", ".join(result[key]) for key in ("sources", "layouts"))
+        cells = (name, f"`{result['architecture']}`", sources, layouts, trained, difference)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
