@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if any(word in line for word in FAILURE_LINES)]
-        return {"failed": lines[-1] if lines else done.stderr[-300:]}
+        return {"failed": re.sub(r"^train_async\.py: | \(log: .*\)", "", lines[-1]) if lines else done.stderr[-300:]}
     summary = json.loads((folder / "run" / "latest" / "summary.json").read_text())
     compared, furthest = compare(folder)
     return {"steps": summary["rollouts"], "transport": summary["weight_transfer"]} | {

@@ -89,7 +89,7 @@ _MAMBA = {
     "chunk_size": 64,
     "time_step_min": 1e-9,
 }
-
+_HYBRID_EXPERTS = _ROUTED_EXPERTS | {"hybrid_override_pattern": "M*EE", "moe_shared_expert_intermediate_size": 32}
 _ROUTERS = (".gate.weight", ".router.weight")
 
 TENSOR, PIPELINE, EXPERT, WHOLE_EXPERTS = "tensor", "pipeline", "expert", "tensor with expert"
@@ -131,6 +131,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2": Family("Qwen2Config", _SIZES | {"num_key_value_heads": 2}),
     "Qwen3": Family("Qwen3Config", _GROUPED | {"tie_word_embeddings": False}),
     "Mistral": Family("MistralConfig", _GROUPED | {"sliding_window": None}),
+    "Mistral, window": Family("MistralConfig", _GROUPED | {"sliding_window": 8}),
     "Llama": Family("LlamaConfig", _GROUPED),
     "Llama 3.1": Family("LlamaConfig", _GROUPED | {"tie_word_embeddings": True, "rope_parameters": _LLAMA3}),
     "Qwen3-MoE": Family("Qwen3MoeConfig", _GROUPED | _EXPERTS, has_experts=True),
@@ -174,6 +175,7 @@ FAMILIES: Mapping[str, Family] = {
         refused={TENSOR: "the norms of its queries and keys span all heads: set tensor_model_parallel_size to 1"},
     ),
     "Nemotron-H": Family("NemotronHConfig", _GROUPED | _MAMBA),
+    "Nemotron-H, experts": Family("NemotronHConfig", _GROUPED | _MAMBA | _HYBRID_EXPERTS, has_experts=True),
 }
 
 
