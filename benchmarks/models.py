@@ -48,11 +48,11 @@ SETTINGS: Mapping[str, Any] = {
 ADDED_TO_CONFIG: Mapping[str, Mapping[str, Any]] = {
     # Published checkpoints have these, SGLang reads them, and the classes of transformers do not write them.
     "Gemma 2": {"hidden_act": "gelu_pytorch_tanh"},
-    "MiniMax-M2": {"scoring_func": "sigmoid", "use_qk_norm": True},
+    "MiniMax-M2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     "Qwen3-Next": {"full_attention_interval": 4},
 }
-FAILURE_LINES = ("Error", "error", "ended at start")
-"""A line with one of these explains why a run ended."""
+COMPLAINT = "train_async.py: "
+"""The beginning of the line that says why a run ended."""
 
 
 async def is_even(args: Any, sample: Sample) -> float:
@@ -92,8 +92,8 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         command += [f"--{setting.replace('_', '-')}", str(value)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if any(word in line for word in FAILURE_LINES)]
-        return {"failed": re.sub(r"^train_async\.py: | \(log: .*\)", "", lines[-1]) if lines else done.stderr[-300:]}
+        reasons = [line.removeprefix(COMPLAINT) for line in done.stderr.splitlines() if line.startswith(COMPLAINT)]
+        return {"failed": re.sub(r" \(log: .*\)", "", reasons[-1]) if reasons else done.stderr[-300:]}
     summary = json.loads((folder / "run" / "latest" / "summary.json").read_text())
     compared, furthest = compare(folder)
     return {"steps": summary["rollouts"], "transport": summary["weight_transfer"]} | {

@@ -334,7 +334,9 @@ def _kv_tokens(spec: EngineSpec) -> int:
     model = json.loads((Path(spec.model_path) / "config.json").read_text())
     heads = model.get("num_key_value_heads", model["num_attention_heads"])
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    # Nemotron-H has a list of layers.
+    layers = model.get("num_hidden_layers") or len(model["layers_block_type"])
     # Keys and values, in float32.
-    bytes_per_token = 2 * 4 * model["num_hidden_layers"] * heads * width
+    bytes_per_token = 2 * 4 * layers * heads * width
     requests = spec.concurrency + spec.evaluation_concurrency
     return int(min(requests * model["max_position_embeddings"], KV_CACHE_BYTES_ON_CPU // bytes_per_token))
