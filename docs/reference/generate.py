@@ -111,8 +111,9 @@ def models_page() -> str:
         "An engine on a CPU is SGLang with attention in PyTorch, which lacks what some families need. With multi-head",
         "latent attention it computes other log-probabilities than transformers from the start, although weights that",
         "were published give the same log-probabilities as an engine that starts with them. Gemma differs because",
-        "[SGLang computes the exact GELU](../how-to/model-data-reward.md#model). Kimi-Linear cannot be trained: neither",
-        "Megatron-Bridge nor transformers has it. Mixtral has a plug-in, which `make test` compares with transformers.",
+        "[SGLang computes the exact GELU](../how-to/model-data-reward.md#model). Mixtral has a plug-in, which `make",
+        "test-all` compares with transformers. Kimi-Linear cannot be trained: neither Megatron-Bridge nor transformers",
+        "has it.",
     ]
     return "\n".join(lines) + "\n"
 
