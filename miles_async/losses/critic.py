@@ -28,7 +28,7 @@ def generalized_advantages(
 
 
 def _add_later_terms(terms: Tensor, sequences: Tensor, factor: float) -> Tensor:
-    """Add to each of `terms` [m] the later ones of its sequence, of which the k-th is multiplied by `factor` ** k.
+    """Add to each of `terms` [m] the later terms of its sequence, the k-th one multiplied by `factor` ** k.
 
     Each round doubles the number of terms in each sum, so that a GPU needs few kernels, and does not wait for any.
     """

@@ -6,7 +6,6 @@ process' memory is written.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -20,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from miles_async.adapters.sglang.engine_weights import apply_delta, checksums, machine_id
+from miles_async.adapters.sglang.engine_weights import RankLayout, apply_delta, checksums, machine_id
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.weight_placement import find_placements, strided_parts
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
-from miles_async.adapters.weights.layout import RankLayout, TensorPlan, plan_tensors
+from miles_async.adapters.weights.layout import TensorPlan, plan_tensors
 from miles_async.adapters.weights.staging import Staging, describe, plans_of_source
 from miles_async.adapters.weights.transports.disk_delta import Snapshot, make_delta
 from miles_async.adapters.weights.transports.memory import MemoryTransport, _remaining
@@ -137,7 +136,7 @@ def ranks_of(ranks: int, dtype: torch.dtype = torch.float32, **shapes: Any) -> l
 def plans_of(tensors: dict[str, Tensor], ranks: list[Rank]) -> list[TensorPlan]:
     described = describe(tensors.items())
     found = [find_placements(rank, [(name, list(shape)) for name, shape, _ in described]) for rank in ranks]
-    layouts = [msgspec.json.decode(json.dumps(one), type=RankLayout) for one in found]
+    layouts = [msgspec.json.decode(msgspec.json.encode(one), type=RankLayout) for one in found]
     assert [layout.unknown for layout in layouts] == [None] * len(ranks)
     return plan_tensors(described, layouts, engine_of(ranks).ranks[0].dtypes)
 
@@ -368,7 +367,7 @@ class Gates(nn.Module):
 
 def test_rows_that_a_loader_interleaves_and_transposes_are_written_by_contiguous_copies() -> None:
     model = Gates("plain")
-    layout = msgspec.json.decode(json.dumps(find_placements(model, GATES)), type=RankLayout)
+    layout = msgspec.json.decode(msgspec.json.encode(find_placements(model, GATES)), type=RankLayout)
     [plan, _] = plan_tensors(
         [("weight", (8, 6), "float32"), ("decay", (5,), "float32")],
         [layout],
@@ -394,8 +393,8 @@ def test_a_loader_that_computes_is_noticed_and_leaves_the_model_as_it_was(work: 
     model = Gates(work)
     squares = model.squares
     found = find_placements(model, GATES)
-    assert found["unknown"] == reason
-    assert found["placements"] == []
+    assert found.unknown == reason
+    assert found.placements == []
     assert not model.weight.any()
     assert not model.decay.any()
     assert model.squares is squares

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 REGIONS = "miles_async.regions"
 """The action that returns the memory of all parameters, the process id and the machine."""
 CHECKSUMS = "miles_async.sums:"
@@ -25,14 +28,44 @@ WATCH = "miles_async.watch:"
 """The action after which the checksums of loaded tensors are kept. JSON follows: whether they cover all bytes."""
 RECEIVED = "miles_async.received:"
 """The action that returns these checksums. JSON follows: the names of the tensors."""
-SAMPLED_BYTES = 4096
-"""Bytes of a loaded tensor that its checksum covers, unless it covers all."""
+SAMPLE_BYTES = 4096
+"""Bytes that a checksum covers, unless it covers all of a tensor or of a copy."""
 DELTA_FORMAT = "miles_async_delta"
 """The `load_format` of a folder with a delta file."""
 DELTA_FILE = "delta.safetensors"
 
 Model = Any
 """The `torch.nn.Module` that SGLang runs."""
+Shape = tuple[int, ...]
+
+
+class Placement(Struct, array_like=True, frozen=True):
+    """A strided part of a checkpoint's tensor, and the strided part of a parameter that holds it."""
+
+    tensor: int
+    """Number of the tensor."""
+    source: int
+    """The first element in the flat tensor."""
+    shape: Shape
+    strides: Shape
+    parameter: str
+    target: int
+    """The first element in the flat parameter."""
+    target_strides: Shape
+    offset: float
+    """SGLang's loader adds this number to each element."""
+
+
+class RankLayout(Struct, frozen=True):
+    """What SGLang's loader does with the tensors of a checkpoint on one rank of an engine."""
+
+    placements: list[Placement] = []
+    unfilled: list[str] = []
+    """The parameters that the tensors do not fill completely."""
+    unknown: str | None = None
+    """Why the loader's work cannot be described by placements; None if it can."""
+    refused: str | None = None
+    """The error with which the loader refused the tensors."""
 
 
 def handle_check(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> dict[str, Any] | None:
@@ -46,7 +79,7 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
         windows = json.loads(action.removeprefix(CHECKSUMS))[checker._parallelism_info(**role).tp_rank]
         answer = {"checksums": checksums(checker._get_model(), windows)}
     elif action.startswith(PLACEMENTS):
-        answer = {"layout": _placements(checker, action.removeprefix(PLACEMENTS))}
+        answer = {"layout": msgspec.to_builtins(_layout(checker, action.removeprefix(PLACEMENTS)))}
     elif action.startswith(WATCH):
         watch_loader(checker._get_model(), whole=json.loads(action.removeprefix(WATCH)))
         answer = {}
@@ -64,11 +97,11 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
     }
 
 
-def _placements(checker: Any, tensors: str) -> dict[str, Any]:
-    """The answer for `tensors`, which every rank of the learner asks for; it is found once."""
+def _layout(checker: Any, tensors: str) -> RankLayout:
+    """The layout of `tensors`, for which every rank of the learner asks; it is found once."""
     from miles_async.adapters.sglang.weight_placement import find_placements
 
-    known: dict[str, dict[str, Any]] = checker.__dict__.setdefault("miles_placements", {})
+    known: dict[str, RankLayout] = checker.__dict__.setdefault("miles_layouts", {})
     if tensors not in known:
         known.clear()
         known[tensors] = find_placements(checker._get_model(), json.loads(tensors))
@@ -91,11 +124,11 @@ def watch_loader(model: Model, *, whole: bool) -> None:
 
 
 def checksum_of(tensor: Any, *, whole: bool) -> int:
-    """The CRC-32 of a tensor's bytes, or of `SAMPLED_BYTES` of them at equal distances."""
+    """The CRC-32 of a tensor's bytes, or of `SAMPLE_BYTES` of them at equal distances."""
     import torch
 
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    distance = 1 if whole else max(1, len(data) // SAMPLED_BYTES)
+    distance = 1 if whole else max(1, len(data) // SAMPLE_BYTES)
     return zlib.crc32(data[::distance].contiguous().cpu().numpy())
 
 
@@ -108,13 +141,13 @@ def regions(model: Model) -> dict[str, dict[str, Any]]:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
         }
-        for name, parameter in _tensors(model).items()
+        for name, parameter in tensors_of(model).items()
     }
 
 
 def checksums(model: Model, windows: list[tuple[str, int, int]]) -> list[int]:
     """Return the CRC-32 of each window: parameter, first byte, number of bytes."""
-    parameters = _tensors(model)
+    parameters = tensors_of(model)
     return [zlib.crc32(_bytes(parameters[name], start, size).cpu().numpy()) for name, start, size in windows]
 
 
@@ -144,7 +177,7 @@ def apply_delta(model: Model, path: Path, rank: int) -> None:
     import torch
     from safetensors import SafetensorError, safe_open
 
-    parameters = _tensors(model)
+    parameters = tensors_of(model)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -180,7 +213,8 @@ def allow_writes_by_other_processes() -> None:
     ctypes.CDLL(None).prctl(set_ptracer, any_process, 0, 0, 0)
 
 
-def _tensors(model: Model) -> dict[str, Any]:
+def tensors_of(model: Model) -> dict[str, Any]:
+    """The parameters and buffers of a model, by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 

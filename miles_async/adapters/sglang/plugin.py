@@ -177,8 +177,10 @@ def _register_parameters(model: Any, transfer_engine: Any) -> dict[str, tuple[in
 
     Returns the address, number of elements and bytes per element of each of them.
     """
+    from miles_async.adapters.sglang.engine_weights import tensors_of
+
     regions = {}
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+    for name, weight in tensors_of(model).items():
         size = weight.numel() * weight.element_size()
         if size and transfer_engine.register_memory(weight.data_ptr(), size) != 0:
             raise RuntimeError(f"Mooncake could not register the {size} bytes of {name}; raise the memlock limit")

@@ -19,18 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Model = Any
-"""The `torch.nn.Module` that SGLang runs."""
+from miles_async.adapters.sglang.engine_weights import Model, Placement, RankLayout, tensors_of
+
 Named = Sequence[tuple[str, Sequence[int]]]
 """Names and shapes of the tensors of a checkpoint."""
-Placement = tuple[int, int, Sequence[int], Sequence[int], str, int, Sequence[int], float]
-"""A strided part of a tensor, and a strided part of a parameter that holds it: number of the tensor, its first element,
-shape, strides; name of the parameter, its first element, strides; and what the loader adds to the elements."""
 _LAYER = re.compile(r"\.\d+\.")
 """The number of a layer in the names of its tensors and parameters."""
 _GROUP_ELEMENTS = 1 << 26
@@ -48,53 +46,49 @@ class UnknownLayoutError(Exception):
 
 
 @torch.no_grad()
-def find_placements(model: Model, tensors: Named) -> dict[str, Any]:
-    """Return what SGLang's loader does with `tensors`, as JSON values; the model is the same afterwards.
-
-    - `placements`: a list of `Placement`; empty if `unknown` is set.
-    - `unfilled`: the parameters of which the tensors leave elements as they are.
-    - `unknown`: why the layout is unknown, or None.
-    - `refused`: the error with which the loader refused the tensors, or None.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # a batch may still be computed with the weights
-    layout = _Layout(model, tensors)
-    answer: dict[str, Any] = {"placements": [], "unfilled": [], "unknown": None, "refused": None}
+def find_placements(model: Model, tensors: Named) -> RankLayout:
+    """Return what SGLang's loader does with `tensors`; the model is the same afterwards."""
+    _wait_for_gpu()  # a batch may still be computed with the weights
+    search = _Search(model, tensors)
     try:
-        try:
-            layout.find(layers_alike=True)
-            layout.verify()
-        except UnknownLayoutError:
-            layout.find(layers_alike=False)
-            layout.verify()
-        answer |= {"placements": layout.placements, "unfilled": layout.unfilled}
+        search.find(layers_alike=True)
+        if search.difference() is not None:
+            search.find(layers_alike=False)
+            if (name := search.difference()) is not None:
+                raise _computed(name)
+        return RankLayout(placements=search.placements, unfilled=search.unfilled)
     except UnknownLayoutError as error:
-        answer["unknown"] = str(error)
+        return RankLayout(unknown=str(error))
     except torch.OutOfMemoryError:
-        answer["unknown"] = "the engine has too little memory left to find out where SGLang's loader puts the weights"
+        return RankLayout(
+            unknown="the engine has too little memory left to find out where SGLang's loader puts the weights"
+        )
     except Exception as error:
         # The loaders of SGLang's models raise whatever they meet: KeyError, AssertionError, RuntimeError.
-        answer["refused"] = f"{type(error).__name__}: {error}"
+        return RankLayout(refused=f"{type(error).__name__}: {error}")
     finally:
-        layout.restore()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return answer
+        search.restore()
+        _wait_for_gpu()
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _computed(parameter: str) -> UnknownLayoutError:
+    return UnknownLayoutError(f"SGLang's loader computes what its parameter {parameter} holds")
 
 
 _Group = list[tuple[int, int]]
 """Tensors whose elements are numbered together: the number of each, and that of its first element."""
 
 
-class _Layout:
+class _Search:
     def __init__(self, model: Model, tensors: Named) -> None:
         self._model = model
         self._tensors = tensors
-        self._weights = {
-            name: tensor.data
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if tensor.is_floating_point()
-        }
+        self._weights = {name: tensor.data for name, tensor in tensors_of(model).items() if tensor.is_floating_point()}
         """The parameters and buffers into which a loader may write."""
         self._parameters = {name for name, _ in model.named_parameters()}
         self._dtype = Counter(weight.dtype for weight in self._weights.values()).most_common(1)[0][0]
@@ -114,8 +108,8 @@ class _Layout:
     def find(self, *, layers_alike: bool) -> None:
         """Set `placements`.
 
-        With `layers_alike` only one layer of each kind is numbered. The others are expected to be like it, and `verify`
-        finds out whether they are.
+        With `layers_alike` only one layer of each kind is numbered. The others are expected to be like it, and
+        `difference` finds out whether they are.
         """
         self.placements, self.unfilled = [], []
         for name, parameter in self._model.named_parameters():
@@ -131,7 +125,7 @@ class _Layout:
             self._fill_with_nan(written)
         by_tensor: dict[int, list[Placement]] = {}
         for placement in self.placements:
-            by_tensor.setdefault(placement[0], []).append(placement)
+            by_tensor.setdefault(placement.tensor, []).append(placement)
         for number, model in enumerate(models):
             for placement in by_tensor.get(model, []) if number != model else ():
                 self._add_alike(number, placement)
@@ -146,15 +140,17 @@ class _Layout:
 
     def _add_alike(self, number: int, placement: Placement) -> None:
         """Add a placement of a tensor in another layer."""
-        _, source, shape, strides, parameter, target, target_strides, offset = placement
         layer = _LAYER.search(self._tensors[number][0])
         assert layer is not None, "its name differs from that of the other tensor"
-        name = _LAYER.sub(layer[0], parameter, count=1)
-        self.placements.append((number, source, shape, strides, name, target, target_strides, offset))
+        name = _LAYER.sub(layer[0], placement.parameter, count=1)
+        self.placements.append(msgspec.structs.replace(placement, tensor=number, parameter=name))
 
-    def verify(self) -> None:
-        """Load other values, and compare each parameter with what the placements predict."""
-        largest = max((_numel(shape) for _, shape in self._tensors), default=0)
+    def difference(self) -> str | None:
+        """Load other values; return a parameter that does not hold what the placements predict, or None.
+
+        Sets `unfilled`. Raises UnknownLayoutError if the loader derives further tensors from the weights.
+        """
+        largest = max((math.prod(shape) for _, shape in self._tensors), default=0)
         values = _mixed_integers(largest + _SHIFTS, self._dtype)
 
         def of_tensor(number: int, size: int) -> Tensor:
@@ -162,19 +158,25 @@ class _Layout:
             return values[start : start + size]
 
         self._load(range(len(self._tensors)), of_tensor)
+        for module, name, value, before in self._derived:
+            if vars(module).get(name) is not value or not torch.equal(value.nan_to_num(), before.nan_to_num()):
+                raise UnknownLayoutError(
+                    f"SGLang's loader derives {name} of a {type(module).__name__} from the weights"
+                )
         by_parameter: dict[str, list[Placement]] = {}
         for placement in self.placements:
-            by_parameter.setdefault(placement[4], []).append(placement)
-        if not by_parameter.keys() <= self._weights.keys():
-            raise UnknownLayoutError("its layers differ")
+            by_parameter.setdefault(placement.parameter, []).append(placement)
+        if missing := by_parameter.keys() - self._weights.keys():
+            return min(missing)
         for name, weight in self._weights.items():
             expected, found = torch.full_like(weight, torch.nan).flatten(), weight.flatten()
-            for number, source, shape, strides, _, target, target_strides, offset in by_parameter.get(name, []):
-                part = of_tensor(number, _numel(self._tensors[number][1]))
-                part = part.as_strided(shape, strides, part.storage_offset() + source)
-                held = expected.as_strided(shape, target_strides, target).copy_(part)
-                if offset:
-                    held.add_(offset)
+            for placement in by_parameter.get(name, []):
+                part = of_tensor(placement.tensor, math.prod(self._tensors[placement.tensor][1]))
+                first = part.storage_offset() + placement.source
+                part = part.as_strided(placement.shape, placement.strides, first)
+                held = expected.as_strided(placement.shape, placement.target_strides, placement.target).copy_(part)
+                if placement.offset:
+                    held.add_(placement.offset)
             if torch.equal(found, expected):
                 continue
             empty = expected.isnan()
@@ -183,12 +185,8 @@ class _Layout:
             # The loader pads a vocabulary with zeros.
             empty &= found.isnan() | (found == 0)
             if not torch.equal(found[~empty], expected[~empty]):
-                raise UnknownLayoutError(f"SGLang's loader computes what its parameter {name} holds")
-        for module, name, value, before in self._derived:
-            if vars(module).get(name) is not value or not torch.equal(value.nan_to_num(), before.nan_to_num()):
-                raise UnknownLayoutError(
-                    f"SGLang's loader derives {name} of a {type(module).__name__} from the weights"
-                )
+                return name
+        return None
 
     def restore(self) -> None:
         for name, weight in self._weights.items():
@@ -203,11 +201,11 @@ class _Layout:
         elements = 2
         for number in chosen:
             shape = self._tensors[number][1]
-            if group and elements + _numel(shape) > _GROUP_ELEMENTS:
+            if group and elements + math.prod(shape) > _GROUP_ELEMENTS:
                 yield group
                 group, elements = [], 2
             group.append((number, elements))
-            elements += _numel(shape) + 1
+            elements += math.prod(shape) + 1
         if group:
             yield group
 
@@ -219,7 +217,7 @@ class _Layout:
         written = {name: ~weight.isnan() for name, weight in self._weights.items()}
         written = {name: elements for name, elements in written.items() if bool(elements.any())}
         offsets = {name: self._weights[name].clone() for name in written}
-        firsts, end = dict(group), group[-1][1] + _numel(self._tensors[group[-1][0]][1])
+        firsts, end = dict(group), group[-1][1] + math.prod(self._tensors[group[-1][0]][1])
         numbers = {name: torch.zeros_like(self._weights[name], dtype=_integer(end)) for name in written}
         partly = {name: elements for name, elements in written.items() if not bool(elements.all())}
         # Integers that all these types represent, also after an offset of 1 or 2 is added.
@@ -238,11 +236,11 @@ class _Layout:
                     found = found.where(partly[name], 0.0)
                 digit = found.to(_integer(end))
                 if not torch.equal(digit.to(found.dtype), found):
-                    raise UnknownLayoutError(f"SGLang's loader computes what its parameter {name} holds")
+                    raise _computed(name)
                 numbers[name] += digit.bitwise_left_shift_(shift)
         for name, found in numbers.items():
             if not 0 <= int(found.min()) <= int(found.max()) < end:
-                raise UnknownLayoutError(f"SGLang's loader computes what its parameter {name} holds")
+                raise _computed(name)
         return written, offsets, numbers
 
     def _add(self, name: str, group: _Group, numbers: NDArray[Any], offsets: Tensor) -> None:
@@ -255,7 +253,7 @@ class _Layout:
             if not bool((added.as_strided(form.shape, form.target_strides, target) == offset).all()):
                 raise UnknownLayoutError(f"SGLang's loader adds different numbers to elements of {name}")
             self.placements.append(
-                (number, source - first, form.shape, form.strides, name, target, form.target_strides, offset)
+                Placement(number, source - first, form.shape, form.strides, name, target, form.target_strides, offset)
             )
         if len(self.placements) > _MOST_PLACEMENTS:
             raise UnknownLayoutError(f"SGLang's loader scatters the elements of its parameter {name}")
@@ -264,7 +262,7 @@ class _Layout:
         """Let SGLang load tensors with these values; `values` gets number and size of a tensor."""
         # Copies, because some loaders change the tensors that they get.
         self._model.load_weights(
-            (self._tensors[number][0], values(number, _numel(shape)).to(self._dtype, copy=True).view(*shape))
+            (self._tensors[number][0], values(number, math.prod(shape)).to(self._dtype, copy=True).view(*shape))
             for number, shape in ((number, self._tensors[number][1]) for number in chosen)
         )
 
@@ -347,10 +345,6 @@ def _exact_bits(dtype: torch.dtype) -> int:
 def _integer(end: int) -> torch.dtype:
     """The type for integers below `end`."""
     return torch.int32 if end < 1 << 31 else torch.int64
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)
 
 
 def _mixed_integers(size: int, dtype: torch.dtype) -> Tensor:

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from miles_async.adapters.sglang.engine_weights import CHECKSUMS, PLACEMENTS, RECEIVED, REGIONS, WATCH
+from miles_async.adapters.sglang.engine_weights import (
+    CHECKSUMS,
+    PLACEMENTS,
+    RECEIVED,
+    REGIONS,
+    WATCH,
+    RankLayout,
+    Shape,
+)
 from miles_async.adapters.sglang.server_key import authorization
-from miles_async.adapters.weights.layout import NamedTensor, RankLayout, Shape
+from miles_async.adapters.weights.layout import TensorDescription
 from miles_async.errors import EngineLostError
 
 if TYPE_CHECKING:
@@ -81,7 +89,7 @@ def read_engine_memory(info: EngineInfo, *, timeout: float) -> EngineMemory:
     return EngineMemory(info, tuple(ranks))
 
 
-def read_layouts(engine: EngineMemory, tensors: Sequence[NamedTensor], *, timeout: float) -> list[RankLayout]:
+def read_layouts(engine: EngineMemory, tensors: Sequence[TensorDescription], *, timeout: float) -> list[RankLayout]:
     """Let each rank of an engine find out where SGLang's loader puts the elements of the tensors."""
     action = PLACEMENTS + json.dumps([(name, shape) for name, shape, _ in tensors])
     answers = _ask_all_ranks(engine.info, action, timeout=timeout)

@@ -13,42 +13,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec import Struct
-
+from miles_async.adapters.sglang.engine_weights import Placement, RankLayout, Shape
 from miles_async.errors import FatalError
 
-Shape = tuple[int, ...]
-NamedTensor = tuple[str, Shape, str]
+TensorDescription = tuple[str, Shape, str]
 """Hugging Face name, full shape, and torch's name of the dtype, such as `bfloat16`."""
-
-
-class Placement(Struct, array_like=True, frozen=True):
-    """A strided part of a tensor, and the strided part of an engine's parameter that holds it."""
-
-    tensor: int
-    """Number of the tensor."""
-    source: int
-    """The first element in the flat tensor."""
-    shape: Shape
-    strides: Shape
-    parameter: str
-    target: int
-    """The first element in the flat parameter."""
-    target_strides: Shape
-    offset: float
-    """SGLang's loader adds this number to each element."""
-
-
-class RankLayout(Struct, frozen=True):
-    """What SGLang's loader does with the tensors on one rank of an engine."""
-
-    placements: list[Placement]
-    unfilled: list[str]
-    """The parameters of which the tensors leave elements as they are."""
-    unknown: str | None
-    """Why the loader's work cannot be described by placements; None if it can."""
-    refused: str | None
-    """The error with which the loader refused the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +69,7 @@ class TensorPlan:
 
 
 def plan_tensors(
-    tensors: Sequence[NamedTensor], ranks: Sequence[RankLayout], dtypes: Mapping[str, str]
+    tensors: Sequence[TensorDescription], ranks: Sequence[RankLayout], dtypes: Mapping[str, str]
 ) -> list[TensorPlan]:
     """Plan the copies of every tensor, in the order of `tensors`.
 
@@ -126,7 +95,7 @@ def plan_tensors(
     return plans
 
 
-def plans_by_name(tensors: Sequence[NamedTensor]) -> list[TensorPlan]:
+def plans_by_name(tensors: Sequence[TensorDescription]) -> list[TensorPlan]:
     """Plan to send whole tensors under their names, so that SGLang's loader loads them."""
     return [TensorPlan(name, shape, dtype) for name, shape, dtype in tensors]
 

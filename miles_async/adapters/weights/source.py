@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
+from miles_async.adapters.sglang.engine_weights import Shape
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import (
     EngineMemory,
@@ -16,7 +17,7 @@ from miles_async.adapters.weights.engine import (
     read_received,
     watch_loader,
 )
-from miles_async.adapters.weights.layout import NamedTensor, Shape, plan_tensors, plans_by_name
+from miles_async.adapters.weights.layout import TensorDescription, plan_tensors, plans_by_name
 from miles_async.adapters.weights.staging import NamedTensors, Staging, plans_of_source
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
@@ -40,7 +41,7 @@ class WeightSource:
 
     def __init__(
         self,
-        tensors: Sequence[NamedTensor],
+        tensors: Sequence[TensorDescription],
         folder: Path,
         settings: Weights,
         *,

@@ -13,20 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from miles_async.adapters.sglang.engine_weights import checksum_of
+from miles_async.adapters.sglang.engine_weights import SAMPLE_BYTES, checksum_of
 from miles_async.adapters.weights.engine import Window
-from miles_async.adapters.weights.layout import NamedTensor, Piece, TensorPlan
+from miles_async.adapters.weights.layout import Piece, TensorDescription, TensorPlan
 from miles_async.errors import FatalError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Hugging Face names and full (unsharded) tensors."""
 Segment = tuple[int, str, int, int]
 """A one-sided write: the first byte in the staging buffer, the parameter, the first byte in it, and the bytes."""
-SAMPLE_BYTES = 4096
-"""Bytes of each copy that are verified after a send, unless all bytes are."""
 
 
-def describe(named_tensors: NamedTensors) -> list[NamedTensor]:
+def describe(named_tensors: NamedTensors) -> list[TensorDescription]:
     """Name, shape and dtype of each tensor."""
     return [(name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in named_tensors]
 
@@ -92,9 +90,6 @@ class Staging:
     def element_size(self, name: str) -> int:
         """Return the bytes per element of a tensor."""
         return self._views[name].itemsize
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._views[name].dtype
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as a checkpoint contains it, for SGLang's loader.

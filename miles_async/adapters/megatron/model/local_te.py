@@ -51,7 +51,7 @@ def _needs_rms_norm(config: Any) -> None:
 
 
 class TELinear(MegatronModule):  # type: ignore[misc]
-    """A linear layer of which every tensor-parallel rank holds the whole weight."""
+    """A linear layer whose whole weight is on every tensor-parallel rank."""
 
     def __init__(
         self, input_size: int, output_size: int, *, parallel_mode: str | None, config: Any, bias: bool, **options: Any

@@ -123,7 +123,7 @@ class BroadcastTransport(Transport):
 
         request = {
             "names": [plan.name for plan in bucket],
-            "dtypes": [str(staging.dtype(plan.name)).removeprefix("torch.") for plan in bucket],
+            "dtypes": [plan.dtype for plan in bucket],
             "shapes": [list(plan.shape) for plan in bucket],
             "group_name": group.name,
             "load_format": "flattened_bucket",
