@@ -46,6 +46,11 @@ def shape_of(model: Model) -> ModelShape | None:
         return plugin.shape(config)
 
 
+def hf_config(hf_checkpoint: str) -> Mapping[str, Any]:
+    """The contents of a checkpoint's `config.json`; empty if there is no usable one."""
+    return {} if config_complaint(hf_checkpoint) else _read_config(hf_checkpoint)
+
+
 def model_type_of(hf_checkpoint: str) -> str | None:
     """The `model_type` of a checkpoint, which selects its plug-in; None if its `config.json` does not define it."""
     return _read_config(hf_checkpoint).get("model_type")

@@ -123,6 +123,13 @@ class Cluster(Section):
     store_dir: str | None = None
     """Folder on a local disk for the state of the run that survives the rollout worker: unfinished prompts and finished
     groups. If unset, it is in the folder of the run."""
+    gpu_memory_gib: float | None = Field(None, ge=1, le=10_000)
+    """Memory of each GPU in GiB (2^30 bytes), such as 80 or 141; if GPUs differ, that of the smallest. A job that does
+    not fit is then refused before it starts, and --check-config prints what fills the memory. If unset, a job is
+    started without this check."""
+    host_memory_gib: float | None = Field(None, ge=1, le=1_000_000)
+    """Main memory of each node in GiB (2^30 bytes), for the same check of what the learner copies to it. If unset, it
+    is not checked."""
     colocate: bool = False
     """Run the engines on the learner's devices (train.py only). Learner and engines take turns: each releases its
     device memory while the other one works."""

@@ -1,0 +1,179 @@
+"""The memory plan of a run, from its settings: what `--check-config` prints and refuses."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from miles_async.config.device_plan import demand_of
+from miles_async.config.generation import generates
+from miles_async.config.losses import estimator_of
+from miles_async.config.model_shape import hf_config
+from miles_async.config.schema import Learner, RunConfig
+from miles_async.planning.families import architecture
+from miles_async.planning.layers import Architecture
+from miles_async.planning.plan import (
+    FREE_FRACTION,
+    GIB,
+    LOGITS_FRACTION,
+    EngineJob,
+    EngineMemory,
+    LearnerJob,
+    RankMemory,
+    Recomputation,
+    highest,
+    plan_engine,
+    plan_learner,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What the processes of a run need on their devices, in bytes."""
+
+    card: int
+    """Memory of each device."""
+    learner: RankMemory | None
+    """The learner rank that needs the most; None if the run does not train."""
+    learner_job: LearnerJob | None
+    engine: EngineMemory | None
+    """Each rank of each engine; None if the run does not generate."""
+    longest: int
+    """Tokens of the longest sample."""
+    host: int
+    """Host memory of the learner ranks of a node."""
+
+    @property
+    def room(self) -> int:
+        """What the plan uses of a card at most."""
+        return int(self.card * (1 - FREE_FRACTION))
+
+    @property
+    def learner_fits(self) -> bool:
+        return self.learner is None or self.learner.peak <= self.room
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether the KV cache of an engine holds the longest sample."""
+        return self.engine is None or self.engine.cache >= self.longest * self.engine.per_token
+
+    @property
+    def fits(self) -> bool:
+        return self.learner_fits and self.engine_fits
+
+
+def memory_plan(config: RunConfig) -> MemoryPlan | None:
+    """The plan of a run whose layout is valid; None if `gpu_memory_gib` is unset or the model's family is not known."""
+    model, memory = planned_model(config), config.cluster.gpu_memory_gib
+    return None if model is None or memory is None else plan_of(config, model, int(memory * GIB))
+
+
+def planned_model(config: RunConfig) -> Architecture | None:
+    """The layers of the model; None if `config.json` is not there, or names a family whose plan is not known."""
+    if config.model.hf_checkpoint is None:
+        return None
+    with suppress(KeyError, TypeError):  # checks of the model report what is wrong with a dimension
+        return architecture(dict(hf_config(config.model.hf_checkpoint)))
+    return None
+
+
+def plan_of(config: RunConfig, model: Architecture, card: int) -> MemoryPlan:
+    """The plan on devices with `card` bytes of memory."""
+    demand, longest = demand_of(config), _longest(config)
+    learner, job, host = None, None, 0
+    if demand.learner:
+        job = learner_job(config, model, card)
+        learner = highest(plan_learner(job))
+        host = learner.host * min(config.learner.actor_num_gpus_per_node, config.learner.ranks)
+    return MemoryPlan(
+        card=card,
+        learner=learner,
+        learner_job=job,
+        engine=plan_engine(engine_job(config, model, card)) if demand.engines else None,
+        longest=longest,
+        host=host,
+    )
+
+
+def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob:
+    """What determines the memory of a learner rank on a GPU with `card` bytes.
+
+    If `transformer_impl` is unset, the layers are those that need more.
+    """
+    learner, algorithm = config.learner, config.algorithm
+    width = 2 if learner.precision == "bf16" else 4
+    copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
+    job = LearnerJob(
+        model=model,
+        ranks=learner.ranks,
+        tensor=learner.tensor_model_parallel_size,
+        pipeline=learner.pipeline_model_parallel_size,
+        chunks=learner.virtual_pipeline_model_parallel_size or 1,
+        context=learner.context_parallel_size,
+        expert=learner.expert_model_parallel_size,
+        expert_tensor=learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size,
+        sequence_parallel=learner.sequence_parallel,
+        sharded_optimizer=copies > 1 and learner.use_distributed_optimizer is not False,
+        transformer_engine=learner.transformer_impl == "transformer_engine",
+        width=width,
+        tokens=_tokens(config),
+        recomputation=_recomputation(learner, len(model.layers)),
+        references=int(config.keeps_reference),
+        critics=int(estimator_of(algorithm).trains_critic),
+        checkpoints=learner.save is not None,
+        rollback=config.steps_per_rollout > 1,
+        offloads=config.cluster.colocate,
+        bucket=config.weights.update_weight_buffer_size * (config.weights.weight_transfer == "broadcast"),
+        engine_width=_engine_width(config) if generates(config) else 0,
+        chunk_entries=int(card * LOGITS_FRACTION) // width,
+    )
+    if learner.transformer_impl is not None:
+        return job
+    both = [job, replace(job, transformer_engine=True)]
+    return max(both, key=lambda one: highest(plan_learner(one)).peak)
+
+
+def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:
+    """What determines the memory of the ranks of an engine on GPUs with `card` bytes."""
+    arguments = config.engine.sglang_server_args
+    cache = str(arguments.get("kv_cache_dtype", "auto"))
+    width, fraction = _engine_width(config), arguments.get("mem_fraction_static")
+    return EngineJob(
+        model=model,
+        ranks=config.engine.rollout_num_gpus_per_engine,
+        width=width,
+        cache_width=1 if cache.startswith("fp8") else width,
+        fraction=float(fraction) if isinstance(fraction, int | float) else None,
+        card=card,
+    )
+
+
+def _engine_width(config: RunConfig) -> int:
+    return 4 if config.engine.sglang_server_args.get("dtype") in ("float32", "float") else 2
+
+
+def _longest(config: RunConfig) -> int:
+    return (config.rollout.rollout_max_prompt_len or 1) + config.rollout.rollout_max_response_len
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of the fullest micro-batch on each rank: at most the samples of a rank, all as long as they may be."""
+    learner, longest = config.learner, _longest(config)
+    samples = -(-config.samples_per_step // learner.data_parallel_ranks(learner.ranks))
+    limit = learner.micro_batch_tokens
+    if learner.use_dynamic_batching_in_train:
+        limit = learner.max_tokens_per_microbatch_in_train or limit
+    elif not learner.use_dynamic_batch_size:
+        limit = learner.micro_batch_size * longest
+    padded = samples * (longest + -longest % learner.pack_unit)
+    return -(-min(limit, padded) // learner.context_parallel_size)
+
+
+def _recomputation(learner: Learner, layers: int) -> Recomputation:
+    """Selective recomputation is not counted: no layer keeps the scores of its attention anyway."""
+    number = learner.recompute_num_layers or 1
+    if learner.recompute_granularity != "full":
+        return Recomputation()
+    if learner.recompute_method == "block":
+        return Recomputation(group=1, layers=number)
+    return Recomputation(group=number, layers=layers)

@@ -1,0 +1,143 @@
+"""The layers of the model families for which a memory plan is known, read from `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miles_async.planning.layers import (
+    Architecture,
+    Attention,
+    DeltaRule,
+    Experts,
+    FeedForward,
+    LatentAttention,
+    Layer,
+)
+
+HfConfig = Mapping[str, Any]
+
+
+def architecture(config: HfConfig) -> Architecture | None:
+    """The layers of a model from the contents of its `config.json`; None if its `model_type` is not known here.
+
+    Raises KeyError if a dimension is missing.
+    """
+    config = config.get("text_config") or config
+    layer = _FAMILIES.get(config.get("model_type", ""))
+    if layer is None:
+        return None
+    return Architecture(
+        hidden=config["hidden_size"],
+        vocabulary=config["vocab_size"],
+        is_tied=config.get("tie_word_embeddings", config["model_type"] in _TIED),
+        layers=tuple(layer(config, number) for number in range(config["num_hidden_layers"])),
+    )
+
+
+def _attention(config: HfConfig, **features: bool) -> Attention:
+    heads = config["num_attention_heads"]
+    return Attention(
+        hidden=config["hidden_size"],
+        heads=heads,
+        groups=config.get("num_key_value_heads") or heads,
+        width=config.get("head_dim") or config["hidden_size"] // heads,
+        **{"has_biases": bool(config.get("attention_bias"))} | features,
+    )
+
+
+def _dense(config: HfConfig) -> FeedForward:
+    is_silu = config.get("hidden_act", "silu") == "silu"
+    return FeedForward(hidden=config["hidden_size"], width=config["intermediate_size"], is_silu=is_silu)
+
+
+def _experts(config: HfConfig, **features: Any) -> Experts:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return Experts(
+        hidden=config["hidden_size"],
+        count=next(config[name] for name in names if config.get(name)),
+        active=config["num_experts_per_tok"],
+        width=config.get("moe_intermediate_size") or config["intermediate_size"],
+        **features,
+    )
+
+
+def _llama(config: HfConfig, number: int) -> Layer:
+    return Layer(_attention(config), _dense(config))
+
+
+def _qwen2(config: HfConfig, number: int) -> Layer:
+    return Layer(_attention(config, has_biases=True), _dense(config))
+
+
+def _qwen3(config: HfConfig, number: int) -> Layer:
+    return Layer(_attention(config, has_norms=True), _dense(config))
+
+
+def _mixtral(config: HfConfig, number: int) -> Layer:
+    return Layer(_attention(config), _experts(config, is_fused=False))
+
+
+def _qwen3_moe(config: HfConfig, number: int) -> Layer:
+    return Layer(_attention(config, has_norms=True), _experts(config))
+
+
+def _gpt_oss(config: HfConfig, number: int) -> Layer:
+    attention = _attention(config, has_biases=True, has_output_bias=True, has_sinks=True)
+    return Layer(attention, _experts(config, has_biases=True))
+
+
+def _deepseek(config: HfConfig, number: int) -> Layer:
+    attention = LatentAttention(
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        query_rank=config.get("q_lora_rank"),
+        latent=config["kv_lora_rank"],
+        rotated=config["qk_rope_head_dim"],
+        plain=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+    )
+    if number < config.get("first_k_dense_replace", 0):
+        return Layer(attention, _dense(config))
+    shared = config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0)
+    return Layer(attention, _experts(config, shared=shared))
+
+
+def _qwen3_5(config: HfConfig, number: int) -> Layer:
+    """Each fourth layer has full attention, unless `layer_types` says otherwise."""
+    interval = config.get("full_attention_interval", 4)
+    default = "full_attention" if (number + 1) % interval == 0 else "linear_attention"
+    kind = (config.get("layer_types") or {number: default})[number]
+    attention: Attention | DeltaRule = _attention(config, has_norms=True, has_gate=True)
+    if kind == "linear_attention":
+        attention = DeltaRule(
+            hidden=config["hidden_size"],
+            key_heads=config["linear_num_key_heads"],
+            value_heads=config["linear_num_value_heads"],
+            key_width=config["linear_key_head_dim"],
+            value_width=config["linear_value_head_dim"],
+            convolution=config["linear_conv_kernel_dim"],
+        )
+    if not config.get("num_experts"):
+        return Layer(attention, _dense(config))
+    return Layer(attention, _experts(config, shared=config["shared_expert_intermediate_size"], has_shared_gate=True))
+
+
+_FAMILIES: Mapping[str, Callable[[HfConfig, int], Layer]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "gemma": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+    "qwen3_next": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
+}
+"""By `model_type`: the function that returns a layer from `config.json` and the number of the layer."""
+_TIED = ("gemma",)
+"""Model types for which transformers ties the embeddings unless `config.json` says otherwise."""

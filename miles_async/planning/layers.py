@@ -1,0 +1,279 @@
+"""The layers of a model as a memory plan sees them: weights, what a token leaves for the backward pass, and its cache.
+
+Numbers of elements are per rank. "Kept" are the elements of one token that a layer keeps from the forward to the backward
+pass. The counts follow from the code of the layers; `tests/stack/test_memory_plan.py` compares them with real learners.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How ranks divide a model, and which layers compute it."""
+
+    tensor: int = 1
+    """Ranks that share each layer."""
+    sequence: int = 1
+    """Ranks that divide the activations between layers: `tensor` with sequence parallelism, else 1."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    expert: int = 1
+    """Ranks over which the experts of a layer are distributed."""
+    expert_tensor: int = 1
+    """Ranks that share each expert."""
+    transformer_engine: bool = False
+    """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
+
+
+class Weights(NamedTuple):
+    """Elements on a rank."""
+
+    dense: int
+    """Outside of experts: all data-parallel ranks hold the same."""
+    expert: int = 0
+    """In experts: only the ranks with the same experts hold the same."""
+
+    def __add__(self, other: tuple[int, ...]) -> Weights:  # type: ignore[override]
+        return Weights(self.dense + other[0], self.expert + other[1])
+
+    def times(self, count: int) -> Weights:
+        return Weights(self.dense * count, self.expert * count)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Attention in which several query heads may share a key/value head."""
+
+    hidden: int
+    heads: int
+    groups: int
+    """Key/value heads."""
+    width: int
+    """Of a head."""
+    has_norms: bool = False
+    """Whether each head of queries and keys is normalized."""
+    has_biases: bool = False
+    """Whether queries, keys and values have biases."""
+    has_output_bias: bool = False
+    has_sinks: bool = False
+    """Whether each head has a learned sink (gpt-oss)."""
+    has_gate: bool = False
+    """Whether the output of each head is multiplied with a gate (Qwen3.5)."""
+
+    def weights(self, split: Split) -> Weights:
+        query, key = self.heads * self.width // split.tensor, self.groups * self.width // split.tensor
+        projected = query * (2 if self.has_gate else 1) + 2 * key
+        biases = projected * self.has_biases + self.hidden * self.has_output_bias
+        norms = self.hidden + 2 * self.width * self.has_norms
+        sinks = self.heads // split.tensor * self.has_sinks
+        return Weights(self.hidden * (projected + query) + biases + norms + sinks)
+
+    def kept(self, split: Split) -> float:
+        """The input and its norm; queries, keys, values and output; and the angles of the rotary embedding.
+
+        Where heads are normalized, their projections are kept before the norm too. With context parallelism the local
+        attention keeps the keys and values of all ranks.
+        """
+        query, key = self.heads * self.width / split.tensor, self.groups * self.width / split.tensor
+        between, angles = 2 * self.hidden / split.sequence, 4 * self.width
+        attended = 2 * query + 2 * key
+        if split.context > 1 and not split.transformer_engine:
+            attended = 2 * query + 3 * key * split.context
+        projected = 2 * query + 2 * key if self.has_norms else 0
+        if split.transformer_engine and not self.has_norms:
+            projected = query + key  # the values are a view of the whole projection
+        return between + angles + attended + projected + 2 * query * self.has_gate
+
+    def cache(self, split: Split) -> float:
+        """Elements per token in an engine; ranks beyond the key/value heads hold copies."""
+        return 2 * self.width * max(1.0, self.groups / split.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    hidden: int
+    heads: int
+    query_rank: int | None
+    """Width of the latent query; None if queries are projected from the hidden state."""
+    latent: int
+    """Width of the latent keys and values."""
+    rotated: int
+    """Width of the part of a head with a rotary embedding, whose key all heads share."""
+    plain: int
+    """Width of the other part of queries and keys."""
+    value: int
+    """Width of the values of a head."""
+
+    def weights(self, split: Split) -> Weights:
+        heads, hidden = self.heads // split.tensor, self.hidden
+        query = heads * (self.plain + self.rotated)
+        # The projections to latent vectors, and their norms, are whole on every rank.
+        queries = hidden * query
+        if self.query_rank is not None:
+            queries = self.query_rank * (hidden + 1 + query)
+        keys = hidden * (self.latent + self.rotated) + self.latent * (1 + heads * (self.plain + self.value))
+        return Weights(hidden + queries + keys + heads * self.value * hidden)
+
+    def kept(self, split: Split) -> float:
+        """The input and its norm, the latent vectors before and after their norms, and queries, keys and values."""
+        heads = self.heads / split.tensor
+        query, value = heads * (self.plain + self.rotated), heads * self.value
+        latent = 2 * (self.query_rank or 0) / split.sequence + (2 * self.latent + self.rotated) / split.sequence
+        projected = heads * (self.plain + self.value)
+        return 2 * self.hidden / split.sequence + latent + 2 * query + projected + query + 2 * value + 4 * self.rotated
+
+    def cache(self, split: Split) -> float:
+        """Elements per token in an engine, the same on each of its ranks."""
+        return self.latent + self.rotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """Linear attention with a gated delta rule (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
+
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    convolution: int
+    """Tokens that a convolution spans."""
+
+    def weights(self, split: Split) -> Weights:
+        keys = self.key_heads * self.key_width // split.tensor
+        values, heads = self.value_heads * self.value_width // split.tensor, self.value_heads // split.tensor
+        projected = 2 * keys + 2 * values + 2 * heads
+        outer = self.hidden * (projected + values) + self.hidden
+        return Weights(outer + (2 * keys + values) * self.convolution + 2 * heads + self.value_width)
+
+    def kept(self, split: Split) -> float:
+        """The input and its norm, the projection, its convolution, repeated queries and keys, and gated output."""
+        keys = self.key_heads * self.key_width / split.tensor
+        values = self.value_heads * self.value_width / split.tensor
+        repeated = self.value_heads * self.key_width / split.tensor
+        projected = 2 * keys + 2 * values
+        return 2 * self.hidden / split.sequence + 2 * projected + 2 * repeated + 4 * values
+
+    def cache(self, split: Split) -> float:
+        """Nothing per token: an engine keeps one state per request."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForward:
+    """A gated feed-forward layer."""
+
+    hidden: int
+    width: int
+    is_silu: bool = True
+    """Whether the gate is SiLU, for which the local layers have a function that keeps only its input."""
+
+    def weights(self, split: Split) -> Weights:
+        return Weights(3 * self.hidden * self.width // split.tensor + self.hidden)
+
+    def kept(self, split: Split) -> float:
+        return 2 * self.hidden / split.sequence + self.widths(split) * self.width / split.tensor
+
+    def widths(self, split: Split) -> int:
+        """Kept elements per unit of width: gate and up, and without that function two factors and their product."""
+        return 2 if self.is_silu and not split.transformer_engine else 5
+
+    def working(self, split: Split) -> float:
+        """Elements per token of the backward pass: gradients of gate and up, of their product, and their factors."""
+        return 5 * self.width / split.tensor + self.hidden / split.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts. Counts per token assume that all experts get equally many tokens."""
+
+    hidden: int
+    count: int
+    active: int
+    """Experts that each token is routed to."""
+    width: int
+    """Of an expert."""
+    shared: int = 0
+    """Width of the experts that all tokens use."""
+    has_shared_gate: bool = False
+    has_biases: bool = False
+    is_fused: bool = True
+    """Whether a fused kernel computes the activation on GPUs, which keeps only its input and its result."""
+
+    def weights(self, split: Split) -> Weights:
+        hidden, width = self.hidden, self.width // split.expert_tensor
+        expert = 3 * hidden * width + (2 * width + hidden) * self.has_biases
+        router = self.count * (hidden + self.has_biases)
+        shared = 3 * hidden * self.shared // split.tensor + hidden * self.has_shared_gate
+        return Weights(hidden + router + shared, self.count // split.expert * expert)
+
+    def kept(self, split: Split) -> float:
+        return 2 * self.hidden / split.sequence + self._routed(split, self.widths) + self._shared(split)
+
+    @property
+    def widths(self) -> int:
+        """Kept elements per unit of width of an expert, with the product that the router's weight scales."""
+        return 3 if self.is_fused else 6
+
+    def _routed(self, split: Split, widths: float) -> float:
+        # The tensor-parallel ranks of an expert gather the tokens of the others.
+        tokens = self.active * split.expert_tensor / split.sequence
+        return tokens * (widths * self.width / split.expert_tensor + self.hidden)
+
+    def _shared(self, split: Split) -> float:
+        of_all = FeedForward(hidden=self.hidden, width=self.shared)
+        return of_all.widths(split) * self.shared / split.tensor + 2 * self.hidden / split.sequence * bool(self.shared)
+
+    def working(self, split: Split) -> float:
+        """Elements per token of the backward pass: gradients of what tokens bring to their experts."""
+        return 2 * self.active * split.expert_tensor / split.sequence * self.hidden + self.hidden / split.sequence
+
+
+class Layer(NamedTuple):
+    attention: Attention | LatentAttention | DeltaRule
+    feed_forward: FeedForward | Experts
+
+    def weights(self, split: Split) -> Weights:
+        return self.attention.weights(split) + self.feed_forward.weights(split)
+
+    def kept(self, split: Split) -> float:
+        return self.attention.kept(split) + self.feed_forward.kept(split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A decoder-only language model."""
+
+    hidden: int
+    vocabulary: int
+    is_tied: bool
+    """Whether embedding and output layer share their weights."""
+    layers: tuple[Layer, ...]
+
+    def stage(self, stage: int, stages: int) -> tuple[Layer, ...]:
+        """The layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
+        count = len(self.layers) // stages
+        return self.layers[stage * count : (stage + 1) * count]
+
+    def weights(self, split: Split, stage: int = 0, stages: int = 1) -> Weights:
+        """Elements on a rank of a pipeline stage."""
+        total = Weights(self.hidden if stage == stages - 1 else 0)  # the norm before the output layer
+        for layer in self.stage(stage, stages):
+            total += layer.weights(split)
+        matrices = (stage == 0) + (stage == stages - 1)
+        if self.is_tied and stages == 1:
+            matrices = 1
+        return total + (matrices * self.columns(split) * self.hidden, 0)
+
+    def columns(self, split: Split) -> int:
+        """A rank's part of the vocabulary, which is padded to equal parts."""
+        return -(-self.vocabulary // split.tensor)

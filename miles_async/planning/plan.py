@@ -1,0 +1,276 @@
+"""The memory plan of a job: what each learner rank and each engine rank keeps in the memory of its device.
+
+All sizes are in bytes, and GiB are 2**30 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miles_async.planning.layers import Architecture, Experts, Split
+
+GIB = 2**30
+FREE_FRACTION = 0.05
+"""Part of a card that a plan leaves free, for what it does not count: the context of CUDA, buffers of NCCL, memory
+between torch's blocks, and the difference between the name of a card (80 GB) and its memory (79.1 GiB). A convention,
+not a measurement."""
+LOGITS_FRACTION = 1 / 24
+"""Part of a card for the logits of a chunk; the same as `GPU_FRACTION` of `adapters/megatron/model/output_layer.py`."""
+SOFTMAX_BYTES = 2 * 4 * 2**25
+"""Two float32 parts of `PART_ENTRIES` logits each (`losses/logprobs.py`), while a softmax is computed."""
+GRADIENT, MASTER, MOMENTS = 4, 4, 8
+"""Bytes per weight: the float32 gradient, the float32 copy under bf16, and Adam's two float32 moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """Layers whose activations the backward pass computes again."""
+
+    group: int = 0
+    """Layers of which only the input of the first is kept; 0 if all activations are kept."""
+    layers: int = 0
+    """Number of layers of each pipeline stage to which that applies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerJob:
+    """What determines the memory of a learner rank."""
+
+    model: Architecture
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    """Virtual pipeline stages per rank."""
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+    sharded_optimizer: bool = False
+    """Whether data-parallel ranks divide the state of the optimizer."""
+    transformer_engine: bool = False
+    width: int = 2
+    """Bytes of a weight and of an activation: 2 with bf16, 4 with fp32."""
+    tokens: int
+    """Of a full micro-batch, on each rank."""
+    recomputation: Recomputation = Recomputation()
+    references: int = 0
+    """Frozen models beside the policy."""
+    critics: int = 0
+    checkpoints: bool = False
+    rollback: bool = False
+    """Whether a copy of weights and optimizer is taken before the steps of a batch."""
+    offloads: bool = False
+    """Whether the state moves to host memory while engines use the device."""
+    bucket: int = 0
+    """Bytes of weights that a rank copies to its device at a time, to send them to the engines."""
+    engine_width: int = 2
+    """Bytes of a weight in the engines."""
+    chunk_entries: int
+    """Most logits that are computed at a time."""
+    softmax: int = SOFTMAX_BYTES
+    foreach_adam: bool = True
+    """Whether the optimizer is torch's, which takes the square root of all second moments at once."""
+
+    @property
+    def split(self) -> Split:
+        return Split(
+            tensor=self.tensor,
+            sequence=self.tensor if self.sequence_parallel else 1,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            transformer_engine=self.transformer_engine,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Memory of a learner rank of one pipeline stage, in bytes."""
+
+    stage: int
+    weights: int
+    gradients: int
+    optimizer: int
+    others: int
+    """Reference model, and critic with its gradients and optimizer."""
+    activations: int
+    """What all layers keep for the backward pass, of all micro-batches in flight."""
+    layer: int
+    """In addition while the backward pass is in one layer, or in one group of recomputed layers."""
+    logits: int
+    """In addition while the output layer and the loss are computed; 0 before the last stage."""
+    step: int
+    """In addition while the optimizer takes its step."""
+    publish: int
+    """In addition while weights are copied for the engines."""
+    checkpoint: int
+    """In addition on the first data-parallel rank, while the state is copied for a checkpoint."""
+    host: int
+    """Host memory of the first data-parallel rank: staged weights, and copies for checkpoints, rollbacks, offloading."""
+
+    @property
+    def state(self) -> int:
+        """What the rank keeps all the time."""
+        return self.weights + self.gradients + self.optimizer + self.others
+
+    @property
+    def peak(self) -> int:
+        """The most at any time. The backward pass, optimizer step, publish and checkpoint follow each other."""
+        training = self.activations + max(self.layer, self.logits)
+        return self.state + max(training, self.step, self.publish, self.checkpoint)
+
+
+def plan_learner(job: LearnerJob) -> list[RankMemory]:
+    """The memory of the ranks of each pipeline stage."""
+    return [_stage_memory(job, stage) for stage in range(job.pipeline)]
+
+
+def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
+    split, model = job.split, job.model
+    weights = model.weights(split, stage, job.pipeline)
+    moved = MOMENTS + (MASTER if job.width < MASTER else 0)
+    per_stage = job.ranks // job.pipeline
+    copies = (per_stage // job.tensor, per_stage // (job.expert * job.expert_tensor))
+    shards = copies if job.sharded_optimizer else (1, 1)
+    sharded = sum(-(-one // ranks) for one, ranks in zip(weights, shards, strict=True))
+    trained = weights.total * (job.width + GRADIENT) + sharded * moved
+    whole = model.weights(Split())
+    staged = whole.total * job.engine_width // job.ranks
+    activations, layer = _activations(job, stage)
+    first_copy = weights.total * (job.width + moved) if job.sharded_optimizer else sharded * moved + weights.total * job.width
+    host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
+    if job.checkpoints:
+        # The first data-parallel rank gathers the shards of the others: all three values, and one of them twice more.
+        gathered = weights.total * (MASTER + MOMENTS + 2 * MASTER) if job.sharded_optimizer else 0
+        host += first_copy + gathered
+    return RankMemory(
+        stage=stage,
+        weights=weights.total * job.width,
+        gradients=weights.total * GRADIENT,
+        optimizer=sharded * moved,
+        others=job.references * weights.total * job.width + job.critics * trained,
+        activations=int(activations * job.width),
+        layer=int(layer * job.width),
+        logits=_logits(job) if stage == job.pipeline - 1 else 0,
+        step=MASTER * sharded * job.foreach_adam,
+        publish=2 * _largest_matrix(model, job.expert) * job.width + job.bucket,
+        # One value of all weights in float32, gathered on the device.
+        checkpoint=MASTER * max(weights) * (job.checkpoints and job.sharded_optimizer),
+        host=host,
+    )
+
+
+def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
+    """Elements that the layers of a rank keep, and those that the backward pass of a layer needs in addition."""
+    split, layers = job.split, job.model.stage(stage, job.pipeline)
+    kept = [layer.kept(split) for layer in layers]
+    working = max(layer.feed_forward.working(split) for layer in layers)
+    between = job.model.hidden / split.sequence
+    recomputed = min(job.recomputation.layers, len(layers))
+    if group := min(job.recomputation.group, recomputed):
+        working += max(sum(kept[start : start + group]) for start in range(0, recomputed, group))
+        kept = [between * -(-recomputed // group), *kept[recomputed:]]
+    in_flight = _micro_batches_in_flight(job, stage)
+    ends = between
+    if stage == job.pipeline - 1:
+        # The last norm keeps its input. Megatron returns the result in float32.
+        ends += between * (1 if job.width == MASTER else 1 + MASTER / job.width)
+    return job.tokens * (sum(kept) * in_flight + ends), job.tokens * working
+
+
+def _micro_batches_in_flight(job: LearnerJob, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at a time, in Megatron's schedules.
+
+    With one chunk per rank a stage runs ahead by the number of stages behind it (1F1B, arXiv 2104.04473, section 2.2).
+    With several chunks it runs ahead by 2 * (stages behind) + (chunks - 1) * stages chunks.
+    """
+    behind = job.pipeline - 1 - stage
+    if job.chunks == 1:
+        return behind + 1
+    return (2 * behind + (job.chunks - 1) * job.pipeline + 1) / job.chunks
+
+
+def _logits(job: LearnerJob) -> int:
+    """What `OutputLayer.map` and the loss need: the logits of a chunk, and a part of its softmax or the gradients.
+
+    The hidden states of the tokens that predict one are copied. With sequence parallelism they are gathered first.
+    """
+    columns, tokens = job.model.columns(job.split), job.tokens
+    chunks = max(1, -(-tokens * columns // job.chunk_entries))
+    logits = -(-tokens // chunks) * columns * job.width
+    hidden = tokens * job.model.hidden * (job.width + (4 if job.split.sequence > 1 else 0))
+    gradient = (columns + tokens * min(chunks, 2)) * job.model.hidden * job.width
+    return hidden + logits + max(gradient, min(job.softmax, 2 * 4 * -(-tokens // chunks) * columns))
+
+
+def _largest_matrix(model: Architecture, expert: int) -> int:
+    """Elements of the largest whole parameter; the experts of all expert-parallel ranks are gathered together."""
+    largest = model.vocabulary * model.hidden
+    for layer in model.layers:
+        if isinstance(layer.feed_forward, Experts):
+            largest = max(largest, 2 * model.hidden * layer.feed_forward.width * expert)
+    return largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """What determines the memory of the ranks of an engine."""
+
+    model: Architecture
+    ranks: int = 1
+    width: int = 2
+    """Bytes of a weight."""
+    cache_width: int = 2
+    """Bytes of an element of the KV cache."""
+    fraction: float | None = None
+    """SGLang's `mem_fraction_static`: part of the card for weights and KV cache. None is SGLang's default."""
+    card: int
+    """Bytes of the card."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Memory of each rank of an engine, in bytes."""
+
+    weights: int
+    cache: int
+    """For the KV cache; negative if the weights do not fit."""
+    per_token: float
+    """Bytes of a token in the KV cache; 0 if the model has none."""
+    fraction: float
+    """Part of the card for weights and KV cache."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return int(max(0, self.cache) / self.per_token) if self.per_token else 0
+
+
+def plan_engine(job: EngineJob) -> EngineMemory:
+    """The memory of each rank of an engine."""
+    split = Split(tensor=job.ranks, expert_tensor=job.ranks)
+    weights = job.model.weights(split).total * job.width
+    fraction = default_fraction(job.card, job.ranks) if job.fraction is None else job.fraction
+    per_token = sum(layer.attention.cache(split) for layer in job.model.layers) * job.cache_width
+    cache = int(fraction * job.card) - weights
+    return EngineMemory(weights=weights, cache=cache, per_token=per_token, fraction=fraction)
+
+
+def default_fraction(card: int, ranks: int) -> float:
+    """SGLang's default of `mem_fraction_static` (0.5.20, `arg_groups/memory_hook.py`), at its lowest.
+
+    It reserves 0.5 GiB, 1.5 MiB per token of a chunk of the prefill (8,192 on cards of 60 to 160 GiB, else 4,096 or
+    16,384), 2 MiB per sequence of a CUDA graph (256, or 512 from four ranks on), and an eighth of a GiB per rank.
+    """
+    gib = card / GIB
+    chunk = 4096 if gib < 60 else 8192 if gib < 160 else 16_384
+    graph = 512 if ranks >= 4 or gib >= 160 else 256
+    reserved = 0.5 + (1.5 * chunk + 2 * graph) / 1024 + ranks / 8
+    return round(max(0.1, 1 - max(reserved, 10.0 * (gib > 60)) / gib), 3)
+
+
+def highest(stages: Sequence[RankMemory]) -> RankMemory:
+    """The stage whose ranks need the most."""
+    return max(stages, key=lambda one: one.peak)
