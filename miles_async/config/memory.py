@@ -79,12 +79,12 @@ def planned_model(config: RunConfig) -> Architecture | None:
 
 def plan_of(config: RunConfig, model: Architecture, card: int) -> MemoryPlan:
     """The plan on devices with `card` bytes of memory."""
-    demand, longest = demand_of(config), _longest(config)
+    demand, longest = demand_of(config), longest_sample(config)
     learner, job, host = None, None, 0
     if demand.learner:
         job = learner_job(config, model, card)
         learner = highest(plan_learner(job))
-        host = learner.host * min(config.learner.actor_num_gpus_per_node, config.learner.ranks)
+        host = _host_of_node(learner, job, config.learner.actor_num_gpus_per_node)
     return MemoryPlan(
         card=card,
         learner=learner,
@@ -93,6 +93,13 @@ def plan_of(config: RunConfig, model: Architecture, card: int) -> MemoryPlan:
         longest=longest,
         host=host,
     )
+
+
+def _host_of_node(memory: RankMemory, job: LearnerJob, ranks: int) -> int:
+    """Host memory of a node with `ranks` learner ranks. In each stage, `tensor` neighbouring ranks are the first ones
+    of their data-parallel groups."""
+    stages = -(-ranks * job.pipeline // job.ranks)
+    return memory.host * ranks + memory.saved * min(ranks, stages * job.tensor)
 
 
 def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob:
@@ -152,13 +159,14 @@ def _engine_width(config: RunConfig) -> int:
     return 4 if config.engine.sglang_server_args.get("dtype") in ("float32", "float") else 2
 
 
-def _longest(config: RunConfig) -> int:
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest prompt and response that the settings allow."""
     return (config.rollout.rollout_max_prompt_len or 1) + config.rollout.rollout_max_response_len
 
 
 def _tokens(config: RunConfig) -> int:
     """Tokens of the fullest micro-batch on each rank: at most the samples of a rank, all as long as they may be."""
-    learner, longest = config.learner, _longest(config)
+    learner, longest = config.learner, longest_sample(config)
     samples = -(-config.samples_per_step // learner.data_parallel_ranks(learner.ranks))
     limit = learner.micro_batch_tokens
     if learner.use_dynamic_batching_in_train:

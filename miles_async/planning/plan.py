@@ -108,7 +108,9 @@ class RankMemory:
     checkpoint: int
     """In addition on the first data-parallel rank, while the state is copied for a checkpoint."""
     host: int
-    """Host memory of the first data-parallel rank: staged weights, and copies for checkpoints, rollbacks, offloading."""
+    """Host memory: staged weights, and a copy of the state for rollbacks or for engines that use the device."""
+    saved: int
+    """Host memory for a checkpoint, on the first data-parallel rank."""
 
     @property
     def state(self) -> int:
@@ -139,12 +141,10 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = _activations(job, stage)
-    first_copy = weights.total * (job.width + moved) if job.sharded_optimizer else sharded * moved + weights.total * job.width
     host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
-    if job.checkpoints:
-        # The first data-parallel rank gathers the shards of the others: all three values, and one of them twice more.
-        gathered = weights.total * (MASTER + MOMENTS + 2 * MASTER) if job.sharded_optimizer else 0
-        host += first_copy + gathered
+    # The first data-parallel rank copies weights and state. Before, it gathers the state if the ranks divide it: all
+    # three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of Megatron's optimizer).
+    saved = weights.total * (job.width + moved + (MASTER + MOMENTS + 2 * MASTER) * job.sharded_optimizer)
     return RankMemory(
         stage=stage,
         weights=weights.total * job.width,
@@ -159,6 +159,7 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
         # One value of all weights in float32, gathered on the device.
         checkpoint=MASTER * max(weights) * (job.checkpoints and job.sharded_optimizer),
         host=host,
+        saved=saved * job.checkpoints,
     )
 
 
@@ -173,7 +174,8 @@ def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
         working += max(sum(kept[start : start + group]) for start in range(0, recomputed, group))
         kept = [between * -(-recomputed // group), *kept[recomputed:]]
     in_flight = _micro_batches_in_flight(job, stage)
-    ends = between
+    # A stage holds its result, and in a pipeline what it exchanges with its neighbours.
+    ends = between * (3 if job.pipeline > 1 else 1)
     if stage == job.pipeline - 1:
         # The last norm keeps its input. Megatron returns the result in float32.
         ends += between * (1 if job.width == MASTER else 1 + MASTER / job.width)

@@ -61,7 +61,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 LAYOUTS = {
     "one rank": Layout(1, {}),
     "bf16, recomputed": Layout(1, BF16 | FULL),
-    "bf16, tensor and sequence parallel": Layout(2, BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "bf16, tensor and sequence parallel": Layout(
+        2, BF16 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ),
     "tensor parallel": Layout(2, {"tensor_model_parallel_size": 2}),
     "pipeline": Layout(2, {"pipeline_model_parallel_size": 2}),
     "bf16, virtual pipeline": Layout(
@@ -103,7 +105,9 @@ def cpu_job(settings: RunConfig) -> LearnerJob:
     job = learner_job(settings, model, GIB)
     # Fused activations of experts need CUDA.
     layers = tuple(
-        layer._replace(feed_forward=replace(layer.feed_forward, is_fused=False)) if settings_has_experts(layer) else layer
+        layer._replace(feed_forward=replace(layer.feed_forward, is_fused=False))
+        if settings_has_experts(layer)
+        else layer
         for layer in model.layers
     )
     return replace(
@@ -162,7 +166,9 @@ def measure(root: Path, name: str, rank: int, port: int) -> None:
     learner.train(0, steps)
     model = learner._model
     weights = distinct_storages(parameter for chunk in model.chunks for parameter in chunk.parameters())
-    buffers = [buffer.grad_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [
+        buffer.grad_data for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     state = distinct_storages(model_tensors(model))
     live, kept = LiveBytes(), []
     live.ignore([*(tensor for chunk in model.chunks for tensor in chunk.parameters()), *buffers, *model_tensors(model)])
