@@ -75,7 +75,7 @@ def _qwen3(config: HfConfig, number: int) -> Layer:
 
 
 def _mixtral(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config), _experts(config, is_fused=False))
+    return Layer(_attention(config), _experts(config, widths=6))
 
 
 def _qwen3_moe(config: HfConfig, number: int) -> Layer:

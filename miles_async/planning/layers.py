@@ -1,7 +1,8 @@
 """The layers of a model as a memory plan sees them: weights, what a token leaves for the backward pass, and its cache.
 
-Numbers of elements are per rank. "Kept" are the elements of one token that a layer keeps from the forward to the backward
-pass. The counts follow from the code of the layers; `tests/stack/test_memory_plan.py` compares them with real learners.
+Numbers of elements are per rank. "Kept" are the elements of one token that a layer keeps from the forward to the
+backward pass. The counts follow from the code of the layers. `tests/stack/test_memory_plan.py` and
+`tests/bridge/test_memory_plan.py` compare them with real learners.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Split:
     """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Weights:
     """Elements on a rank."""
 
     dense: int
@@ -36,11 +38,8 @@ class Weights(NamedTuple):
     expert: int = 0
     """In experts: only the ranks with the same experts hold the same."""
 
-    def __add__(self, other: tuple[int, ...]) -> Weights:  # type: ignore[override]
-        return Weights(self.dense + other[0], self.expert + other[1])
-
-    def times(self, count: int) -> Weights:
-        return Weights(self.dense * count, self.expert * count)
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.dense + other.dense, self.expert + other.expert)
 
     @property
     def total(self) -> int:
@@ -89,7 +88,7 @@ class Attention:
         projected = 2 * query + 2 * key if self.has_norms else 0
         if split.transformer_engine and not self.has_norms:
             projected = query + key  # the values are a view of the whole projection
-        return between + angles + attended + projected + 2 * query * self.has_gate
+        return between + angles + attended + projected + 3 * query * self.has_gate
 
     def cache(self, split: Split) -> float:
         """Elements per token in an engine; ranks beyond the key/value heads hold copies."""
@@ -124,16 +123,18 @@ class LatentAttention:
         return Weights(hidden + queries + keys + heads * self.value * hidden)
 
     def kept(self, split: Split) -> float:
-        """The input and its norm, the latent vectors before and after their norms, and queries, keys and values."""
-        heads = self.heads / split.tensor
-        query, value = heads * (self.plain + self.rotated), heads * self.value
-        latent = 2 * (self.query_rank or 0) / split.sequence + (2 * self.latent + self.rotated) / split.sequence
-        projected = heads * (self.plain + self.value)
-        return 2 * self.hidden / split.sequence + latent + 2 * query + projected + query + 2 * value + 4 * self.rotated
+        """The input and its norm, the latent vectors before and after their norms, queries, keys, values and output."""
+        heads, latent = self.heads / split.tensor, 2 * (self.query_rank or 0) + 2 * self.latent
+        attended = heads * (3 * (self.plain + self.rotated) + 2 * self.value)
+        return 2 * self.hidden / split.sequence + latent / split.sequence + attended + 6 * self.rotated
 
     def cache(self, split: Split) -> float:
         """Elements per token in an engine, the same on each of its ranks."""
         return self.latent + self.rotated
+
+
+_CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +157,18 @@ class DeltaRule:
         return Weights(outer + (2 * keys + values) * self.convolution + 2 * heads + self.value_width)
 
     def kept(self, split: Split) -> float:
-        """The input and its norm, the projection, its convolution, repeated queries and keys, and gated output."""
+        """The input and its norm, the projection, its convolution, and what the rule keeps in its chunks.
+
+        The rule of the local layers is composed of torch's operations. It solves a triangular system of each chunk row
+        by row and keeps a third of its cube; what is in float32 is counted twice. The kernels of FLA keep a matrix.
+        """
         keys = self.key_heads * self.key_width / split.tensor
-        values = self.value_heads * self.value_width / split.tensor
-        repeated = self.value_heads * self.key_width / split.tensor
-        projected = 2 * keys + 2 * values
-        return 2 * self.hidden / split.sequence + 2 * projected + 2 * repeated + 4 * values
+        values, heads = self.value_heads * self.value_width / split.tensor, self.value_heads / split.tensor
+        repeated = heads * self.key_width
+        between = 2 * self.hidden / split.sequence
+        if split.transformer_engine:
+            return between + 2 * (2 * keys + 2 * values) + 2 * repeated + 4 * values + heads * _CHUNK
+        return between + 7 * keys + 16 * values + 12 * repeated + heads * (12 * _CHUNK + 2 * _CHUNK**2 / 3)
 
     def cache(self, split: Split) -> float:
         """Nothing per token: an engine keeps one state per request."""
@@ -206,8 +213,9 @@ class Experts:
     """Width of the experts that all tokens use."""
     has_shared_gate: bool = False
     has_biases: bool = False
-    is_fused: bool = True
-    """Whether a fused kernel computes the activation on GPUs, which keeps only its input and its result."""
+    widths: int = 3
+    """Kept elements per unit of width. A fused kernel keeps gate, up and its result. Composed of torch's operations,
+    the activation keeps 6: also its factors, and their product before the router's weight scales it."""
 
     def weights(self, split: Split) -> Weights:
         hidden, width = self.hidden, self.width // split.expert_tensor
@@ -217,21 +225,10 @@ class Experts:
         return Weights(hidden + router + shared, self.count // split.expert * expert)
 
     def kept(self, split: Split) -> float:
-        return 2 * self.hidden / split.sequence + self._routed(split, self.widths) + self._shared(split)
-
-    @property
-    def widths(self) -> int:
-        """Kept elements per unit of width of an expert, with the product that the router's weight scales."""
-        return 3 if self.is_fused else 6
-
-    def _routed(self, split: Split, widths: float) -> float:
         # The tensor-parallel ranks of an expert gather the tokens of the others.
         tokens = self.active * split.expert_tensor / split.sequence
-        return tokens * (widths * self.width / split.expert_tensor + self.hidden)
-
-    def _shared(self, split: Split) -> float:
-        of_all = FeedForward(hidden=self.hidden, width=self.shared)
-        return of_all.widths(split) * self.shared / split.tensor + 2 * self.hidden / split.sequence * bool(self.shared)
+        routed = tokens * (self.widths * self.width / split.expert_tensor + self.hidden)
+        return 2 * self.hidden / split.sequence + routed + min(self.widths, 5) * self.shared / split.tensor
 
     def working(self, split: Split) -> float:
         """Elements per token of the backward pass: gradients of what tokens bring to their experts."""
@@ -272,7 +269,7 @@ class Architecture:
         matrices = (stage == 0) + (stage == stages - 1)
         if self.is_tied and stages == 1:
             matrices = 1
-        return total + (matrices * self.columns(split) * self.hidden, 0)
+        return total + Weights(matrices * self.columns(split) * self.hidden)
 
     def columns(self, split: Split) -> int:
         """A rank's part of the vocabulary, which is padded to equal parts."""

@@ -136,7 +136,7 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
     per_stage = job.ranks // job.pipeline
     copies = (per_stage // job.tensor, per_stage // (job.expert * job.expert_tensor))
     shards = copies if job.sharded_optimizer else (1, 1)
-    sharded = sum(-(-one // ranks) for one, ranks in zip(weights, shards, strict=True))
+    sharded = -(-weights.dense // shards[0]) + -(-weights.expert // shards[1])
     trained = weights.total * (job.width + GRADIENT) + sharded * moved
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
@@ -157,7 +157,7 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
         step=MASTER * sharded * job.foreach_adam,
         publish=2 * _largest_matrix(model, job.expert) * job.width + job.bucket,
         # One value of all weights in float32, gathered on the device.
-        checkpoint=MASTER * max(weights) * (job.checkpoints and job.sharded_optimizer),
+        checkpoint=MASTER * max(weights.dense, weights.expert) * (job.checkpoints and job.sharded_optimizer),
         host=host,
         saved=saved * job.checkpoints,
     )

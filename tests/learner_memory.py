@@ -1,0 +1,126 @@
+"""The memory of a real learner rank on a CPU, and the plan's job with the constants of a CPU."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from miles_async.adapters.megatron.model.output_layer import CHUNK_ENTRIES, OutputLayer
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.megatron.training.optimizer import distinct_storages, model_tensors
+from miles_async.batching.batch import TrainStep
+from miles_async.config.memory import learner_job, planned_model
+from miles_async.config.schema import RunConfig
+from miles_async.losses.logprobs import PART_ENTRIES
+from miles_async.planning.layers import Experts
+from miles_async.planning.plan import GIB, LearnerJob
+from miles_async.types import Group, Sample
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations create, while they live. On a CPU torch keeps no account."""
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        """`existing` tensors are not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+        for tensor in existing:
+            self._add(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf, leaf.untyped_storage().nbytes())
+        return result
+
+    def _add(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def measure(learner: MegatronLearner, steps: Sequence[TrainStep]) -> dict[str, int | None]:
+    """Bytes of a rank by the names of `RankMemory`: of its state, and of a step in addition.
+
+    `activations` are those before the output layer; None before the last pipeline stage.
+    """
+    learner.train(0, steps)  # creates the state of the optimizer
+    chunks = learner._model.chunks
+    buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights, state = distinct_storages(parameters), distinct_storages(model_tensors(learner._model))
+    live, kept = LiveBytes([*parameters, *buffers, *model_tensors(learner._model)]), []
+    usual: Callable[..., Any] = OutputLayer.map
+
+    def watched(layer: OutputLayer, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            kept.append(live.now)
+        return usual(layer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutputLayer, "map", watched)
+        with live:
+            learner.train(1, steps)
+    return {
+        "weights": sum(one.nbytes() for one in weights.values()),
+        "gradients": sum(one.nbytes for one in buffers),
+        "optimizer": sum(one.nbytes() for key, one in state.items() if key not in weights),
+        "activations": max(kept, default=None),
+        "peak": live.peak,
+    }
+
+
+def cpu_job(settings: RunConfig, *, widths: int = 6) -> LearnerJob:
+    """What the plan is computed from, on a CPU: smaller parts of logits, a fused Adam, and experts without fusions.
+
+    `widths` are those of `Experts`.
+    """
+    model = planned_model(settings)
+    assert model is not None
+    layers = tuple(
+        layer._replace(feed_forward=replace(layer.feed_forward, widths=widths))
+        if isinstance(layer.feed_forward, Experts)
+        else layer
+        for layer in model.layers
+    )
+    return replace(
+        learner_job(settings, model, GIB),
+        model=replace(model, layers=layers),
+        chunk_entries=CHUNK_ENTRIES,
+        softmax=2 * 4 * PART_ENTRIES["cpu"],
+        foreach_adam=False,
+    )
+
+
+def full_group(samples: int, tokens: int) -> Group:
+    """Samples of `tokens` tokens, of which every other one has a reward."""
+    draw = random.Random(0)
+    prompt = [draw.randrange(256) for _ in range(8)]
+    return Group(
+        Sample(
+            index=i,
+            tokens=prompt + [draw.randrange(256) for _ in range(tokens - 8)],
+            response_length=tokens - 8,
+            rollout_log_probs=[-5.0] * (tokens - 8),
+            reward=float(i % 2),
+        )
+        for i in range(samples)
+    )
