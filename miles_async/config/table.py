@@ -97,11 +97,8 @@ def _memory_rows(config: RunConfig) -> list[tuple[str, object, str]]:
             (" gradients", _gib(one.gradients), "fp32"),
             (" optimizer", _gib(one.optimizer), f"{shards}; {_gib(one.step)} more in a step"),
             *([(" others", _gib(one.others), "reference model and critic")] if one.others else []),
-            (
-                " layers",
-                _gib(one.activations),
-                f"activations of {job.tokens} tokens in {layers}; {_gib(one.layer)} more",
-            ),
+            (" layers", _gib(one.activations), f"activations of {job.tokens} tokens, with {layers}"),
+            (" backward", _gib(one.layer), "in addition, in the backward pass of a layer"),
             (" logits", _gib(one.logits), "output layer and loss"),
             (" publish", _gib(one.publish), "while weights are copied"),
             *([(" save", _gib(one.checkpoint), "while a checkpoint is copied")] if job.checkpoints else []),

@@ -78,7 +78,8 @@ def _advice(config: RunConfig, model: Architecture, card: int, changes: list[Cha
     if fitting:
         other = next((one for one in fitting[1:] if one.keys() != fitting[0].keys()), None)
         return f"set {_named(fitting[0])}" + (f", or {_named(other)}" if other else "")
-    for one, other in itertools.combinations(changes, 2):
+    pairs = sorted(itertools.combinations(range(len(changes)), 2), key=sum)
+    for one, other in ((changes[first], changes[second]) for first, second in pairs):
         both = {**one, **other}
         disjoint = not one.keys() & other.keys()
         if disjoint and _fits(config, model, card, both, of_learner=of_learner):

@@ -472,6 +472,8 @@ NAMED: dict[str, str] = {
     "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "seed": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     # weights
+    "gpu_memory_gib": "unit/config/test_memory.py::test_a_job_that_does_not_fit_is_refused_with_settings_that_do",
+    "host_memory_gib": "unit/config/test_memory.py::test_copies_that_exceed_the_host_memory_are_refused",
     "update_weight_buffer_size": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "check_weight_update_equal": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",
     "update_weight_timeout_seconds": f"{LEARNER}::test_weights_take_their_buffers_checks_and_timeout",

@@ -1,0 +1,179 @@
+"""The memory plan that `--check-config` prints, and the jobs that it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.config.checks import problems
+from miles_async.config.checks.memory import memory_problems
+from miles_async.config.memory import learner_job, memory_plan, planned_model
+from miles_async.config.schema import RunConfig
+from miles_async.config.table import table
+from miles_async.planning.families import architecture
+from miles_async.planning.layers import Split
+from miles_async.planning.plan import GIB, plan_learner
+from tests.configuration import run_config
+from tests.planned_models import MODELS, checkpoint
+
+MEASURED = Path(__file__).parents[3] / "benchmarks/results/gpu-check-nvidia-h200.json"
+PUBLISHED = {
+    "Qwen3-0.6B": 0.596,
+    "Qwen3-4B": 4.02,
+    "Qwen3-32B": 32.8,
+    "Qwen2.5-7B": 7.62,
+    "Llama-3.1-8B": 8.03,
+    "Llama-3.1-70B": 70.6,
+    "Gemma-7B": 8.54,
+    "Mixtral-8x7B": 46.7,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "Qwen3-Next-80B-A3B": 79.7,
+    "DeepSeek-V3": 671,
+}
+"""Billions of parameters, as the model cards and Hugging Face's pages have them."""
+EIGHT: dict[str, Any] = {
+    "precision": "bf16",
+    "actor_num_gpus_per_node": 8,
+    "rollout_batch_size": 64,
+    "n_samples_per_prompt": 8,
+    "rollout_max_prompt_len": 1024,
+    "rollout_max_response_len": 7168,
+    "gpu_memory_gib": 80,
+}
+
+
+def job(tmp_path: Path, model: str, **settings: Any) -> RunConfig:
+    return run_config(hf_checkpoint=checkpoint(model, tmp_path), **EIGHT | settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+    model = architecture(MODELS[name])
+    assert model is not None
+    assert model.weights(Split()).total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+@pytest.mark.parametrize("tensor, pipeline, expert", [(2, 1, 1), (1, 4, 1), (4, 2, 4)])
+@pytest.mark.parametrize("name", ["Qwen3-32B", "Qwen3-30B-A3B"])
+def test_the_ranks_of_a_layout_hold_the_whole_model_and_copies_of_small_weights(
+    name: str, tensor: int, pipeline: int, expert: int
+) -> None:
+    model = architecture(MODELS[name])
+    assert model is not None
+    split = Split(tensor=tensor, expert=expert, expert_tensor=tensor)
+    parts = [model.weights(split, stage, pipeline) for stage in range(pipeline)]
+    held = sum(tensor * one.dense + tensor * expert * one.expert for one in parts)
+    assert model.weights(Split()).total <= held
+    assert held == pytest.approx(model.weights(Split()).total, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "part, tokens, recomputed",
+    [
+        ("short sequences", 8192, False),
+        ("long sequence", 32_768, False),
+        ("long sequence, recomputed", 32_768, True),
+    ],
+)
+def test_the_plan_agrees_with_steps_on_an_h200(tmp_path: Path, part: str, tokens: int, recomputed: bool) -> None:
+    result = json.loads(MEASURED.read_text())["result"]
+    found = {row["part"]: row["value"] for row in result["rows"]}
+    [[_, card]] = result["versions"]["gpus"]
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = EIGHT | {
+        "actor_num_gpus_per_node": 1,
+        "transformer_impl": "local",
+        "max_tokens_per_gpu": tokens,
+        "rollout_max_response_len": tokens - 1024,
+        **(full if recomputed else {}),
+    }
+    config = run_config(hf_checkpoint=checkpoint("Qwen3-0.6B", tmp_path), **settings)
+    model = planned_model(config)
+    assert model is not None
+    [plan] = plan_learner(learner_job(config, model, int(card * GIB)))
+    assert (plan.weights + plan.optimizer) / GIB == pytest.approx(found["state: size"], rel=0.001)
+    assert (plan.peak - plan.state) / GIB == pytest.approx(found[f"{part}: memory"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "model, settings, reason",
+    [
+        ("Qwen3-32B", {}, "tensor_model_parallel_size 8 with sequence_parallel true, and actor_num_nodes 2"),
+        ("Qwen3-4B", {"max_tokens_per_gpu": 131_072}, "mostly for activations"),
+        ("Qwen3-4B", {"max_tokens_per_gpu": 32_768, "rollout_max_response_len": 16_384}, "recompute_granularity full"),
+        ("Qwen3-30B-A3B", {"actor_num_nodes": 2}, "mostly for gradients and weights"),
+        ("Llama-3.1-70B", {"rollout_num_gpus": 8, "actor_num_nodes": 8}, "an engine rank needs 133.9 GiB"),
+        (
+            "Qwen3-32B",
+            {"use_distributed_optimizer": False, "tensor_model_parallel_size": 8},
+            "distributed_optimizer true",
+        ),
+    ],
+)
+def test_a_job_that_does_not_fit_is_refused_with_settings_that_do(
+    tmp_path: Path, model: str, settings: dict[str, Any], reason: str
+) -> None:
+    config = job(tmp_path, model, **settings)
+    sentences = list(memory_problems(config))
+    assert any(reason in sentence for sentence in sentences), sentences
+    advice = [sentence.split(": set ")[1].split(", or ")[0] for sentence in sentences]
+    config = job(tmp_path, model, **settings | _settings(" ".join(advice)))
+    assert list(memory_problems(config)) == []
+    assert not [sentence for sentence in problems(config, "train_async.py") if "divisible" in sentence]
+
+
+def _settings(advice: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+_\w+|precision) ([\w.]+|\{.*?\})", advice))
+
+
+def test_a_model_that_no_two_settings_make_fit_needs_more_devices(tmp_path: Path) -> None:
+    [sentence, *_] = memory_problems(job(tmp_path, "DeepSeek-V3", gpu_memory_gib=24))
+    assert sentence.endswith("use more devices, or a smaller model: no two settings make it fit")
+
+
+def test_copies_that_exceed_the_host_memory_are_refused(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=32)
+    [sentence] = memory_problems(config)
+    assert "host_memory_gib is 32" in sentence
+    assert "unset colocate" in sentence
+    assert list(memory_problems(job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=512))) == []
+
+
+def test_recomputing_more_layers_than_a_stage_has_is_refused(tmp_path: Path) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 20}
+    config = job(tmp_path, "Qwen3-4B", **full, pipeline_model_parallel_size=2)
+    assert [one for one in problems(config, "train_async.py") if "recompute" in one] == [
+        "recompute_num_layers 20 is more than the 18 layers of a pipeline stage: set it to 18 or less, or lower "
+        "pipeline_model_parallel_size"
+    ]
+
+
+def test_without_the_memory_of_the_gpus_nothing_is_printed_or_refused(tmp_path: Path) -> None:
+    config = job(tmp_path, "DeepSeek-V3", gpu_memory_gib=None)
+    assert memory_plan(config) is None
+    assert list(memory_problems(config)) == []
+    assert "memory" not in [line.split()[0] for line in table(config, "train_async.py").splitlines()]
+
+
+def test_the_table_shows_what_fills_the_memory(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-4B", rollout_num_gpus=8)
+    rows = {line.split()[0]: line for line in table(config, "train_async.py").splitlines()}
+    assert "at most on a learner rank, of 76.0 GiB, which a plan uses of gpu_memory_gib 80" in rows["memory"]
+    assert "weights 7.5 GiB, KV cache" in rows["engine"]
+    assert rows.keys() >= {"weights", "gradients", "optimizer", "layers", "backward", "logits", "publish", "host"}
+
+
+def test_later_stages_of_a_pipeline_keep_fewer_micro_batches(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-32B", pipeline_model_parallel_size=4)
+    model = planned_model(config)
+    assert model is not None
+    first, *_, last = plan_learner(learner_job(config, model, 80 * GIB))
+    assert first.activations == pytest.approx(4 * last.activations, rel=0.05)
+    assert (first.logits, last.logits > 0) == (0, True)
