@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -58,6 +58,9 @@ doctor: ## Show what this machine has, what works on it, and what to set (ARGS=-
 	@python=$(VENV_PYTHON); [ -x $$python ] || python=python3; \
 	    $$python -c 'import msgspec, packaging, psutil, pydantic, pynvml' 2>/dev/null || { echo "miles_async is not installed: run make setup"; exit 1; }; \
 	    $$python -m workers.doctor $(ARGS)
+
+plan: $(READY) ## Show the memory plan of a job from Megatron's modules (ARGS="--config my.yaml --gpu-memory-gib 80")
+	@$(VENV_PYTHON) -m workers.memory_plan $(ARGS)
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
 	@$(VENV_PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from miles_async.adapters.megatron.model.fake_ranks import LiveBytes
 from miles_async.adapters.megatron.model.output_layer import CHUNK_ENTRIES, OutputLayer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.optimizer import distinct_storages, model_tensors
@@ -24,37 +21,6 @@ from miles_async.losses.logprobs import PART_ENTRIES
 from miles_async.planning.layers import Experts
 from miles_async.planning.plan import GIB, LearnerJob
 from miles_async.types import Group, Sample
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations create, while they live. On a CPU torch keeps no account."""
-
-    def __init__(self, existing: Iterable[Tensor]) -> None:
-        """`existing` tensors are not counted."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-        for tensor in existing:
-            self._add(tensor, 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf, leaf.untyped_storage().nbytes())
-        return result
-
-    def _add(self, tensor: Tensor, size: int) -> None:
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
 
 
 def measure(learner: MegatronLearner, steps: Sequence[TrainStep]) -> dict[str, int | None]:

@@ -7,9 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
 
 def _dense(kind: str, hidden: int, width: int, layers: int, heads: int, groups: int, vocabulary: int) -> dict[str, Any]:
     return {
+        "architectures": [_ARCHITECTURES[kind]],
         "model_type": kind,
         "hidden_size": hidden,
         "intermediate_size": width,
@@ -18,6 +31,8 @@ def _dense(kind: str, hidden: int, width: int, layers: int, heads: int, groups: 
         "num_key_value_heads": groups,
         "vocab_size": vocabulary,
         "hidden_act": "silu",
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
 

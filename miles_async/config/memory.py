@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from miles_async.planning.plan import (
     EngineJob,
     EngineMemory,
     LearnerJob,
+    MeasuredStage,
     RankMemory,
     Recomputation,
     highest,
@@ -77,13 +79,13 @@ def planned_model(config: RunConfig) -> Architecture | None:
     return None
 
 
-def plan_of(config: RunConfig, model: Architecture, card: int) -> MemoryPlan:
-    """The plan on devices with `card` bytes of memory."""
+def plan_of(config: RunConfig, model: Architecture, card: int, measured: Sequence[MeasuredStage] = ()) -> MemoryPlan:
+    """The plan on devices with `card` bytes of memory, from what the learner's modules have if that is `measured`."""
     demand, longest = demand_of(config), longest_sample(config)
     learner, job, host = None, None, 0
     if demand.learner:
         job = learner_job(config, model, card)
-        learner = highest(plan_learner(job))
+        learner = highest(plan_learner(job, measured))
         host = _host_of_node(learner, job, config.learner.actor_num_gpus_per_node)
     return MemoryPlan(
         card=card,

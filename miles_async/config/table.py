@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles_async.config.disk import disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
-from miles_async.config.memory import memory_plan
+from miles_async.config.memory import MemoryPlan, memory_plan
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
@@ -54,8 +54,17 @@ def table(config: RunConfig, entry: str) -> str:
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
         *_disk_rows(config, entry),
-        *_memory_rows(config),
+        *_memory_rows(memory_plan(config), learner.precision),
     ]
+    return _lines(rows)
+
+
+def memory_table(plan: MemoryPlan, precision: str) -> str:
+    """The rows of a memory plan, as in `table`."""
+    return _lines(_memory_rows(plan, precision))
+
+
+def _lines(rows: list[tuple[str, object, str]]) -> str:
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
 
 
@@ -79,9 +88,8 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
     return rows
 
 
-def _memory_rows(config: RunConfig) -> list[tuple[str, object, str]]:
+def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, object, str]]:
     """What fills the memory of the fullest learner rank and of each engine rank, if the settings say how much it is."""
-    plan = memory_plan(config)
     if plan is None:
         return []
     card = f"{_gib(plan.room)}, which a plan uses of gpu_memory_gib {plan.card / GIB:g}"
@@ -93,7 +101,7 @@ def _memory_rows(config: RunConfig) -> list[tuple[str, object, str]]:
         shards = "divided among data-parallel ranks" if job.sharded_optimizer else "whole on each data-parallel rank"
         rows = [
             ("memory", _gib(one.peak), f"at most on a learner rank{stage}, of {card}"),
-            (" weights", _gib(one.weights), config.learner.precision),
+            (" weights", _gib(one.weights), precision),
             (" gradients", _gib(one.gradients), "fp32"),
             (" optimizer", _gib(one.optimizer), f"{shards}; {_gib(one.step)} more in a step"),
             *([(" others", _gib(one.others), "reference model and critic")] if one.others else []),

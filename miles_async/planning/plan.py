@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_async.planning.layers import Architecture, Experts, Split
+from miles_async.planning.layers import Architecture, Experts, Split, Weights
 
 GIB = 2**30
 FREE_FRACTION = 0.05
@@ -124,14 +124,23 @@ class RankMemory:
         return self.state + max(training, self.step, self.publish, self.checkpoint)
 
 
-def plan_learner(job: LearnerJob) -> list[RankMemory]:
-    """The memory of the ranks of each pipeline stage."""
-    return [_stage_memory(job, stage) for stage in range(job.pipeline)]
+@dataclass(frozen=True, slots=True)
+class MeasuredStage:
+    """What the modules of a rank of a pipeline stage have, in place of what the plan computes."""
+
+    weights: Weights
+    kept: float | None
+    """Bytes that a micro-batch keeps until its backward pass, per token; None if unknown."""
 
 
-def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
+def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> list[RankMemory]:
+    """The memory of the ranks of each pipeline stage; `measured` are all stages, or none."""
+    return [_stage_memory(job, stage, measured[stage] if measured else None) for stage in range(job.pipeline)]
+
+
+def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -> RankMemory:
     split, model = job.split, job.model
-    weights = model.weights(split, stage, job.pipeline)
+    weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
     moved = MOMENTS + (MASTER if job.width < MASTER else 0)
     per_stage = job.ranks // job.pipeline
     copies = (per_stage // job.tensor, per_stage // (job.expert * job.expert_tensor))
@@ -140,7 +149,9 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
     trained = weights.total * (job.width + GRADIENT) + sharded * moved
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
-    activations, layer = _activations(job, stage)
+    activations, layer = (elements * job.width for elements in _activations(job, stage))
+    if measured is not None and measured.kept is not None:
+        activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
     # The first data-parallel rank copies weights and state. Before, it gathers the state if the ranks divide it: all
     # three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of Megatron's optimizer).
@@ -151,8 +162,8 @@ def _stage_memory(job: LearnerJob, stage: int) -> RankMemory:
         gradients=weights.total * GRADIENT,
         optimizer=sharded * moved,
         others=job.references * weights.total * job.width + job.critics * trained,
-        activations=int(activations * job.width),
-        layer=int(layer * job.width),
+        activations=int(activations),
+        layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
         step=MASTER * sharded * job.foreach_adam,
         publish=2 * _largest_matrix(model, job.expert) * job.width + job.bucket,

@@ -80,7 +80,7 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
     with redirect_cuda_to_cpu(), environment(settings.ref_env_vars):
         source, chunks = _load_chunks(settings, hf_checkpoint)
-    output_layer, positions = _replace_output_layer(chunks), _use_positions(source, chunks, settings)
+    output_layer, positions = _replace_output_layer(chunks), use_positions(source, chunks, settings)
     frozen = [chunk.requires_grad_(False) for chunk in chunks]
     return MegatronModel(settings, settings.ref_env_vars, source, frozen, output_layer, *positions)
 
@@ -97,7 +97,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         output_layer = None if values else _replace_output_layer(chunks)
-        positions = _use_positions(source, chunks, settings)
+        positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
         wrapped = [DistributedDataParallel(source.config, ddp_config, chunk) for chunk in chunks]
@@ -120,7 +120,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, list[torch.nn.Module]]:
     """Build this rank's layers and load their weights: one chunk per virtual pipeline stage, else one."""
-    source = _open_source(settings, hf_checkpoint)
+    source = open_source(settings, hf_checkpoint)
     stages = source.config.virtual_pipeline_model_parallel_size
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.
@@ -131,7 +131,8 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, li
     return source, chunks
 
 
-def _open_source(settings: Learner, hf_checkpoint: str) -> ModelSource:
+def open_source(settings: Learner, hf_checkpoint: str) -> ModelSource:
+    """Where the model of a checkpoint comes from, in the layout of the process groups, which must exist."""
     if source_of(settings.megatron_to_hf_mode, hf_checkpoint) == "raw":
         return PluginSource(settings, hf_checkpoint)
     # Imported here, because its imports need Megatron-Bridge.
@@ -167,7 +168,7 @@ def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | No
     return OutputLayer(last) if last.post_process else None
 
 
-def _use_positions(source: ModelSource, chunks: Sequence[torch.nn.Module], settings: Learner) -> tuple[bool, bool]:
+def use_positions(source: ModelSource, chunks: Sequence[torch.nn.Module], settings: Learner) -> tuple[bool, bool]:
     """Let the model take the position of each token if it can; returns `by_position` and `shares_prefixes`.
 
     It cannot if it has multi-head latent attention or no plain rotary embedding. On GPUs `settings` must ask for shared
