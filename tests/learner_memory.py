@@ -61,15 +61,15 @@ def cpu_job(settings: RunConfig, *, widths: int = 6) -> LearnerJob:
     """
     model = planned_model(settings)
     assert model is not None
-    layers = tuple(
-        layer._replace(feed_forward=replace(layer.feed_forward, widths=widths))
-        if isinstance(layer.feed_forward, Experts)
-        else layer
-        for layer in model.layers
+    kinds = tuple(
+        kind._replace(feed_forward=replace(kind.feed_forward, widths=widths))
+        if isinstance(kind.feed_forward, Experts)
+        else kind
+        for kind in model.kinds
     )
     return replace(
         learner_job(settings, model, GIB),
-        model=replace(model, layers=layers),
+        model=replace(model, kinds=kinds),
         chunk_entries=CHUNK_ENTRIES,
         softmax=2 * 4 * PART_ENTRIES["cpu"],
         foreach_adam=False,

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 from miles_async.config.checks import notes
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
-from miles_async.config.flags import parse_flags
-from miles_async.config.load import checked_config, translation_table
+from miles_async.config.flags import Flags, parse_flags
+from miles_async.config.load import checked_config, config_of_values, translation_table
 from miles_async.config.schema import RunConfig
+from miles_async.config.suggest import suggestion
 from miles_async.config.table import table
 from miles_async.config.user_functions import check_functions
-from miles_async.errors import collected
+from miles_async.errors import UserError, collected, raise_collected
 from miles_async.observability.output import protect_output
 
 EXIT_INVALID = 2
@@ -41,6 +42,8 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     flags = parse_flags(argv)
     if flags.help:
         _print_and_exit(help_text(command or f"python {entry}"))
+    if flags.model is not None or flags.gpus is not None:
+        _suggest_and_exit(flags, entry, program)
     with warnings.catch_warnings():
         # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
         warnings.simplefilter("default", DeprecationWarning)
@@ -61,6 +64,21 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     return config
 
 
+def _suggest_and_exit(flags: Flags, entry: str, program: str) -> NoReturn:
+    """Print a layout for the model, or why there is none. The other settings need not make up a complete run."""
+    try:
+        raise_collected(flags.problems)
+        if flags.model is None or flags.gpus is None:
+            raise UserError("--suggest-layout MODEL and --gpus N belong together: set both")
+        config, found = config_of_values(flags)
+        raise_collected(found)
+        _print_and_exit(suggestion(config, flags.gpus))
+    except UserError as error:
+        for sentence in str(error).splitlines():
+            print(f"{program}: {sentence}", file=sys.stderr)
+        sys.exit(EXIT_INVALID)
+
+
 def help_text(command: str) -> str:
     """The usage of `command` and every flag, grouped by section, with its default."""
     width = min(shutil.get_terminal_size().columns, 120)
@@ -72,6 +90,9 @@ def help_text(command: str) -> str:
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
         "  --check-config          check settings and user functions, print derived values, and exit",
+        "  --suggest-layout MODEL --gpus N",
+        "                          print settings of devices and layout with which a checkpoint trains on N GPUs of",
+        "                          --gpu-memory-gib, and exit",
         "  --help                  print this help and exit",
         "  --sglang-NAME VALUE     set any SGLang server argument without a flag below",
         "  --sglang-router-NAME VALUE",

@@ -55,6 +55,10 @@ class Flags:
     """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
     check: bool = False
+    model: str | None = None
+    """The model of `--suggest-layout`; None if no layout is asked for."""
+    gpus: int | None = None
+    """The number of GPUs for `--suggest-layout`."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each argument that is unknown, lacks a value or is not valid YAML."""
 
@@ -92,7 +96,10 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
         values = [text]
     if flag in ("--help", "--check-config"):
         raise UserError(f"{flag} does not take the value {text!r}: remove the value")
-    if flag == "--config":
+    if flag in ("--suggest-layout", "--gpus"):
+        _read_suggestion(flags, flag, values)
+        used = 1
+    elif flag == "--config":
         if not values or not values[0]:
             raise UserError("--config needs a YAML file")
         flags.config_files.append(os.path.expanduser(values[0]))
@@ -103,6 +110,19 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
             raise UserError(_not_a_switch(flag, text))
         flags.assignments.append(assignment)
     return 0 if equals else used
+
+
+def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:
+    if not values or not values[0]:
+        needed = "the folder of a checkpoint" if flag == "--suggest-layout" else "a number of GPUs, such as 8"
+        raise UserError(f"{flag} needs {needed}")
+    if flag == "--suggest-layout":
+        flags.model = values[0]
+        flags.assignments.append(Assignment(SETTINGS["hf_checkpoint"].path, values[0], flag))
+    elif not values[0].isdecimal() or not 2 <= int(values[0]) <= 65_536:
+        raise UserError(f"--gpus {values[0]!r:.80} is not a number of GPUs: set it to 2 or more")
+    else:
+        flags.gpus = int(values[0])
 
 
 def _not_a_switch(flag: str, text: str) -> str:

@@ -45,8 +45,24 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
     return config
 
 
+def config_of_values(flags: Flags) -> tuple[RunConfig, list[str]]:
+    """The configuration of everything that is valid for its field, and one sentence for everything else."""
+    config, found, _ = _read_values(flags)
+    return config, found
+
+
 def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid, and one sentence for everything else."""
+    config, found, all_files_read = _read_values(flags)
+    if all_files_read:
+        # A sentence about a setting that has another problem may only follow from that problem.
+        wrong = _settings_in(" ".join(found))
+        found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
+    return config, list(dict.fromkeys(found))
+
+
+def _read_values(flags: Flags) -> tuple[RunConfig, list[str], bool]:
+    """As `config_of_values`, and whether all files of settings could be read."""
     found, assignments, all_files_read = [*flags.problems], [], True
     for path in flags.config_files:
         try:
@@ -55,12 +71,7 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
             found += str(error).splitlines()
             all_files_read = False
     config, invalid = _validated([*assignments, *flags.assignments])
-    found += invalid
-    if all_files_read:
-        # A sentence about a setting that has another problem may only follow from that problem.
-        wrong = _settings_in(" ".join(found))
-        found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
-    return config, list(dict.fromkeys(found))
+    return config, [*found, *invalid], all_files_read
 
 
 def _settings_in(text: str) -> set[str]:

@@ -12,7 +12,7 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture
+from miles_async.planning.layers import Architecture, Experts
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -135,10 +135,11 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         bucket=config.weights.update_weight_buffer_size * (config.weights.weight_transfer == "broadcast"),
         engine_width=_engine_width(config) if generates(config) else 0,
         chunk_entries=int(card * LOGITS_FRACTION) // width,
+        foreach_adam=learner.transformer_impl != "transformer_engine",
     )
     if learner.transformer_impl is not None:
         return job
-    both = [job, replace(job, transformer_engine=True)]
+    both = [job, replace(job, transformer_engine=True, foreach_adam=False)]
     return max(both, key=lambda one: highest(plan_learner(one)).peak)
 
 
@@ -177,6 +178,12 @@ def _tokens(config: RunConfig) -> int:
         limit = learner.micro_batch_size * longest
     padded = samples * (longest + -longest % learner.pack_unit)
     return -(-min(limit, padded) // learner.context_parallel_size)
+
+
+def shares_biases(model: Architecture, learner: Learner) -> bool:
+    """Whether ranks share experts with biases, which Megatron refuses."""
+    has_biases = any(isinstance(kind.feed_forward, Experts) and kind.feed_forward.has_biases for kind in model.kinds)
+    return has_biases and (learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size) > 1
 
 
 def _recomputation(learner: Learner, layers: int) -> Recomputation:

@@ -27,11 +27,14 @@ def architecture(config: HfConfig) -> Architecture | None:
     layer = _FAMILIES.get(config.get("model_type", ""))
     if layer is None:
         return None
+    layers = [layer(config, number) for number in range(config["num_hidden_layers"])]
+    kinds = tuple(dict.fromkeys(layers))
     return Architecture(
         hidden=config["hidden_size"],
         vocabulary=config["vocab_size"],
         is_tied=config.get("tie_word_embeddings", config["model_type"] in _TIED),
-        layers=tuple(layer(config, number) for number in range(config["num_hidden_layers"])),
+        kinds=kinds,
+        layers=tuple(map(kinds.index, layers)),
     )
 
 

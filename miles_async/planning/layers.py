@@ -254,18 +254,22 @@ class Architecture:
     vocabulary: int
     is_tied: bool
     """Whether embedding and output layer share their weights."""
-    layers: tuple[Layer, ...]
+    kinds: tuple[Layer, ...]
+    """The different layers."""
+    layers: tuple[int, ...]
+    """The kind of each layer, as an index of `kinds`."""
 
-    def stage(self, stage: int, stages: int) -> tuple[Layer, ...]:
-        """The layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
+    def stage(self, stage: int, stages: int) -> tuple[int, ...]:
+        """The kinds of the layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
         count = len(self.layers) // stages
         return self.layers[stage * count : (stage + 1) * count]
 
     def weights(self, split: Split, stage: int = 0, stages: int = 1) -> Weights:
         """Elements on a rank of a pipeline stage."""
         total = Weights(self.hidden if stage == stages - 1 else 0)  # the norm before the output layer
+        of_kinds = [kind.weights(split) for kind in self.kinds]
         for layer in self.stage(stage, stages):
-            total += layer.weights(split)
+            total += of_kinds[layer]
         matrices = (stage == 0) + (stage == stages - 1)
         if self.is_tied and stages == 1:
             matrices = 1

@@ -71,7 +71,8 @@ class LearnerJob:
     """Most logits that are computed at a time."""
     softmax: int = SOFTMAX_BYTES
     foreach_adam: bool = True
-    """Whether the optimizer is torch's, which takes the square root of all second moments at once."""
+    """Whether the optimizer is torch's, which takes the square root of all second moments at once. Megatron uses that
+    of Transformer Engine where it is installed."""
 
     @property
     def split(self) -> Split:
@@ -177,8 +178,9 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
 def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
     """Elements that the layers of a rank keep, and those that the backward pass of a layer needs in addition."""
     split, layers = job.split, job.model.stage(stage, job.pipeline)
-    kept = [layer.kept(split) for layer in layers]
-    working = max(layer.feed_forward.working(split) for layer in layers)
+    of_kinds = [kind.kept(split) for kind in job.model.kinds]
+    kept = [of_kinds[layer] for layer in layers]
+    working = max(kind.feed_forward.working(split) for kind in job.model.kinds)
     between = job.model.hidden / split.sequence
     recomputed = min(job.recomputation.layers, len(layers))
     if group := min(job.recomputation.group, recomputed):
@@ -221,9 +223,9 @@ def _logits(job: LearnerJob) -> int:
 def _largest_matrix(model: Architecture, expert: int) -> int:
     """Elements of the largest whole parameter; the experts of all expert-parallel ranks are gathered together."""
     largest = model.vocabulary * model.hidden
-    for layer in model.layers:
-        if isinstance(layer.feed_forward, Experts):
-            largest = max(largest, 2 * model.hidden * layer.feed_forward.width * expert)
+    for kind in model.kinds:
+        if isinstance(kind.feed_forward, Experts):
+            largest = max(largest, 2 * model.hidden * kind.feed_forward.width * expert)
     return largest
 
 
@@ -266,7 +268,8 @@ def plan_engine(job: EngineJob) -> EngineMemory:
     split = Split(tensor=job.ranks, expert_tensor=job.ranks)
     weights = job.model.weights(split).total * job.width
     fraction = default_fraction(job.card, job.ranks) if job.fraction is None else job.fraction
-    per_token = sum(layer.attention.cache(split) for layer in job.model.layers) * job.cache_width
+    of_kinds = [kind.attention.cache(split) for kind in job.model.kinds]
+    per_token = sum(of_kinds[layer] for layer in job.model.layers) * job.cache_width
     cache = int(fraction * job.card) - weights
     return EngineMemory(weights=weights, cache=cache, per_token=per_token, fraction=fraction)
 

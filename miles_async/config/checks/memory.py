@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_async.config.checks.layouts import layout_problems
 from miles_async.config.fields import with_settings
-from miles_async.config.memory import MemoryPlan, longest_sample, memory_plan, plan_of, planned_model
+from miles_async.config.memory import MemoryPlan, longest_sample, memory_plan, plan_of, planned_model, shares_biases
 from miles_async.config.schema import RunConfig
 from miles_async.planning.layers import Architecture
 from miles_async.planning.plan import GIB
@@ -92,7 +92,7 @@ def _fits(config: RunConfig, model: Architecture, card: int, change: Change, *, 
     learner = changed.learner
     if learner.micro_batch_tokens < longest_sample(changed) or any(layout_problems(changed)):
         return False
-    if changed.samples_per_step < learner.data_parallel_ranks(learner.ranks):
+    if changed.samples_per_step < learner.data_parallel_ranks(learner.ranks) or shares_biases(model, learner):
         return False
     plan = plan_of(changed, model, card)
     return plan.learner_fits if of_learner else plan.engine_fits
@@ -127,6 +127,8 @@ def _learner_changes(config: RunConfig) -> list[Change]:
         changes.append({"expert_model_parallel_size": expert})
         if (tensor := learner.tensor_model_parallel_size * times) <= 8:
             changes.append({"tensor_model_parallel_size": tensor, "sequence_parallel": True})
+            if learner.expert_model_parallel_size > 1:
+                changes.append({**changes[-1], "expert_tensor_parallel_size": 1})
         context = learner.context_parallel_size * times
         fewer = learner.model_copy(update={"context_parallel_size": context}).least_tokens_per_gpu(
             longest_sample(config)

@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[Tensor]) -> None:
         """`existing` tensors are not counted."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
         for tensor in existing:
