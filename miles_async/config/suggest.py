@@ -40,7 +40,7 @@ def suggestion(config: RunConfig, gpus: int) -> str:
     if model is None:
         raise UserError(
             f"suggest_layout {config.model.hf_checkpoint}: the memory plan of this model is not known; set it to the "
-            "folder of a checkpoint whose family docs/reference/memory-plan.md lists"
+            "folder of a checkpoint whose family docs/how-to/memory.md lists"
         )
     if memory is None:
         raise UserError("suggest_layout needs the memory of a GPU: set gpu_memory_gib, such as 80 or 141")

@@ -86,8 +86,6 @@ class Attention:
         if split.context > 1 and not split.transformer_engine:
             attended = 2 * query + 3 * key * split.context
         projected = 2 * query + 2 * key if self.has_norms else 0
-        if split.transformer_engine and not self.has_norms:
-            projected = query + key  # the values are a view of the whole projection
         return between + angles + attended + projected + 3 * query * self.has_gate
 
     def cache(self, split: Split) -> float:

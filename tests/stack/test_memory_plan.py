@@ -113,6 +113,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def create_models(root: Path) -> None:
+    torch.manual_seed(1)  # the routers of experts depend on it
     options: dict[str, Any] = {"tie_word_embeddings": False, "dtype": "float32"}
     Qwen3ForCausalLM(Qwen3Config(**SIZES, **options)).save_pretrained(root / "dense")
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, **options)).save_pretrained(root / "experts")
@@ -123,7 +124,8 @@ def create_models(root: Path) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_plan_agrees_with_the_tensors_of_real_ranks(measured: Path, name: str) -> None:
     ranks = LAYOUTS[name].ranks
-    stages = plan_learner(cpu_job(config(measured, LAYOUTS[name])))
+    job = cpu_job(config(measured, LAYOUTS[name]))
+    stages = plan_learner(job)
     for number, plan in enumerate(stages):
         of_stage = range(number * ranks // len(stages), (number + 1) * ranks // len(stages))
         found = [json.loads((measured / f"{name} {rank}.json").read_text()) for rank in of_stage]
@@ -131,7 +133,8 @@ def test_the_plan_agrees_with_the_tensors_of_real_ranks(measured: Path, name: st
             assert getattr(plan, line) == pytest.approx(found[0][line], rel=0.01), line
         # Experts of one rank get more tokens than those of another.
         assert plan.peak - plan.state == pytest.approx(fmean(one["peak"] for one in found), rel=0.1)
-        if plan.logits:
+        # On CPUs the dispatcher of expert parallelism keeps the tokens that it gathered, which that of GPUs does not.
+        if plan.logits and job.expert == 1:
             assert plan.activations == pytest.approx(fmean(one["activations"] for one in found), rel=0.1)
 
 

@@ -16,7 +16,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Split
-from miles_async.planning.plan import GIB, plan_learner
+from miles_async.planning.plan import GIB, LearnerJob, highest, plan_learner
 from tests.configuration import run_config
 from tests.planned_models import MODELS, checkpoint
 
@@ -100,6 +100,27 @@ def test_the_plan_agrees_with_steps_on_an_h200(tmp_path: Path, part: str, tokens
     [plan] = plan_learner(learner_job(config, model, int(card * GIB)))
     assert (plan.weights + plan.optimizer) / GIB == pytest.approx(found["state: size"], rel=0.001)
     assert (plan.peak - plan.state) / GIB == pytest.approx(found[f"{part}: memory"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "tokens, layout, gib",
+    [
+        (2 * 2048, {}, 69.1),
+        (4 * 2048, {"tensor": 2}, 55.7),
+        (2 * 2048, {"pipeline": 2}, 49.8),
+        (4 * 2048, {"tensor": 8}, 28.8),
+    ],
+)
+def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout: dict[str, int], gib: float) -> None:
+    """Llama 2 7B on eight H800, of https://github.com/NVIDIA/Megatron-LM/pull/482. It kept all logits."""
+    dimensions = {"intermediate_size": 11_008, "num_key_value_heads": 32, "vocab_size": 32_000}
+    model = architecture(MODELS["Llama-3.1-8B"] | dimensions)
+    assert model is not None
+    kernels = {"transformer_engine": True, "foreach_adam": False}
+    job = LearnerJob(
+        model=model, ranks=8, tokens=tokens, sharded_optimizer=True, chunk_entries=10**12, **kernels, **layout
+    )
+    assert highest(plan_learner(job)).peak / GIB == pytest.approx(gib, rel=0.06)
 
 
 @pytest.mark.parametrize(
