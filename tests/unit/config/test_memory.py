@@ -116,9 +116,16 @@ def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout:
     dimensions = {"intermediate_size": 11_008, "num_key_value_heads": 32, "vocab_size": 32_000}
     model = architecture(MODELS["Llama-3.1-8B"] | dimensions)
     assert model is not None
-    kernels = {"transformer_engine": True, "foreach_adam": False}
     job = LearnerJob(
-        model=model, ranks=8, tokens=tokens, sharded_optimizer=True, chunk_entries=10**12, **kernels, **layout
+        model=model,
+        ranks=8,
+        tensor=layout.get("tensor", 1),
+        pipeline=layout.get("pipeline", 1),
+        tokens=tokens,
+        sharded_optimizer=True,
+        transformer_engine=True,
+        foreach_adam=False,
+        chunk_entries=10**12,
     )
     assert highest(plan_learner(job)).peak / GIB == pytest.approx(gib, rel=0.06)
 
