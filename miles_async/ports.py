@@ -232,6 +232,13 @@ class WeightChannel(Protocol):
         """Send the staged version to an engine and verify it there. A failure is in the outcome and is not raised."""
         ...
 
+    async def compare(self, engine: str) -> str | None:
+        """Compare the log-probabilities that the engine and the learner compute with the staged version, if necessary.
+
+        Returns a sentence if they differ too much. Raises EngineLostError if the engine does not answer.
+        """
+        ...
+
     async def fall_back(self, engine: str) -> str | None:
         """Use the next transport for this engine from now on; return its name, or None if there is no other one."""
         ...

@@ -85,6 +85,8 @@ class LearnerRank:
         """All ranks but this one, if this is the first rank."""
         self._batch: tuple[int, Sequence[int], Sequence[TrainStep]] | None = None
         """The batch that was received last and is not trained yet: rollout, groups and steps."""
+        self._logprobs: list[float] | None = None
+        """Of the staged version, if the engines are to be compared with it."""
         self._running: set[asyncio.Future[Any]] = set()
         """Calls that occupy a thread now, or wait for one."""
 
@@ -197,13 +199,27 @@ class LearnerRank:
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
         source = self._connected_source
-        await self._run(self._model_thread, lambda: source.stage(version, self._learner.weights(), transports))
+
+        def stage() -> list[float] | None:
+            from miles_async.adapters.weights.source import TOKENS
+
+            source.stage(version, self._learner.weights(), transports)
+            return self._learner.logprobs([TOKENS])[0] if source.compared else None
+
+        self._logprobs = await self._run(self._model_thread, stage)
         self._progress = replace(self._progress, version=version, staged=True, changed=False)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
         """Send this rank's part of the staged version to one engine; several engines may be sent to at once."""
         source = self._connected_source
         return await self._run(self._send_threads, lambda: source.send(version, engine, transport))
+
+    async def compare(self, engine: str) -> float | None:
+        """See `WeightSource.compare`. Returns None if there is nothing to compare, and on all ranks but the first."""
+        source, logprobs = self._connected_source, self._logprobs
+        if self._rank or logprobs is None:
+            return None
+        return await self._run(self._send_threads, lambda: source.compare(engine, logprobs))
 
     async def offload(self) -> None:
         """Release the device memory to an engine that shares the device. All ranks."""

@@ -39,6 +39,8 @@ class NullLearner:
 
     async def connect(self, engines: Sequence[str]) -> None: ...
 
+    async def compare(self, engine: str) -> None: ...
+
     async def fall_back(self, engine: str) -> str | None:
         return None
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from miles_async.adapters.sglang.engine_weights import RankLayout
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.source import TOKENS, WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
@@ -301,6 +301,21 @@ def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
             "engine e0: it writes into the engine's memory, but SGLang's loader derives its gates from the weights"
         )
     source.close()
+
+
+@torch.no_grad()
+def test_an_engine_that_does_not_hold_the_staged_weights_computes_other_log_probabilities(
+    serving: Stack, source: WeightSource
+) -> None:
+    serving.change_weights()
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), [])
+    tokens = torch.tensor(TOKENS)
+    logits = serving.model(tokens[None]).logits[0, :-1]
+    staged = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+    assert source.compare("e0", staged) > 1e-2
+    assert source.send(version, "e0", "memory").error is None
+    assert source.compare("e0", staged) < 1e-4
 
 
 def test_a_tensor_that_reached_the_loader_damaged_is_noticed(

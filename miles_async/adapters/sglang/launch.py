@@ -147,6 +147,10 @@ class EngineServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
+    def end(self) -> str | None:
+        """See `ServerProcess.end`."""
+        return None if self._process is None else self._process.end()
+
     def answers(self) -> str | Literal[False] | None:
         """Return the host and port of the server's metrics, or False if the server does not answer.
 

@@ -99,6 +99,11 @@ def test_the_cause_is_the_last_exception_of_the_log() -> None:
     assert cause("") == "its log is empty"
 
 
+def test_a_failed_assertion_is_explained_by_its_statement() -> None:
+    log = 'Traceback\n  File "x.py", line 1\n    assert x1.is_cuda\n           ^^^^^^^^^^\nAssertionError\nkilled\n'
+    assert cause(log) == "AssertionError: assert x1.is_cuda"
+
+
 def test_the_servers_of_an_engine_that_spans_nodes_connect_to_the_first_node_and_use_separate_devices(
     spec: EngineSpec, cuda: bool
 ) -> None:
