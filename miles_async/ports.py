@@ -162,6 +162,10 @@ class RunStore(Protocol):
 class Learner(Protocol):
     """The processes that train, all ranks together."""
 
+    def pack(self, groups: Sequence[Group]) -> None:
+        """Begin to pack a batch while another one is trained. The next `train` uses it if it gets these groups."""
+        ...
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         """Take the optimizer steps of one batch. Raises FatalError if a rank is lost."""
         ...

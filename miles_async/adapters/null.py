@@ -19,6 +19,8 @@ class NullLearner:
 
     name = "none"
 
+    def pack(self, groups: Sequence[Group]) -> None: ...
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         return StepReport(seconds=0.0, tokens=0, finite=True)
 
