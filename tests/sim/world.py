@@ -168,8 +168,11 @@ class Trainer:
     def pack(self, groups: Sequence[Group]) -> None:
         self.packed = [group.sequence for group in groups]
 
+    def was_packed(self, groups: Sequence[Group]) -> bool:
+        return self.packed == [group.sequence for group in groups]
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
-        self.packed_before.append(self.packed == [group.sequence for group in groups])
+        self.packed_before.append(self.was_packed(groups))
         with self._working():
             await self.clock.sleep(self.seconds)
         if self.keeps_batches:
