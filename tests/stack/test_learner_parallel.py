@@ -53,6 +53,7 @@ advantages, ranks skip groups without an advantage, which a rank alone computes.
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
+UNEVEN = PIPELINE | {"decoder_first_pipeline_num_layers": 1}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
@@ -62,7 +63,7 @@ ALL_ROWS = ROWS | {"use_dynamic_batching_in_train": True, "sequence_length_round
 DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
 """Experts are dealt to the tensor-parallel ranks, which otherwise share each of them."""
 LAYOUTS = {
-    "data parallel": Layout("dense", "usual", 2, {}),
+    "data parallel": Layout("dense", "usual", 2, {"overlap_grad_reduce": True}),
     "tensor parallel": Layout("dense", "usual", 2, TENSOR),
     "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
     "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
@@ -85,7 +86,7 @@ BF16 = {"precision": "bf16"}
 MIXED = {
     "bf16, one rank": Layout("dense", "usual", 1, BF16),
     "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | DISTRIBUTED),
-    "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | PIPELINE | CONTEXT),
+    "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | UNEVEN | CONTEXT),
     "bf16, experts shared and dealt": Layout("experts", "usual", 4, BF16 | SEQUENCE | EXPERT),
 }
 """With weights and activations in bfloat16, which gloo carries too."""
