@@ -44,3 +44,8 @@ class MegatronSwitches(Section):
     """Number of layers of the first pipeline stage. If unset, the stages divide the layers evenly."""
     decoder_last_pipeline_num_layers: int | None = Field(None, ge=1)
     """Number of layers of the last pipeline stage. If unset, the stages divide the layers evenly."""
+    distrib_optim_fully_reshardable_mem_efficient: bool = False
+    """Gather the state of a sharded optimizer for a checkpoint in the host memory of one data-parallel rank. Otherwise
+    all data-parallel ranks gather it on their GPUs, one buffer at a time, and keep it in host memory until the
+    checkpoint is written: 12 bytes for each parameter of the rank's model part. Gathering in host memory takes
+    longer."""

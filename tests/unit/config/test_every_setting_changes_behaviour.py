@@ -471,6 +471,8 @@ NAMED: dict[str, str] = {
     "recompute_modules": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored[feed-forward layers]",
     "decoder_first_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
     "decoder_last_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
+    "distrib_optim_fully_reshardable_mem_efficient": f"{PARALLEL}::"
+    "test_one_rank_holds_the_optimizer_state_of_a_checkpoint_if_it_is_asked_for",
     "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
