@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 from ray.actor import ActorHandle
 
+from miles_async.adapters.megatron.model.environment import DETERMINISTIC, attention_kernels
 from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
@@ -55,7 +56,8 @@ class LearnerRank:
         configure_logging(config.observability.log_format)
         # CUDA, NCCL and OpenMP read their environment when torch is imported.
         if config.learner.deterministic_mode:
-            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+            os.environ |= DETERMINISTIC
+        os.environ |= attention_kernels(config.learner)
         if not has_cuda():
             os.environ |= WITHOUT_COMPILER
         os.environ |= config.learner.train_env_vars
