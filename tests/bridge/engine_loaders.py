@@ -14,8 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +30,7 @@ from miles_async.adapters.sglang.launch import EngineSpec, unused_models
 from miles_async.adapters.sglang.weight_placement import find_placements
 from miles_async.adapters.weights.layout import TensorDescription, TensorPlan, plan_tensors, plans_by_name
 from miles_async.adapters.weights.staging import Staging, describe, plans_of_source
+from miles_async.errors import FatalError
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
 from tests.bridge.families import tensors_of, write_checkpoint
 
@@ -35,13 +38,21 @@ SOURCES = 2
 """Learner ranks that send the weights."""
 BUCKET_BYTES = 1
 """So small that each bucket is one block."""
-PUBLISHED_CONFIG: Mapping[str, Mapping[str, Any]] = {
+SGLANGS_CONFIG: Mapping[str, Mapping[str, Any]] = {
     **ADDED_TO_CONFIG,
+    # SGLang ignores the number of groups under transformers' name. Published checkpoints have SGLang's default, 8.
+    "Nemotron-H": {"mamba_n_groups": 2},
+    "Nemotron-H, experts": {"mamba_n_groups": 2},
     # Megatron-Bridge has another name for the architecture.
-    "Kimi K2": {"architectures": ["DeepseekV3ForCausalLM"]},
+    "Kimi K2": {**ADDED_TO_CONFIG["Kimi K2"], "architectures": ["DeepseekV3ForCausalLM"]},
 }
-"""What `config.json` contains in published checkpoints, and not in those that transformers writes."""
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "SGLANG_HOST_IP": "127.0.0.1"}
+"""What SGLang reads in `config.json` and `write_checkpoint` does not write."""
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    # torch's CUDA build brings NCCL, which several ranks would use although there is no device.
+    "SGLANG_NCCL_SO_PATH": os.devnull,
+}
 """SGLANG_USE_CPU_ENGINE is not set, so SGLang builds the models as for a GPU: its engines on CPUs pad some of them."""
 
 
@@ -54,18 +65,31 @@ class Case:
     ranks: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of SGLang's server."""
+    error: str | None = None
+    """With which SGLang does not load the model."""
 
     @property
     def name(self) -> str:
-        arguments = [f"{name} {value}" for name, value in self.arguments.items()]
-        return ", ".join([self.family, self.dtype, f"{self.ranks} ranks", *arguments])
+        return ", ".join([self.family, self.dtype, f"{self.ranks} ranks", *self.arguments])
 
 
-CASES = [
-    *(Case(family, dtype) for family in [*LOADERS, *WITHOUT_LOADER] for dtype in ("bfloat16", "float32")),
+_EXPERTS = {"ep_size": 2}
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+LOADED = [
+    *(Case(family, dtype) for family in LOADERS for dtype in ("bfloat16", "float32")),
     *(Case(family, ranks=2) for family in LOADERS),
-    *(Case(family, ranks=2, arguments={"ep_size": 2}) for family in ("Qwen3-MoE", "DeepSeek-V3", "gpt-oss")),
+    *(Case(family, ranks=2, arguments=_EXPERTS) for family in ("Qwen3-MoE", "DeepSeek-V3")),
 ]
+REFUSED = [
+    *(Case(family, error=error) for family, error in WITHOUT_LOADER.items()),
+    # SGLang divides the experts of quantised gpt-oss only.
+    Case("gpt-oss", ranks=2, arguments=_EXPERTS, error="The size of tensor a (2) must match the size of tensor b (4)"),
+]
+QUANTISED = [
+    Case("Qwen3", arguments={"quantization": "fp8"}),
+    Case("Qwen3", arguments={"json_model_override_args": json.dumps({"quantization_config": _BLOCKS})}),
+]
+CASES = [*LOADED, *REFUSED, *QUANTISED]
 
 
 def main(folder: Path) -> None:
@@ -83,13 +107,21 @@ def main(folder: Path) -> None:
             process.join()
 
 
+def prepare() -> None:
+    os.environ |= ENVIRONMENT
+    cpu_compat.install()
+    # SGLang imports the kernel of rotary embeddings from here if it knows neither a GPU nor a CPU. Nothing calls it.
+    sys.modules["vllm._custom_ops"] = kernels = ModuleType("vllm._custom_ops")
+    kernels.rotary_embedding = None  # type: ignore[attr-defined]
+
+
 def checkpoint_of(folder: Path, family: str, seed: int) -> Path:
     return folder / family / str(seed)
 
 
 def write_published(family: str, path: Path, seed: int) -> None:
     file = write_checkpoint(family, path, seed) / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | dict(PUBLISHED_CONFIG.get(family, {}))))
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(SGLANGS_CONFIG.get(family, {}))))
 
 
 def import_models(checkpoints: Sequence[Path]) -> None:
@@ -103,12 +135,12 @@ def import_models(checkpoints: Sequence[Path]) -> None:
 def run(case: Case, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     first, second = (tensors_of(checkpoint_of(folder, case.family, seed)) for seed in (1, 2))
-    checkpoint, groups = checkpoint_of(folder, case.family, 1), folder / f"{case.name}.groups"
     try:
-        model = build(case, checkpoint, groups, rank)
-        found = observe(model, first, second, rank)
-    except ValueError as error:
-        found = {"refused": str(error)}
+        model = build(case, checkpoint_of(folder, case.family, 1), folder / f"{case.name}.groups", rank)
+        load(model, first)
+        found = observe_quantised(model, second) if case in QUANTISED else observe(model, first, second, rank)
+    except (ValueError, RuntimeError) as error:
+        found = {"error": str(error)}
     (folder / f"{case.name}.{rank}.json").write_text(json.dumps(found))
 
 
@@ -121,7 +153,7 @@ def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> Model:
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.runtime_context import get_context, publish
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(
@@ -132,6 +164,7 @@ def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> Model:
         attention_backend="triton",
         sampling_backend="pytorch",
         mem_fraction_static=0.5,
+        disable_radix_cache=True,
         **case.arguments,
     )
     publish(arguments, role="scheduler")
@@ -140,32 +173,29 @@ def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> Model:
     init_distributed_environment(case.ranks, rank, f"file://{groups}", rank, "gloo")
     initialize_model_parallel(case.ranks, expert_model_parallel_size=arguments.ep_size)
     initialize_dp_attention(arguments, config)
+    get_context().override("tests", device="cuda")
     with set_default_torch_dtype(config.dtype), torch.device("cpu"):
         model: Model = _initialize_model(config, loading, _get_quantization_config(config, loading))
     return model
 
 
 def observe(model: Model, first: Mapping[str, Tensor], second: Mapping[str, Tensor], rank: int) -> dict[str, Any]:
-    """Load two checkpoints as an engine does when it starts, and publish the first one as the product does.
+    """Publish the checkpoint `first`, with which the model was loaded, after loading `second`.
 
-    The result names the parameters that differ where they should not. In a publish they differ from those of an engine
-    that starts with the first checkpoint.
+    The result names the tensors of the model that are not as they should be. After a publish they should be those of a
+    model that SGLang loads with the first checkpoint.
     """
-    load(model, first)
     expected = state_of(model)
     load(model, second)
     other = state_of(model)
-    layout = find_placements(model, [(name, list(tensor.shape)) for name, tensor in first.items()])
-    found: dict[str, Any] = {
-        "unknown": layout.unknown,
-        "loaded": differences(expected, other),
-        "changed by the search": differences(other, state_of(model)),
-    }
-    layouts: list[RankLayout] = [layout] * dist.get_world_size()
+    layout = find_placements(model, names_and_shapes(first))
+    changed = differences(other, state_of(model))
+    loaded = differences(expected, other)
+    layouts = [layout] * dist.get_world_size()
     dist.all_gather_object(layouts, layout)
     plans = plans_of(model, describe(first.items()), layouts)
 
-    def published(send: Callable[[Model, Staging, int], None]) -> list[str]:
+    def after(send: Callable[[Model, Staging, int], None]) -> list[str]:
         load(model, second)
         for source in range(SOURCES):
             staging = Staging(plans_of_source(plans, source, SOURCES))
@@ -173,10 +203,33 @@ def observe(model: Model, first: Mapping[str, Tensor], second: Mapping[str, Tens
             send(model, staging, rank)
         return differences(expected, state_of(model))
 
-    if layout.unknown is None:
-        found["different after writes"] = published(write)
-    found["different after loads by name"] = published(load_by_name)
-    return found
+    return {
+        "unknown": layout.unknown,
+        # Some parameters are 0, such as the experts' biases of gpt-oss on all ranks but the first.
+        "not loaded": [name for name, one in model.named_parameters() if name not in loaded and one.any()],
+        "changed by the search": changed,
+        "wrong after writes": after(write) if layout.unknown is None else [],
+        "wrong after loads by name": after(load_by_name),
+    }
+
+
+def observe_quantised(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """How a publish to a model that SGLang quantises is refused, and what SGLang's loader does with bfloat16 tensors."""
+    layout = find_placements(model, names_and_shapes(tensors))
+    with pytest.raises(FatalError) as refused:
+        plan_tensors(describe(tensors.items()), [layout], {})
+    before = state_of(model)
+    try:
+        model.load_weights((name, tensor.bfloat16()) for name, tensor in tensors.items())
+    except AssertionError as error:
+        loaded = str(error)
+    else:
+        loaded = "without an error"
+    return {"refused": str(refused.value), "loaded": loaded, "changed": differences(before, state_of(model))}
+
+
+def names_and_shapes(tensors: Mapping[str, Tensor]) -> list[tuple[str, list[int]]]:
+    return [(name, list(tensor.shape)) for name, tensor in tensors.items()]
 
 
 def load(model: Model, tensors: Mapping[str, Tensor]) -> None:
@@ -230,6 +283,5 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
 
 
 if __name__ == "__main__":
-    os.environ |= ENVIRONMENT
-    cpu_compat.install()
+    prepare()
     main(Path(sys.argv[1]))
