@@ -47,9 +47,15 @@ SETTINGS: Mapping[str, Any] = {
 }
 ADDED_TO_CONFIG: Mapping[str, Mapping[str, Any]] = {
     # Published checkpoints have these, SGLang reads them, and the classes of transformers do not write them.
+    "DeepSeek-V2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "DeepSeek-V3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "Gemma 2": {"hidden_act": "gelu_pytorch_tanh"},
+    "Kimi K2": {"moe_layer_freq": 1, "topk_method": "noaux_tc"},
     "MiniMax-M2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     "Qwen3-Next": {"full_attention_interval": 4},
+    "Qwen3.5": {"full_attention_interval": 4},
+    "Qwen3.5-MoE": {"full_attention_interval": 4},
+    "gpt-oss": {"swiglu_limit": 7.0},
 }
 COMPLAINT = "train_async.py: "
 """The beginning of the line that says why a run ended."""

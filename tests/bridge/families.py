@@ -179,11 +179,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def write_checkpoint(name: str, path: Path) -> Path:
+def write_checkpoint(name: str, path: Path, seed: int = 1) -> Path:
     """Write the family's checkpoint, with random values in every tensor."""
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.settings)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():

@@ -63,6 +63,15 @@ class TensorPlan:
     """The parts that are staged one after the other; empty if the tensor is staged in its own order."""
 
     @property
+    def block(self) -> str:
+        """The part of the model that holds the tensor, such as the attention of a layer, or one expert.
+
+        SGLang's loader may need several tensors of a block at once. For example, it concatenates two projections of
+        DeepSeek's attention, and ignores one that comes without the other. So a block is sent as a whole.
+        """
+        return self.name.rsplit(".", 2)[0]
+
+    @property
     def numel(self) -> int:
         """Number of staged elements."""
         return sum(piece.numel for piece in self.pieces) if self.pieces else math.prod(self.shape)
@@ -74,9 +83,14 @@ def plan_tensors(
     """Plan the copies of every tensor, in the order of `tensors`.
 
     `ranks` are the layouts of an engine's tensor-parallel ranks, and `dtypes` those of its parameters. Raises
-    FatalError if engine and learner do not hold the same model.
+    FatalError if engine and learner do not hold the same model, or if SGLang quantizes weights.
     """
     for layout in ranks:
+        if layout.quantized is not None:
+            raise FatalError(
+                f"the engine quantises its parameter {layout.quantized}, and the learner's weights are not quantised: "
+                "start the engines without quantisation"
+            )
         if layout.refused is not None:
             raise FatalError(f"the engine serves another model: SGLang refuses the learner's tensors: {layout.refused}")
         if layout.unfilled:
