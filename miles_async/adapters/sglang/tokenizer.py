@@ -114,7 +114,7 @@ class CheckpointTokenizer:
             )
         if (medium := _medium(messages)) is not None:
             # The templates of models that also take images would write a token in place of the image.
-            raise TemplateError(f"a message contains {medium}, but runs train on text only: leave it out")
+            raise TemplateError(f"a message contains {medium}, but the model reads only text: leave it out")
         try:
             text = self.transformers.apply_chat_template(
                 messages,
