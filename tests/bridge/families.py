@@ -176,16 +176,6 @@ FAMILIES: Mapping[str, Family] = {
         },
         architecture="Gemma3ForConditionalGeneration",
     ),
-    "Mistral 3, images": Family(
-        "Mistral3Config",
-        {
-            "text_config": _GROUPED | {"model_type": "mistral", "sliding_window": None},
-            "vision_config": _SIGLIP | {"model_type": "pixtral", "head_dim": 16},
-            "image_token_index": 320,
-            "tie_word_embeddings": False,
-        },
-        architecture="Mistral3ForConditionalGeneration",
-    ),
     "Qwen3.5, images": Family(
         "Qwen3_5Config",
         {
