@@ -97,6 +97,7 @@ _SIGLIP = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "image_size": 28,
+    "vision_use_head": False,
     "patch_size": 14,
 }
 _QWEN_VISION = {
