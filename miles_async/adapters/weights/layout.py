@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from miles_async.adapters.sglang.engine_weights import Placement, RankLayout, Shape
 from miles_async.errors import FatalError
+from miles_async.models.text_part import is_of_images
 
 TensorDescription = tuple[str, Shape, str]
 """Hugging Face name, full shape, and torch's name of the dtype, such as `bfloat16`."""
@@ -93,8 +94,8 @@ def plan_tensors(
             )
         if layout.refused is not None:
             raise FatalError(f"the engine serves another model: SGLang refuses the learner's tensors: {layout.refused}")
-        if layout.unfilled:
-            parameter = layout.unfilled[0]
+        if unfilled := [parameter for parameter in layout.unfilled if not is_of_images(parameter)]:
+            parameter = unfilled[0]
             raise FatalError(f"the engine serves another model: the learner does not fill its parameter {parameter}")
     placements: defaultdict[int, list[tuple[int, Placement]]] = defaultdict(list)
     for rank, layout in enumerate(ranks):
