@@ -214,7 +214,7 @@ def observe(model: Model, first: Mapping[str, Tensor], second: Mapping[str, Tens
 
 
 def observe_quantised(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How a publish to a model that SGLang quantises is refused, and what SGLang's loader does with bfloat16 tensors."""
+    """How a publish to a quantised model is refused, and what SGLang's loader does with bfloat16 tensors."""
     layout = find_placements(model, names_and_shapes(tensors))
     with pytest.raises(FatalError) as refused:
         plan_tensors(describe(tensors.items()), [layout], {})
