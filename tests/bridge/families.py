@@ -243,6 +243,8 @@ def write_checkpoint(name: str, path: Path, seed: int = 1) -> Path:
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     save(model, path)
     byte_tokenizer().save_pretrained(path)
+    if config.model_type in ("qwen3_5", "qwen3_5_moe"):
+        transformers.Qwen2VLImageProcessor().save_pretrained(path)  # its engines read the file at their start
     if family.architecture is not None:
         file = path / "config.json"
         content = json.loads(file.read_text()) | {"architectures": [family.architecture]}
