@@ -54,7 +54,11 @@ class PluginSource(ModelSource):
             self._plugin, self._hf_config, padded_vocabulary=self._padded, dtype=dtype_of(settings)
         )
         with plugin_errors(self._plugin, "describe its position embedding"):
-            self._position_embedding = self._plugin.gpt_model(self._hf_config)
+            arguments = self._plugin.gpt_model(self._hf_config)
+        of_config = {name for name in arguments if name.startswith("yarn_")}
+        for name in of_config:
+            setattr(self.config, name, arguments[name])
+        self._position_embedding = {name: value for name, value in arguments.items() if name not in of_config}
 
     def build(self, vp_stage: int | None) -> torch.nn.Module:
         config, plugin, hf_config = self.config, self._plugin, self._hf_config
