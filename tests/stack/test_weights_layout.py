@@ -234,7 +234,7 @@ def test_a_staged_tensor_can_be_read_in_buckets_of_any_size() -> None:
 def test_projections_that_sglangs_loader_joins_come_in_one_bucket_from_one_source(sources: int) -> None:
     attention = f"{LAYER}.self_attn"
     joined = {f"{attention}.q_a_proj.weight", f"{attention}.kv_a_proj_with_mqa.weight"}
-    shapes = {f"{attention}.{name}_proj.weight": (64, 64) for name in ("q_a", "q_b", "kv_b", "o")}
+    shapes: Shapes = {f"{attention}.{name}_proj.weight": (64, 64) for name in ("q_a", "q_b", "kv_b", "o")}
     shapes |= {f"{LAYER}.mlp.experts.{expert}.up_proj.weight": (96, 64) for expert in range(4)}
     shapes |= {f"{attention}.kv_a_proj_with_mqa.weight": (24, 64), f"{attention}.q_a_layernorm.weight": (64,)}
     plans = plans_by_name([(name, shape, "bfloat16") for name, shape in shapes.items()])
