@@ -102,7 +102,10 @@ def test_every_architecture_that_needs_no_request_is_compared_with_transformers(
     def architecture(name: str) -> str:
         family = FAMILIES[name]
         config = getattr(transformers, family.config)
-        return family.architecture or str(transformers.AutoModelForCausalLM._model_mapping[config].__name__)
+        if family.architecture is not None:
+            return family.architecture
+        model: Any = transformers.AutoModelForCausalLM._model_mapping[config]
+        return str(model.__name__)
 
     assert {architecture(name) for name in FAMILIES} == TESTED | TEXT_PARTS.keys()
     assert set(TEXT_PARTS.values()) <= TESTED
