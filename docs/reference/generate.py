@@ -119,7 +119,8 @@ def models_page() -> str:
         "without its sliding window, so contexts that are longer than the window differ. Gemma differs because",
         "[SGLang computes the exact GELU](../how-to/model-data-reward.md#model). Mixtral has a plug-in, which `make",
         "test-all` compares with transformers. Kimi-Linear cannot be trained: neither Megatron-Bridge nor transformers",
-        "has it.",
+        "has it. Families with images are compared and trained in",
+        "[their text part](../how-to/bridge-models.md#models-that-also-take-images).",
     ]
     return "\n".join(lines) + "\n"
 
