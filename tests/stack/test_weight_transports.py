@@ -334,6 +334,10 @@ def test_a_tensor_that_reached_the_loader_damaged_is_noticed(
     save_file(tensors, file, metadata={"format": "pt"})
     outcome = source.send(version, "e0", "disk")
     assert outcome.error == f"engine e0: {name} on rank 0 differs from what was sent"
+    # Other tests use the engine.
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), ["disk"])
+    assert source.send(version, "e0", "disk").error is None
     source.close()
 
 
