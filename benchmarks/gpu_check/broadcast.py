@@ -79,16 +79,16 @@ def takes_no_part(report: Report, transport: BroadcastTransport, staging: Stagin
     """The engine answers that it has joined, but it forms no communicator. The time includes that of aborting."""
     began = time.perf_counter()
     with answering(hold="/update_weights_from_distributed") as url:
-        absent = EngineMemory(EngineInfo("absent", url, 0, tp=1), ())
+        engine = EngineMemory(EngineInfo("silent", url, 0, tp=1), ())
         try:
-            transport.connect(absent)
-            transport.send(staging, absent)
+            transport.connect(engine)
+            transport.send(staging, engine)
         except EngineLostError:
             seconds = time.perf_counter() - began
         else:
             raise RuntimeError("the send did not fail")
         report.figure("an engine takes no part", seconds, "s", at_most=SECONDS + ABORT_SECONDS)
-        transport.disconnect("absent")
+        transport.disconnect("silent")
         time.sleep(SECONDS)  # a watchdog would end this process now
 
 

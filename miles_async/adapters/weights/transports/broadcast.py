@@ -7,10 +7,11 @@ and a lost engine would break the group for all others.
 A group is a bare backend of torch.distributed, so it is in none of torch's tables: the learner's groups do not see it,
 and nothing remains of it once it is dropped.
 
-Sends to several engines run at once, and an engine answers one request after the other. If two sources broadcast to two
-engines in opposite orders, NCCL might never run the kernels that the engines wait for. So a source has at most one
-broadcast under way, and asks an engine to take part only when nothing but the engine can delay it. The engine at the
-head of a queue then always finds its source ready.
+Sends to several engines run at once, and an engine handles one request after the other, in the order in which the
+sources ask. A GPU runs a limited number of kernels at once, and NCCL's kernels occupy it until the other side takes
+part. If each source ran only broadcasts that its engines have queued behind those of another source, all would wait
+forever. So a source has at most one broadcast under way, and asks an engine to take part when its bucket is ready on
+the GPU: whichever request an engine handles, its source takes part.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
     from miles_async.adapters.weights.staging import Staging
 
 T = TypeVar("T")
-FAREWELL_SECONDS = 5.0
+LEAVE_SECONDS = 5.0
 """Time for an engine to leave a group. It may have died."""
 POLL_SECONDS = 0.001
+"""Time between two looks at whether a broadcast has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class BroadcastTransport(Transport):
         """For copies and broadcasts, so that they do not wait for a training step, nor the step for them."""
         self._groups: dict[str, EngineGroup] = {}
         self._turn = Lock()
-        """Held by the only broadcast of this source."""
+        """Held during a broadcast."""
 
     def connect(self, engine: EngineMemory) -> None:
         """Form the process group. Both sides join at the same time."""
@@ -103,7 +105,7 @@ class BroadcastTransport(Transport):
         }
         join = partial(self._join, store, name, size)
         backend, joined = self._with_engine(engine.info, "/init_weights_update_group", request, join)
-        _check(joined)
+        _result(joined)
         self._groups[engine.name] = EngineGroup(name, engine.info, backend)
 
     def disconnect(self, name: str) -> None:
@@ -121,7 +123,7 @@ class BroadcastTransport(Transport):
                 engine,
                 "/destroy_weights_update_group",
                 request,
-                timeout=min(FAREWELL_SECONDS, self.source.timeout),
+                timeout=min(LEAVE_SECONDS, self.source.timeout),
             )
 
     def send(self, staging: Staging, engine: EngineMemory) -> int:
@@ -175,7 +177,7 @@ class BroadcastTransport(Transport):
                 _abort(group.backend)
                 raise
         # The next engine may receive while this one loads.
-        _check(loaded)
+        _result(loaded)
         return flat.numel()
 
     def _broadcast(self, backend: Backend, flat: torch.Tensor) -> None:
@@ -188,7 +190,7 @@ class BroadcastTransport(Transport):
         with torch.cuda.stream(self._stream):
             work = backend.broadcast([flat], options)  # type: ignore[attr-defined]  # torch's stub lacks it
             # `wait` alone would also let the stream wait. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron may need,
-            # the kernels of a training step would queue behind that.
+            # the kernels of a training step might queue behind that.
             while not work.is_completed():
                 time.sleep(POLL_SECONDS)
             work.wait()
@@ -209,15 +211,12 @@ class BroadcastTransport(Transport):
         both: list[Future[Any]] = [answered, done]
         wait(both, self.source.timeout, FIRST_COMPLETED)
         if answered.done():
-            _check(answered)
+            _result(answered)
         try:
-            failure = done.exception(max(0.0, deadline - time.monotonic()))
+            return _result(done, max(0.0, deadline - time.monotonic())), answered
         except TimeoutError as late:
             sentence = f"{engine.url}{path}: the engine did not take part for {self.source.timeout:g} s"
             raise EngineLostError(sentence) from late
-        if isinstance(failure, RuntimeError):
-            raise EngineLostError(f"{engine.url}{path}: {failure}")
-        return done.result(), answered
 
 
 def _in_thread(call: Callable[[], T]) -> Future[T]:
@@ -236,11 +235,13 @@ def _run(future: Future[T], call: Callable[[], T]) -> None:
         del future, call
 
 
-def _check(answered: Future[Any]) -> None:
-    """Wait for the answer of an engine. Raises EngineLostError if the engine has failed."""
-    # `result` would raise the exception of the future, whose traceback would then contain the frame with the future.
-    if (failure := answered.exception()) is not None:
+def _result(future: Future[T], timeout: float | None = None) -> T:
+    """Wait for a result. Raises EngineLostError if the collective or the engine failed, TimeoutError if it is late."""
+    failure = future.exception(timeout)
+    if isinstance(failure, (EngineLostError, RuntimeError)):
+        # Another exception than the one that the future keeps: its traceback would contain the frame with the future.
         raise EngineLostError(str(failure))
+    return future.result()
 
 
 def _abort(backend: Backend) -> None:
