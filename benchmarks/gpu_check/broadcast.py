@@ -107,8 +107,8 @@ def dies(report: Report, transport: BroadcastTransport, staging: Staging) -> Non
             lost = pool.submit(transport.send, staging, there[0])
             if not dying.asked.wait(SECONDS):
                 raise RuntimeError("the engine was not asked to take part")
-            dying.kill()
             began = time.perf_counter()
+            dying.kill()
             if not isinstance(failure := lost.exception(), EngineLostError):
                 raise RuntimeError(f"the send ended with {failure!r}")
         report.figure("an engine dies", time.perf_counter() - began, "s", at_most=SECONDS)
