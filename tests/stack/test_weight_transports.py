@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,11 +23,12 @@ from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.transports import TRANSPORTS as TRANSPORT_PLUGINS
+from tests.broadcast_engine import held_here
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
 from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.stack.learning import create_experts, learning, uneven_groups
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -263,6 +265,28 @@ def test_a_write_to_an_engine_that_hangs_times_out_and_never_resumes(
         os.kill(scheduler, signal.SIGCONT)
     assert outcome.final
     source.close()
+
+
+def test_reconnects_by_broadcast_leave_nothing_in_the_learner_and_in_sglang(
+    serving: Stack, source: WeightSource
+) -> None:
+    source.stage(1, serving.named_tensors(), [])
+    scheduler = psutil.Process(source._engines["e0"].ranks[0].pid)
+
+    def held() -> list[int]:
+        here = held_here()
+        return [*here.values(), scheduler.num_threads(), scheduler.num_fds()]
+
+    def reconnect() -> None:
+        assert source.send(1, "e0", "broadcast").error is None
+        source.connect([], {})
+        source.connect([serving.engine], {})
+
+    reconnect()
+    before = held()
+    for _ in range(20):
+        reconnect()
+    wait_until(lambda: held() == before, f"{before} are left, and not {held()}")
 
 
 def test_a_version_that_was_not_staged_is_not_sent(serving: Stack, source: WeightSource) -> None:

@@ -133,6 +133,9 @@ class WeightSource:
                 self._verify(self._engines[name])
         except (EngineLostError, FatalError) as failure:
             error = f"engine {name}: {failure}"
+            # A repeated send connects again, because a failure may have broken the connection.
+            with self._lock:
+                self._connections.discard((transport, name))
         seconds = time.perf_counter() - started
         # A send that ran into the timeout may still be writing in the background, so no other send may follow it.
         final = error is not None and (seconds > 0.9 * self.timeout or not self._is_alive(name))
