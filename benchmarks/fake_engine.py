@@ -3,9 +3,10 @@
     python -m benchmarks.fake_engine --port 32000 --latency 0.05
 
 Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256 tokens (`--tokens`) with
-log-probabilities and a weight version. With `--text TEXT`, an answer is that text with one token per byte, and the
-end-of-sequence token of tiny models. `/abort_request` ends all waiting requests. The latency can be changed at any
-time: after `POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and 1.5 times 0.2 seconds.
+log-probabilities, packed if the request asks for that, and a weight version. With `--text TEXT`, an answer is that text
+with one token per byte, and the end-of-sequence token of tiny models. `/abort_request` ends all waiting requests. The
+latency can be changed at any time: after `POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and
+1.5 times 0.2 seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import argparse
 import asyncio
 import logging
 import random
+from base64 import b64encode
 from typing import Any
 
+import numpy as np
 import orjson
 import uvloop
 from aiohttp import web
+
+from miles_async.adapters.sglang.plugin import PACKED
 
 TOKENS = 256
 VERSION = "0"
@@ -53,25 +58,31 @@ def _saying(text: str) -> dict[str, Any]:
     return {**answer("fake", 64, len(ids), "stop"), "output_ids": ids, "text": text}
 
 
+def _bodies(said: dict[str, Any]) -> tuple[bytes, bytes]:
+    """A response as SGLang sends it, and with packed log-probabilities."""
+    logprobs = np.array([logprob for logprob, *_ in said["meta_info"]["output_token_logprobs"]], "<f4")
+    packed = {"output_token_logprobs": b64encode(logprobs.tobytes()).decode()}
+    return orjson.dumps(said), orjson.dumps({**said, "meta_info": {**said["meta_info"], **packed}})
+
+
 class FakeEngine:
     def __init__(self, latency: float, tokens: int = TOKENS, text: str | None = None, token_text: str = "7") -> None:
         self._latency, self._spread = latency, 0.0
         self._random = random.Random(1)
         self._aborted = asyncio.Event()
         # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
-        self._completed = orjson.dumps(
-            answer("fake", 64, tokens, token_text=token_text) if text is None else _saying(text)
-        )
-        self._truncated = orjson.dumps(answer("fake", 64, 0, "abort"))
+        completed = answer("fake", 64, tokens, token_text=token_text) if text is None else _saying(text)
+        self._bodies = [_bodies(one) for one in (completed, answer("fake", 64, 0, "abort"))]
 
     async def generate(self, http: web.Request) -> web.Response:
         request = orjson.loads(await http.read())
         prompts = request["input_ids"]
-        aborted, body = self._aborted, self._completed
+        packed = str(request.get("rid")).startswith(PACKED)
+        aborted, body = self._aborted, self._bodies[0][packed]
         try:
             factor = 1 + self._spread * self._random.uniform(-1, 1)
             await asyncio.wait_for(aborted.wait(), self._latency * factor)
-            body = self._truncated
+            body = self._bodies[1][packed]
         except TimeoutError:
             pass
         is_list = isinstance(prompts[0], list)

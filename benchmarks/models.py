@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.records import record, recorded
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.models.plugin import MODELS
 from miles_async.types import Sample
-from tests.bridge.families import FAMILIES, write_checkpoint
+from tests.bridge.families import FAMILIES, class_of, write_checkpoint
 
 STEPS = 10
 SETTINGS: Mapping[str, Any] = {
@@ -47,9 +47,15 @@ SETTINGS: Mapping[str, Any] = {
 }
 ADDED_TO_CONFIG: Mapping[str, Mapping[str, Any]] = {
     # Published checkpoints have these, SGLang reads them, and the classes of transformers do not write them.
+    "DeepSeek-V2": {"moe_layer_freq": 1, "scoring_func": "softmax"},
+    "DeepSeek-V3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "Gemma 2": {"hidden_act": "gelu_pytorch_tanh"},
+    "Kimi K2": {"moe_layer_freq": 1, "topk_method": "noaux_tc"},
     "MiniMax-M2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     "Qwen3-Next": {"full_attention_interval": 4},
+    "Qwen3.5": {"full_attention_interval": 4},
+    "Qwen3.5-MoE": {"full_attention_interval": 4},
+    "gpt-oss": {"swiglu_limit": 7.0},
 }
 COMPLAINT = "train_async.py: "
 """The beginning of the line that says why a run ended."""
@@ -95,7 +101,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         reasons = [line.removeprefix(COMPLAINT) for line in done.stderr.splitlines() if line.startswith(COMPLAINT)]
         return {"failed": re.sub(r" \(log: .*\)", "", reasons[-1]) if reasons else done.stderr[-300:]}
     summary = json.loads((folder / "run" / "latest" / "summary.json").read_text())
-    compared, furthest = compare(folder)
+    compared, furthest = compare(folder, class_of(FAMILIES[name].architecture))
     return {"steps": summary["rollouts"], "transport": summary["weight_transfer"]} | {
         "compared_tokens": compared,
         "difference": furthest,
@@ -103,8 +109,11 @@ def train(name: str, folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(folder: Path) -> tuple[int, float]:
-    """Number of tokens, and the greatest difference of their log-probabilities between engine and transformers."""
+def compare(folder: Path, opened_by: Any) -> tuple[int, float]:
+    """Number of tokens, and the greatest difference of their log-probabilities between engine and transformers.
+
+    `opened_by` is the class in transformers that opens the exports.
+    """
     compared, furthest = 0, 0.0
     models: dict[int, PreTrainedModel] = {}
     for path in sorted(folder.glob("rollout_*")):
@@ -114,7 +123,7 @@ def compare(folder: Path) -> tuple[int, float]:
                 continue
             if version not in models:
                 exported = folder / f"version_{version - 1}"
-                models[version] = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+                models[version] = opened_by.from_pretrained(exported, dtype=torch.float32)
             tokens = torch.tensor(list(sample.tokens))
             logprobs = models[version](tokens[None]).logits[0, :-1].log_softmax(-1)
             computed = logprobs.gather(1, tokens[1:, None])[-sample.response_length :, 0]

@@ -135,6 +135,8 @@ class Instant:
     async def send(self, version: int, engine: str) -> SendOutcome:
         return SendOutcome(engine=engine, seconds=0, bytes=0)
 
+    async def compare(self, engine: str) -> None: ...
+
     def routed(self) -> Sequence[str]:
         return ("fake",)
 

@@ -162,6 +162,10 @@ class RunStore(Protocol):
 class Learner(Protocol):
     """The processes that train, all ranks together."""
 
+    def pack(self, groups: Sequence[Group]) -> None:
+        """Begin to pack a batch while another one is trained. The next `train` uses it if it gets these groups."""
+        ...
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         """Take the optimizer steps of one batch. Raises FatalError if a rank is lost."""
         ...
@@ -230,6 +234,13 @@ class WeightChannel(Protocol):
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         """Send the staged version to an engine and verify it there. A failure is in the outcome and is not raised."""
+        ...
+
+    async def compare(self, engine: str) -> str | None:
+        """Compare the log-probabilities that the engine and the learner compute with the staged version, if necessary.
+
+        Returns a sentence if they differ too much. Raises EngineLostError if the engine does not answer.
+        """
         ...
 
     async def fall_back(self, engine: str) -> str | None:

@@ -15,7 +15,9 @@ from operator import index
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from miles_async.columns.column import COLUMNS, SampleLimits, columns_of, set_column
 from miles_async.columns.spans import check_version
@@ -64,10 +66,19 @@ class AnswerMeta(Struct):
     """The part of `meta_info` that is read."""
 
     finish_reason: FinishReason
-    output_token_logprobs: list[OutputToken]
+    output_token_logprobs: list[OutputToken] | bytes
+    """As float32 in base64 if the engine packs them (`adapters/sglang/plugin.py`)."""
     weight_versions: list[ReportedSpan] | None = None
     output_token_sampling_mask: list[list[_TokenId]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
+
+    @property
+    def log_probs(self) -> list[float] | NDArray[np.float32]:
+        """The log-probability of each output token in nats."""
+        reported = self.output_token_logprobs
+        if isinstance(reported, bytes):
+            return np.frombuffer(reported, "<f4", len(reported) // 4).astype(np.float32)
+        return [token.log_prob for token in reported]
 
 
 class EngineAnswer(Struct):

@@ -69,7 +69,10 @@ class Transport(Plugin):
         self.source = source
 
     def connect(self, engine: EngineMemory) -> None:
-        """Connect to an engine, which may have been restarted. Raises EngineLostError if it is out of reach."""
+        """Connect to an engine, and again after a failed send or if the engine was restarted.
+
+        Raises EngineLostError if it is out of reach.
+        """
 
     def disconnect(self, name: str) -> None:
         """Disconnect an engine; does nothing if it is not connected."""

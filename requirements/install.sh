@@ -61,6 +61,15 @@ install_torch() {
     pip install --no-warn-conflicts "${pin%% *}"
 }
 
+# The learner's layers and attention on GPUs. pip builds both against the installed torch, which needs CUDA's compiler.
+transformer_engine='transformer-engine[core_cu13,pytorch]==2.11.0 flash-attn==2.8.3.post2'
+install_transformer_engine() {
+    echo "Building Transformer Engine and flash-attn; this can take many minutes"
+    # shellcheck disable=SC2086 # two requirements
+    pip install --no-build-isolation $transformer_engine && return
+    echo "Transformer Engine and flash-attn cannot be installed, so the learner uses local layers in PyTorch. To try again: $venv/bin/python -m pip install --no-build-isolation $transformer_engine" >&2
+}
+
 # The model of `make run`. Everything else works without it.
 install_model() {
     local pin
@@ -112,6 +121,7 @@ if [ "${1:-}" = gpu ] || [ -e "$venv/gpu" ]; then
     echo "Installing for CUDA; this downloads many gigabytes"
     pip uninstall --yes mooncake-transfer-engine-non-cuda # it provides the same module as the RDMA build
     pip install --editable ".[gpu,dev]"
+    install_transformer_engine
     touch "$venv/gpu"
 else
     echo "Installing $(grep -c == "$lock") pinned packages (about 3.4 GB the first time, a few minutes)"

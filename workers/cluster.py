@@ -32,7 +32,7 @@ from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.ray.private_files import keep_logs, make_private_folder, protect_token
-from miles_async.adapters.ray.servers import start_engine
+from miles_async.adapters.ray.servers import end_of_engine, start_engine
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.sglang.server_key import new_key
@@ -44,7 +44,7 @@ from miles_async.adapters.weights.channel import find_transports
 from miles_async.config.device_plan import Bundle, by_node, demand_of
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError, UserError
+from miles_async.errors import EngineLostError, FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
@@ -488,7 +488,14 @@ class Cluster:
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
         ranks = RayRanks(self.learner.actors)
-        transports = await find_transports(ranks, self._config.weights.weight_transfer, engines)
+        try:
+            transports = await find_transports(ranks, self._config.weights.weight_transfer, engines)
+        except EngineLostError as lost:
+            ends = await asyncio.gather(*map(end_of_engine, self._engine_actors.values()))
+            for engine, end in zip(self._engine_actors, ends, strict=True):
+                if end is not None:
+                    raise FatalError(f"engine {engine} does not work: {end}") from lost
+            raise
         details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 

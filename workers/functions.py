@@ -43,6 +43,13 @@ def run_functions(
     )
 
 
+def packs_ahead(config: RunConfig, entry: str) -> bool:
+    """See `Ports.packs_ahead`."""
+    rollout = config.rollout
+    changes = rollout.rollout_sample_filter_path is not None or rollout.reward_key is not None
+    return takes_from_queue(config, entry) and not changes and not rollout.shuffle_rewards
+
+
 def _rollout_function(
     config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None
 ) -> RolloutFunction | None:

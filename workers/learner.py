@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 from ray.actor import ActorHandle
 
+from miles_async.adapters.megatron.model.environment import DETERMINISTIC, attention_kernels
 from miles_async.adapters.ray.actor_errors import all_results
 from miles_async.adapters.sglang.launch import WITHOUT_COMPILER, EngineInfo, has_cuda
 from miles_async.adapters.storage.warm_starts import Problems, WarmStarted
@@ -55,7 +56,8 @@ class LearnerRank:
         configure_logging(config.observability.log_format)
         # CUDA, NCCL and OpenMP read their environment when torch is imported.
         if config.learner.deterministic_mode:
-            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+            os.environ |= DETERMINISTIC
+        os.environ |= attention_kernels(config.learner)
         if not has_cuda():
             os.environ |= WITHOUT_COMPILER
         os.environ |= config.learner.train_env_vars
@@ -85,6 +87,8 @@ class LearnerRank:
         """All ranks but this one, if this is the first rank."""
         self._batch: tuple[int, Sequence[int], Sequence[TrainStep]] | None = None
         """The batch that was received last and is not trained yet: rollout, groups and steps."""
+        self._logprobs: list[float] | None = None
+        """Of the staged version, if the engines are to be compared with it."""
         self._running: set[asyncio.Future[Any]] = set()
         """Calls that occupy a thread now, or wait for one."""
 
@@ -197,13 +201,27 @@ class LearnerRank:
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
         source = self._connected_source
-        await self._run(self._model_thread, lambda: source.stage(version, self._learner.weights(), transports))
+
+        def stage() -> list[float] | None:
+            from miles_async.adapters.weights.source import TOKENS
+
+            source.stage(version, self._learner.weights(), transports)
+            return self._learner.logprobs([TOKENS])[0] if source.compared else None
+
+        self._logprobs = await self._run(self._model_thread, stage)
         self._progress = replace(self._progress, version=version, staged=True, changed=False)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
         """Send this rank's part of the staged version to one engine; several engines may be sent to at once."""
         source = self._connected_source
         return await self._run(self._send_threads, lambda: source.send(version, engine, transport))
+
+    async def compare(self, engine: str) -> float | None:
+        """See `WeightSource.compare`. Returns None if there is nothing to compare, and on all ranks but the first."""
+        source, logprobs = self._connected_source, self._logprobs
+        if self._rank or logprobs is None:
+            return None
+        return await self._run(self._send_threads, lambda: source.compare(engine, logprobs))
 
     async def offload(self) -> None:
         """Release the device memory to an engine that shares the device. All ranks."""

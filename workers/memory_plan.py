@@ -19,9 +19,11 @@ def main(argv: Sequence[str]) -> int:
     if model is None or memory is None:
         print("make plan: set gpu_memory_gib, and hf_checkpoint to a model whose family is known", file=sys.stderr)
         return EXIT_INVALID
-    card, precision = int(memory * GIB), config.learner.precision
+    # The default on GPUs, where this is not.
+    card, precision = int(memory * GIB), config.learner.precision or "bf16"
     tokens = learner_job(config, model, card).tokens
-    measured = measure_stages(config.learner, str(config.model.hf_checkpoint), tokens)
+    learner = config.learner.model_copy(update={"precision": precision})
+    measured = measure_stages(learner, str(config.model.hf_checkpoint), tokens)
     print(f"from the settings:\n\n{memory_table(plan_of(config, model, card), precision)}\n")
     known = all(one.kept is not None for one in measured)
     parts = "weights and activations" if known else "weights"

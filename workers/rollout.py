@@ -51,7 +51,7 @@ from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .functions import dynamic_filter, run_functions
+from .functions import dynamic_filter, packs_ahead, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
 from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
@@ -174,6 +174,7 @@ class RolloutWorker:
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
                 functions=run_functions(config, self._entry, generators, recording, self._journal),
+                packs_ahead=packs_ahead(config, self._entry),
                 keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 processors=Processors().in_use,

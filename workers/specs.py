@@ -146,7 +146,8 @@ def engine_spec(
         evaluation_concurrency=config.evaluation_concurrency,
         seed=config.data.rollout_seed,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
-        dtype="bfloat16" if config.learner.precision == "bf16" else "auto",
+        # Engines on CPUs compute in float32, whatever this says.
+        dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
         colocated=config.cluster.colocate,
         p2p=TRANSPORTS.needs_transfer_engine(config.weights.weight_transfer),
         server_args=engine.sglang_server_args,

@@ -84,7 +84,7 @@ def send_weights(report: Report, engine: EngineInfo, learner: MegatronLearner, r
                 outcome = source.send(version, engine.name, transport)
                 if outcome.error is not None:
                     raise RuntimeError(outcome.error)
-                recompute(report, learner, engine, part, version, run.learner.precision)
+                recompute(report, learner, engine, part, version, run.learner.precision or "bf16")
         source.close()
 
 

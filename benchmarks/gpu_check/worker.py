@@ -23,6 +23,7 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "publish-bf16": ("publish", "check", {"precision": "bf16"}),
     "publish-fp32": ("publish", "check", {"precision": "fp32"}),
     "publish-rdma": ("publish", "check_rdma", {}),
+    "broadcast": ("broadcast", "check", {}),
     "offload": ("offload", "check", {}),
     "job-colocated": ("job", "check_colocated", {}),
     "job-disaggregated": ("job", "check_disaggregated", {}),

@@ -18,6 +18,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
+from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
@@ -100,7 +101,8 @@ def models_page() -> str:
     ]
     for name, result in recorded["result"].items():
         if "failed" in result:
-            trained, difference = f"no: {_escaped(result['failed'])}", ""
+            shown = "its loader on CPU parameters" if name in LOADERS else ""
+            trained, difference = f"no: {_escaped(result['failed'])}", shown
         else:
             trained, difference = f"yes, `{result['transport']}`", f"{result['difference']:.1e} nats"
         sources, layouts = (", ".join(result[key]) for key in ("sources", "layouts"))
@@ -108,12 +110,17 @@ def models_page() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "An engine on a CPU is SGLang with attention in PyTorch, which lacks what some families need. With multi-head",
+        "An engine on a CPU is SGLang with attention in PyTorch, which lacks what some families need. For these,",
+        "`tests/bridge/test_engine_loaders.py` shows that a publish gives the parameters that the engine's own loader",
+        "gives, on CPU parameters and without computing with them ([Engines](../how-to/bridge-models.md#engines)).",
+        f"SGLang has no model of {', '.join(WITHOUT_LOADER)}. With multi-head",
         "latent attention it computes other log-probabilities than transformers from the start, although weights that",
-        "were published give the same log-probabilities as an engine that starts with them. Gemma differs because",
+        "were published give the same log-probabilities as an engine that starts with them. SGLang computes Mistral",
+        "without its sliding window, so contexts that are longer than the window differ. Gemma differs because",
         "[SGLang computes the exact GELU](../how-to/model-data-reward.md#model). Mixtral has a plug-in, which `make",
         "test-all` compares with transformers. Kimi-Linear cannot be trained: neither Megatron-Bridge nor transformers",
-        "has it.",
+        "has it. Families with images are compared and trained in",
+        "[their text part](../how-to/bridge-models.md#models-that-also-take-images).",
     ]
     return "\n".join(lines) + "\n"
 

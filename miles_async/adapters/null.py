@@ -19,6 +19,8 @@ class NullLearner:
 
     name = "none"
 
+    def pack(self, groups: Sequence[Group]) -> None: ...
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         return StepReport(seconds=0.0, tokens=0, finite=True)
 
@@ -38,6 +40,8 @@ class NullLearner:
         return SendOutcome(engine=engine, seconds=0.0, bytes=0)
 
     async def connect(self, engines: Sequence[str]) -> None: ...
+
+    async def compare(self, engine: str) -> None: ...
 
     async def fall_back(self, engine: str) -> str | None:
         return None

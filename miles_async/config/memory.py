@@ -101,22 +101,25 @@ def _host_of_node(memory: RankMemory, job: LearnerJob, ranks: int) -> int:
     """Host memory of a node with `ranks` learner ranks. In each stage, `tensor` neighbouring ranks are the first ones
     of their data-parallel groups."""
     stages = -(-ranks * job.pipeline // job.ranks)
-    return memory.host * ranks + memory.saved * min(ranks, stages * job.tensor)
+    first = min(ranks, stages * job.tensor)
+    return memory.host * ranks + memory.saved * first + memory.gathered * (ranks - first)
 
 
 def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob:
     """What determines the memory of a learner rank on a GPU with `card` bytes.
 
-    If `transformer_impl` is unset, the layers are those that need more.
+    If `transformer_impl` is unset, the layers are those that need more. Transformer Engine's need bf16.
     """
     learner, algorithm = config.learner, config.algorithm
-    width = 2 if learner.precision == "bf16" else 4
+    width = 4 if learner.precision == "fp32" else 2
     copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
     job = LearnerJob(
         model=model,
         ranks=learner.ranks,
         tensor=learner.tensor_model_parallel_size,
         pipeline=learner.pipeline_model_parallel_size,
+        first=learner.decoder_first_pipeline_num_layers,
+        last=learner.decoder_last_pipeline_num_layers,
         chunks=learner.virtual_pipeline_model_parallel_size or 1,
         context=learner.context_parallel_size,
         expert=learner.expert_model_parallel_size,
@@ -130,6 +133,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         references=int(config.keeps_reference),
         critics=int(estimator_of(algorithm).trains_critic),
         checkpoints=learner.save is not None,
+        gathers_on_host=learner.distrib_optim_fully_reshardable_mem_efficient,
         rollback=config.steps_per_rollout > 1,
         offloads=config.cluster.colocate,
         bucket=config.weights.update_weight_buffer_size * (config.weights.weight_transfer == "broadcast"),
@@ -137,7 +141,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         chunk_entries=int(card * LOGITS_FRACTION) // width,
         foreach_adam=learner.transformer_impl != "transformer_engine",
     )
-    if learner.transformer_impl is not None:
+    if learner.transformer_impl is not None or learner.precision == "fp32":
         return job
     both = [job, replace(job, transformer_engine=True, foreach_adam=False)]
     return max(both, key=lambda one: highest(plan_learner(one)).peak)

@@ -12,6 +12,7 @@ from typing import Literal
 from miles_async.config.model_shape import architecture_of, model_type_of, quantization_of
 from miles_async.errors import UserError
 from miles_async.models.plugin import MODELS
+from miles_async.models.text_part import TEXT_PARTS
 
 BRIDGE_VERSION = "0.6.2"
 """The version of Megatron-Bridge that `make setup-bridge` installs. The learner uses parts of it that may change."""
@@ -73,7 +74,8 @@ def source_of(mode: Source | None, hf_checkpoint: str) -> Source:
 
     Raises UserError if no source has the model, or if Megatron-Bridge is needed and cannot be used.
     """
-    model_type, architecture = model_type_of(hf_checkpoint), architecture_of(hf_checkpoint)
+    model_type, whole = model_type_of(hf_checkpoint), architecture_of(hf_checkpoint)
+    architecture = whole if whole is None else TEXT_PARTS.get(whole, whole)
     if (method := quantization_of(hf_checkpoint)) is not None:
         raise UserError(
             f"hf_checkpoint {hf_checkpoint} is quantised ({method}), and the learner trains float32 or bfloat16 "

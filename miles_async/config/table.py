@@ -54,7 +54,7 @@ def table(config: RunConfig, entry: str) -> str:
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
         *_disk_rows(config, entry),
-        *_memory_rows(memory_plan(config), learner.precision),
+        *_memory_rows(memory_plan(config), learner.precision or "bf16"),
     ]
     return _lines(rows)
 

@@ -133,7 +133,8 @@ def precisions(machine: Machine) -> Iterator[Option]:
         # Triton multiplies float32 as TF32.
         serve = "--sglang-dtype float32 --sglang-attention-backend torch_native"
         yield Option(name="fp32", works=None, why=why, setting=f"{fp32} {serve}")
-        why = f"the oldest GPU has compute capability {oldest[0]}.{oldest[1]}, and bfloat16 needs 8.0"
+        level = f"{oldest[0]}.{oldest[1]}"
+        why = f"the default on GPUs; the oldest GPU has compute capability {level}, and bfloat16 needs 8.0"
         yield Option(name="bf16", works=oldest >= (8, 0), why=why, setting=bf16)
     why = "never tried, in engines and in the learner; refused without --allow-untested"
     yield Option(name="fp16, fp8, int8, int4", works=False, why=why)

@@ -144,16 +144,29 @@ class ModelPlugin(Plugin):
     def gpt_model(self, config: HfConfig) -> dict[str, Any]:
         """Return arguments of Megatron's `GPTModel` that describe the position embedding.
 
-        Raises UserError if Megatron does not support the scaling of the rotary embedding.
+        Those of YaRN (arXiv 2309.00071), which begin with `yarn_`, become fields of Megatron's configuration, where
+        `GPTModel` reads them. Raises UserError if Megatron does not support the scaling of the rotary embedding.
         """
         rope = config["rope_parameters"]
         arguments = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
         kind = rope.get("rope_type", _NO_SCALING)
         if kind == "llama3" and _LLAMA3.items() <= rope.items():
             return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        if kind == "yarn" and rope.get("attention_factor") is None:
+            return arguments | {
+                "position_embedding_type": "yarn",
+                "yarn_rotary_scaling_factor": rope["factor"],
+                "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+                "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+                "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+                "yarn_mscale": rope.get("mscale"),
+                "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+                "yarn_correction_range_round_to_int": rope.get("truncate", True),
+            }
         if kind != _NO_SCALING:
             raise UserError(
-                f"the learner does not support rope type {kind!r} with {rope}; use a model with plain RoPE or Llama 3's"
+                f"the learner does not support rope type {kind!r} with {rope}; use a model with plain RoPE, Llama 3's "
+                "or YaRN without an attention_factor"
             )
         return arguments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, QueueChanged
@@ -83,7 +84,24 @@ class BatchCollector:
             )
         )
         self._recycled_before = recycled
-        return sorted(groups, key=lambda group: [sample.index or 0 for sample in group])
+        return _ordered(groups)
+
+    async def upcoming(self, size: int) -> list[Group]:
+        """Return the groups that the next call of `collect` takes unless some become too stale; they stay in the queue.
+
+        Waits until the queue has `size` groups that are fresh at the next weight version.
+        """
+        groups: list[Group] = []
+
+        def found() -> bool:
+            fresh = (group for group in self._producer.queue if not self._too_old_at_next_version(group))
+            groups[:] = islice(fresh, size)
+            return len(groups) == size
+
+        await self._run_state.changed.until(found)
+        for group in groups:
+            await self._lifecycle.load(group)
+        return _ordered(groups)
 
     async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
         """Take `size` fresh groups from the persistent producer, as `collect` does. Starts the producer first."""
@@ -158,6 +176,9 @@ class BatchCollector:
     def _must_be_recycled(self, group: Group) -> bool:
         return self._gate.too_old(self._run_state.age_of(group))
 
+    def _too_old_at_next_version(self, group: Group) -> bool:
+        return self._gate.too_old(self._run_state.age_of(group) + 1)
+
     def _recycle(self, group: Group) -> None:
         self._lifecycle.retry(
             group,
@@ -165,3 +186,7 @@ class BatchCollector:
             f"its oldest token, of version {group.oldest_version}, is {self._run_state.age_of(group)} weight versions "
             f"old, and --max-weight-staleness is {self._gate.limit}",
         )
+
+
+def _ordered(groups: list[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: [sample.index or 0 for sample in group])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from miles_async.errors import EngineLostError
@@ -117,7 +118,10 @@ class Publisher:
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
             await self._fleet.commit(engine, version)
+            # An engine that ends at its first request never joins, so that its failures are counted (`repair.py`).
+            await self._fleet.check(engine)
             await self._fleet.admit(engine)
+            await self._compare(engine)
         self._run_state.changed.notify()
 
     async def leave(self, engine: str) -> None:
@@ -167,6 +171,13 @@ class Publisher:
         run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
+        await asyncio.gather(*map(self._compare, self._fleet.routed()))
+
+    async def _compare(self, engine: str) -> None:
+        """Warn if an engine computes other log-probabilities than the learner. A lost engine is not reported here."""
+        with suppress(EngineLostError):
+            if (difference := await self._channel.compare(engine)) is not None:
+                self._run_state.journal.warn(difference)
 
     async def _pause(self) -> None:
         """Pause the engines. Until this returns, they may abort any request, even one that has just arrived."""

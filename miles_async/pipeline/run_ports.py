@@ -63,6 +63,8 @@ class Ports:
     keeps_groups: bool | None = False
     """Whether the rollout function has a worker that generates between calls, in place of the producer. None means that
     the run finds out."""
+    packs_ahead: bool = False
+    """Whether batches are trained as they are in the queue, so that the next one may be packed before it is taken."""
     eval_sets: Sequence[EvalSet] = ()
     """Data sets to evaluate on; those without problems are left out."""
     on_rollout: Callable[[int], None] = ignore

@@ -221,6 +221,8 @@ class Service:
     async def _train(self) -> None:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
         schedule, last = self._schedule, self._config.rollout.num_rollout - 1
+        # The last batch has no next one.
+        packs_until = last if self._ports.packs_ahead and schedule is Schedule.FULLY_ASYNC else 0
         if self._next_rollout > last:  # the run was restored after its last step
             await self._finish()
             return
@@ -246,7 +248,7 @@ class Service:
             await self._devices.to_learner()
             self._enter_phase("step")
             self._step_groups = groups
-            if await self._training.step(rollout_id, groups):
+            if await self._training.step(rollout_id, groups, self._pack_next if rollout_id < packs_until else None):
                 self._trained += groups
             self._step_groups = []
             self._next_rollout = rollout_id + 1
@@ -315,6 +317,14 @@ class Service:
         if self._ports.functions.rollout is None:
             return await self._collector.collect(rollout_id, size)
         return await self._call_function(rollout_id, size)
+
+    def _pack_next(self) -> asyncio.Task[None]:
+        """Let the learner pack the next batch as soon as the queue holds it."""
+
+        async def pack() -> None:
+            self._ports.learner.pack(await self._collector.upcoming(self._config.rollout.rollout_batch_size))
+
+        return self._tasks.spawn("pack", pack())
 
     async def _call_function(self, rollout_id: int, size: int) -> list[Group]:
         assert self._ports.functions.rollout is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import isfinite
 from statistics import fmean
@@ -41,8 +42,12 @@ class Training:
         self._not_finite: list[list[Group]] = []
         """The latest consecutive batches whose loss or gradient was not finite."""
 
-    async def step(self, rollout_id: int, groups: list[Group]) -> bool:
+    async def step(
+        self, rollout_id: int, groups: list[Group], beside: Callable[[], asyncio.Task[None]] | None = None
+    ) -> bool:
         """Train one batch, and return whether it changed the weights.
+
+        `beside` starts a task that runs beside the learner, until the step ends.
 
         If a loss or gradient is not finite, the batch is dropped. Raises FatalError after
         `max_nonfinite_batches` such batches in a row, whose groups are then dead-lettered.
@@ -67,7 +72,13 @@ class Training:
         )
         # The learner finishes the batch even if this process dies, so the store must hold the batch before.
         await run_state.journal.flush()
-        report = await self._learner.train(rollout_id, groups)
+        # The task begins only after the learner has taken its batch.
+        task = None if beside is None else beside()
+        try:
+            report = await self._learner.train(rollout_id, groups)
+        finally:
+            if task is not None:
+                task.cancel()
         self.conclude(rollout_id, groups, report)
         return report.finite
 

@@ -25,6 +25,10 @@ class Split:
     """Ranks over which the experts of a layer are distributed."""
     expert_tensor: int = 1
     """Ranks that share each expert."""
+    first: int | None = None
+    """Layers of the first pipeline stage; None if the stages divide the layers evenly."""
+    last: int | None = None
+    """Layers of the last pipeline stage, likewise."""
     transformer_engine: bool = False
     """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
 
@@ -257,16 +261,19 @@ class Architecture:
     layers: tuple[int, ...]
     """The kind of each layer, as an index of `kinds`."""
 
-    def stage(self, stage: int, stages: int) -> tuple[int, ...]:
+    def stage(self, split: Split, stage: int, stages: int) -> tuple[int, ...]:
         """The kinds of the layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
-        count = len(self.layers) // stages
-        return self.layers[stage * count : (stage + 1) * count]
+        own = {number: count for number, count in ((0, split.first), (stages - 1, split.last)) if count is not None}
+        others = stages - len(own)
+        even = (len(self.layers) - sum(own.values())) // others if others else 0
+        counts = [own.get(number, even) for number in range(stages)]
+        return self.layers[sum(counts[:stage]) : sum(counts[: stage + 1])]
 
     def weights(self, split: Split, stage: int = 0, stages: int = 1) -> Weights:
         """Elements on a rank of a pipeline stage."""
         total = Weights(self.hidden if stage == stages - 1 else 0)  # the norm before the output layer
         of_kinds = [kind.weights(split) for kind in self.kinds]
-        for layer in self.stage(stage, stages):
+        for layer in self.stage(split, stage, stages):
             total += of_kinds[layer]
         matrices = (stage == 0) + (stage == stages - 1)
         if self.is_tied and stages == 1:

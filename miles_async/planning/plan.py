@@ -41,6 +41,10 @@ class LearnerJob:
     ranks: int
     tensor: int = 1
     pipeline: int = 1
+    first: int | None = None
+    """Layers of the first pipeline stage; None if the stages divide the layers evenly."""
+    last: int | None = None
+    """Layers of the last pipeline stage, likewise."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
     context: int = 1
@@ -59,6 +63,8 @@ class LearnerJob:
     """Frozen models beside the policy."""
     critics: int = 0
     checkpoints: bool = False
+    gathers_on_host: bool = False
+    """Whether only one data-parallel rank gathers the state of a sharded optimizer for a checkpoint, in host memory."""
     rollback: bool = False
     """Whether a copy of weights and optimizer is taken before the steps of a batch."""
     offloads: bool = False
@@ -82,6 +88,8 @@ class LearnerJob:
             context=self.context,
             expert=self.expert,
             expert_tensor=self.expert_tensor,
+            first=self.first,
+            last=self.last,
             transformer_engine=self.transformer_engine,
         )
 
@@ -107,11 +115,13 @@ class RankMemory:
     publish: int
     """In addition while weights are copied for the engines."""
     checkpoint: int
-    """In addition on the first data-parallel rank, while the state is copied for a checkpoint."""
+    """In addition while the state is gathered for a checkpoint."""
     host: int
     """Host memory: staged weights, and a copy of the state for rollbacks or for engines that use the device."""
     saved: int
     """Host memory for a checkpoint, on the first data-parallel rank."""
+    gathered: int
+    """Host memory for a checkpoint, on the other data-parallel ranks."""
 
     @property
     def state(self) -> int:
@@ -154,9 +164,12 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     if measured is not None and measured.kept is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
-    # The first data-parallel rank copies weights and state. Before, it gathers the state if the ranks divide it: all
-    # three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of Megatron's optimizer).
-    saved = weights.total * (job.width + moved + (MASTER + MOMENTS + 2 * MASTER) * job.sharded_optimizer)
+    # The first data-parallel rank copies weights and state. Before, all of these ranks, or only this one, gather the
+    # state if they divide it: all three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of
+    # Megatron's optimizer).
+    shares = job.checkpoints and job.sharded_optimizer
+    gathered = weights.total * (MASTER + MOMENTS + 2 * MASTER) * shares
+    saved = weights.total * (job.width + moved) * job.checkpoints + gathered
     return RankMemory(
         stage=stage,
         weights=weights.total * job.width,
@@ -169,15 +182,17 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         step=MASTER * sharded * job.foreach_adam,
         publish=2 * _largest_matrix(model, job.expert) * job.width + job.bucket,
         # One value of all weights in float32, gathered on the device.
-        checkpoint=MASTER * max(weights.dense, weights.expert) * (job.checkpoints and job.sharded_optimizer),
+        checkpoint=MASTER * max(weights.dense, weights.expert) * (shares and not job.gathers_on_host),
         host=host,
-        saved=saved * job.checkpoints,
+        saved=saved,
+        gathered=gathered * (not job.gathers_on_host),
     )
 
 
 def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
     """Elements that the layers of a rank keep, and those that the backward pass of a layer needs in addition."""
-    split, layers = job.split, job.model.stage(stage, job.pipeline)
+    split = job.split
+    layers = job.model.stage(split, stage, job.pipeline)
     of_kinds = [kind.kept(split) for kind in job.model.kinds]
     kept = [of_kinds[layer] for layer in layers]
     working = max(kind.feed_forward.working(split) for kind in job.model.kinds)

@@ -7,7 +7,7 @@ so a put into a full queue is a bug in the scheduler and raises LedgerError.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from miles_async.errors import LedgerError
@@ -24,6 +24,10 @@ class GroupQueue(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __iter__(self) -> Iterator[T]:
+        """The groups, the oldest first."""
+        return iter(self._groups)
 
     def put(self, group: T) -> None:
         """Append a group. Raises LedgerError if the queue is full."""

@@ -12,9 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
+from miles_async.models.text_part import TEXT_PARTS, is_of_images
 
 _SIZES = {
     "vocab_size": 321,  # two tensor-parallel ranks pad it
@@ -90,6 +91,25 @@ _MAMBA = {
     "time_step_min": 1e-9,
 }
 _HYBRID_EXPERTS = _ROUTED_EXPERTS | {"hybrid_override_pattern": "M*EE", "moe_shared_expert_intermediate_size": 32}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "vision_use_head": False,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _ROUTERS = (".gate.weight", ".router.weight")
 
 TENSOR, PIPELINE, EXPERT, WHOLE_EXPERTS = "tensor", "pipeline", "expert", "tensor with expert"
@@ -114,7 +134,7 @@ class Family:
     """Class in transformers."""
     settings: Mapping[str, Any]
     architecture: str | None = None
-    """Name in `config.json`, if transformers has no class for the family."""
+    """Name in `config.json`, if it is not that of the class in transformers for causal language models."""
     has_experts: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
     """Layouts that Megatron or the bridge does not support, and a part of the sentence that refuses them."""
@@ -147,6 +167,34 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3-Next": Family("Qwen3NextConfig", _DELTA_RULE | _EXPERTS | _SHARED_EXPERT, has_experts=True),
     "Qwen3.5": Family("Qwen3_5TextConfig", _DELTA_RULE),
     "Qwen3.5-MoE": Family("Qwen3_5MoeTextConfig", _DELTA_RULE | _EXPERTS | _SHARED_EXPERT, has_experts=True),
+    "Gemma 3, images": Family(
+        "Gemma3Config",
+        {
+            "text_config": _GROUPED | _GEMMA | {"num_hidden_layers": 6},
+            "vision_config": _SIGLIP,
+            "image_token_index": 320,
+            "mm_tokens_per_image": 4,
+        },
+        architecture="Gemma3ForConditionalGeneration",
+    ),
+    "Qwen3.5, images": Family(
+        "Qwen3_5Config",
+        {
+            "text_config": _DELTA_RULE | {"tie_word_embeddings": True, "rope_parameters": _SECTIONS},
+            "vision_config": _QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+        architecture="Qwen3_5ForConditionalGeneration",
+    ),
+    "Qwen3.5-MoE, images": Family(
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": _DELTA_RULE | _EXPERTS | _SHARED_EXPERT | {"rope_parameters": _SECTIONS},
+            "vision_config": _QWEN_VISION,
+        },
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        has_experts=True,
+    ),
     "DeepSeek-V2": Family(
         "DeepseekV2Config", _LATENT | {"topk_method": "greedy", "norm_topk_prob": False}, has_experts=True
     ),
@@ -179,12 +227,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def write_checkpoint(name: str, path: Path) -> Path:
+def write_checkpoint(name: str, path: Path, seed: int = 1) -> Path:
     """Write the family's checkpoint, with random values in every tensor."""
     family = FAMILIES[name]
     config = getattr(transformers, family.config)(**family.settings)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).float()
+    torch.manual_seed(seed)
+    model = class_of(family.architecture).from_config(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Routers choose each of the experts for some tokens.
@@ -195,6 +243,8 @@ def write_checkpoint(name: str, path: Path) -> Path:
                 buffer.copy_(0.1 * torch.randn_like(buffer))
     save(model, path)
     byte_tokenizer().save_pretrained(path)
+    if config.model_type in ("qwen3_5", "qwen3_5_moe"):
+        transformers.Qwen2VLImageProcessor().save_pretrained(path)  # its engines read the file at their start
     if family.architecture is not None:
         file = path / "config.json"
         content = json.loads(file.read_text()) | {"architectures": [family.architecture]}
@@ -202,19 +252,35 @@ def write_checkpoint(name: str, path: Path) -> Path:
     return path
 
 
+def class_of(architecture: str | None) -> Any:
+    """The class in transformers that opens checkpoints of this architecture."""
+    return AutoModelForImageTextToText if architecture in TEXT_PARTS else AutoModelForCausalLM
+
+
 def save(model: PreTrainedModel, path: Path) -> None:
     """Save a model with the names of tensors that its family's published checkpoints have."""
     model.save_pretrained(path)
     file = path / "model.safetensors"
     tensors = load_file(file)
-    if any(name.startswith("backbone.embedding.") for name in tensors):
-        # transformers reads Nemotron-H's embeddings, but writes them under another name.
-        renamed = {name.replace("backbone.embedding.", "backbone.embeddings."): one for name, one in tensors.items()}
-        save_file(renamed, file, metadata={"format": "pt"})
+    # transformers reads these tensors, but writes them in another form: Nemotron-H's embeddings, Gemma 3's vision tower
+    # and the experts of Qwen3.5, all of which are in one tensor.
+    renamed = {
+        "nemotron_h": ("backbone.embedding.", "backbone.embeddings."),
+        "gemma3": ("tower.", "tower.vision_model."),
+    }
+    kind = model.config.model_type
+    if kind in renamed:
+        tensors = {name.replace(*renamed[kind]): one for name, one in tensors.items()}
+    elif kind == "qwen3_5_moe":
+        tensors = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    else:
+        return
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    return load_file(path / "model.safetensors")
+    """The tensors of a checkpoint's text part, which is all of it unless the model also takes images."""
+    return {name: one for name, one in load_file(path / "model.safetensors").items() if not is_of_images(name)}
 
 
 def reference(path: Path, sequences: Sequence[Sequence[int]], responses: Sequence[int], out: Path) -> list[list[float]]:
@@ -224,7 +290,8 @@ def reference(path: Path, sequences: Sequence[Sequence[int]], responses: Sequenc
     which are the last tokens of the sequences.
     """
     # Other implementations of attention leave out Gemma 2's caps of the scores.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    [architecture] = json.loads((path / "config.json").read_text())["architectures"]
+    model = class_of(architecture).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     result = []
     loss = torch.zeros(())
     for tokens, response in zip(sequences, responses, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.model import bridge_source
 from miles_async.adapters.megatron.model.process_groups import destroy_process_groups
@@ -20,6 +20,7 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
 from miles_async.config.model_source import TESTED, UNTESTED
 from miles_async.errors import UserError
+from miles_async.models.text_part import TEXT_PARTS, is_of_images
 from tests.bridge.computing import SEQUENCES, bridge_config
 from tests.bridge.families import FAMILIES, tensors_of, write_checkpoint
 from tests.stack.learning import learning, save_state, uneven_groups, weights_of
@@ -75,6 +76,15 @@ def test_layers_that_the_config_does_not_count_are_refused(tmp_path: Path) -> No
     assert f"{path} has a tensor model.layers.1.input_layernorm.weight, which the model of its config" in refusal(path)
 
 
+def test_a_tensor_that_the_text_part_does_not_have_is_named_as_in_the_checkpoint(tmp_path: Path) -> None:
+    name = "language_model.model.layers.1.self_attn.q_proj.bias"
+    path = write_checkpoint("Gemma 3, images", tmp_path)
+    tensors = {held: one for held, one in load_file(path / "model.safetensors").items() if is_of_images(held)}
+    assert f"has a tensor {name}, which the model of its config.json does" in refusal(
+        change(path, {**tensors, name: torch.zeros(64)})
+    )
+
+
 def test_heads_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     path = write_checkpoint("DeepSeek-V3", tmp_path)
     expected = tensors_of(path)
@@ -95,13 +105,15 @@ def test_every_architecture_that_needs_no_request_is_compared_with_transformers(
         model: Any = transformers.AutoModelForCausalLM._model_mapping[config]
         return family.architecture or str(model.__name__)
 
-    assert {architecture(name) for name in FAMILIES} == TESTED
+    assert {architecture(name) for name in FAMILIES} == TESTED | TEXT_PARTS.keys()
+    assert set(TEXT_PARTS.values()) <= TESTED
 
 
 RESUMED = {
     "Qwen3": "bf16",
     "Gemma 3": "fp32",
     "Qwen3.5-MoE": "fp32",
+    "Qwen3.5-MoE, images": "bf16",
     "DeepSeek-V3": "bf16",
     "gpt-oss": "fp32",
     "Nemotron-H": "fp32",

@@ -97,6 +97,17 @@ async def test_a_report_counts_all_tokens_of_the_batch(learner: tuple[Callable[[
     assert report.seconds >= 0
 
 
+@pytest.mark.parametrize("packed", [(3, 4), (4, 5)])
+async def test_a_batch_is_trained_whether_it_or_another_one_was_packed_before(
+    learner: tuple[Callable[[], Learner], Saved], packed: tuple[int, int]
+) -> None:
+    trained = learner[0]()
+    await trained.train(0, [finished_group(number) for number in (1, 2)])
+    trained.pack([finished_group(number) for number in packed])
+    await trained.train(1, batch())
+    assert list((await trained.progress()).groups) == [3, 4]
+
+
 async def test_progress_names_the_last_batch_and_its_groups(learner: tuple[Callable[[], Learner], Saved]) -> None:
     trained = learner[0]()
     report = await trained.train(0, batch())

@@ -81,6 +81,26 @@ def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytes
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
 
+def test_a_server_that_has_ended_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "serves_once.py").write_text(
+        "import http.server, sys\n"
+        "class Answers(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Answers).handle_request()\n"
+        "sys.stdin.buffer.read(2)\n"
+        "raise MemoryError('no block is free')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    port = free_port()
+    server = ServerProcess("it", "serves_once", [str(port)], f"http://127.0.0.1:{port}/", tmp_path / "log")
+    server.start({}, None, PATIENCE_SECONDS, KEY)
+    wait_until(lambda: not server.alive(), "the server ends")
+    assert server.end() == f"its server ended with code 1: MemoryError: no block is free (log: {tmp_path / 'log'})"
+    server.stop()
+
+
 SERVES_WITH_A_CHILD = """
 import http.server, os, sys, time
 from miles_async.adapters.sglang.server_key import receive_key

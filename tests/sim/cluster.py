@@ -209,8 +209,13 @@ def _trainer(demand: Demand, loop: EventLoop) -> type[Trainer]:
     """A learner that gets its batches from the event loop."""
 
     class ClusterTrainer(Trainer):
-        async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        def pack(self, groups: Sequence[Group]) -> None:
+            super().pack(groups)
             loop.spend(demand.distribute)
+
+        async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+            if not self.was_packed(groups):
+                loop.spend(demand.distribute)
             return await super().train(rollout_id, groups)
 
     return ClusterTrainer

@@ -219,7 +219,7 @@ class Demand:
     stage: float
     """Gathering the weights, while the learner waits."""
     distribute: float
-    """Packing a batch and sending it to the ranks: on the event loop, while the learner waits."""
+    """Packing a batch and sending it to the ranks: on the event loop, while the batch before it is trained."""
     per_group: float
     """Of the event loop, for one group."""
     control: float
@@ -239,6 +239,11 @@ class Demand:
     driver: float
     driver_background: float
     """Share of the driver's CPU time that heartbeats take."""
+
+    @property
+    def step(self) -> float:
+        """From the beginning of one step to that of the next, if the queue always holds the next batch."""
+        return max(self.distribute, self.train) + self.stage
 
 
 def demand_of(cluster: Cluster, costs: Costs) -> Demand:
@@ -288,7 +293,7 @@ def demand_of(cluster: Cluster, costs: Costs) -> Demand:
         router=(requests * costs.router_per_request + samples * cluster.response * costs.router_per_token)
         / (ROUTER_CORES * shards),
         connections=connections * cluster.group_seconds / (PORTS * shards),
-        slots=groups * (batch_seconds + distribute + train + stage + pause) / cluster.slots,
+        slots=groups * (batch_seconds + max(distribute, train) + stage + pause) / cluster.slots,
         driver=groups * costs.driver_per_group,
         driver_background=(ranks + engines) * costs.ray_per_call,
     )
@@ -319,7 +324,7 @@ def predict(cluster: Cluster, costs: Costs) -> Prediction:
     # Seconds per batch of each station that batches wait for.
     stations = {
         "engines": demand.generate,
-        "training loop": demand.distribute + demand.train + demand.stage,
+        "training loop": demand.step,
         "slots": demand.slots,
         "rollout worker": cluster.batch * demand.per_group + demand.control + demand.distribute,
         "store": demand.store,
@@ -357,8 +362,7 @@ def predict(cluster: Cluster, costs: Costs) -> Prediction:
 def _staleness(cluster: Cluster, demand: Demand, rate: float, first: str) -> float:
     """Versions between a group's first token and its step: Little's law, with time in batches."""
     # A backlog before the learner takes all slots; those of the batch that is trained and published do not wait.
-    step = demand.distribute + demand.train + demand.stage
-    backlog = cluster.slots / cluster.batch - rate * (step + demand.pause)
+    backlog = cluster.slots / cluster.batch - rate * (demand.step + demand.pause)
     if first in ("training loop", "slots", "publishing"):
         return backlog
     if first == "engines":

@@ -251,6 +251,9 @@ class Engines:
 
     async def connect(self, engines: Sequence[str]) -> None: ...
 
+    async def compare(self, engine: str) -> str | None:
+        return None
+
     async def fall_back(self, engine: str) -> str | None:
         return None
 

@@ -253,6 +253,25 @@ def test_a_run_whose_last_engine_cannot_be_started_ends_with_the_cause() -> None
         play(fate)
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+def test_an_engine_that_generates_no_token_after_a_restart_never_joins(engines: int) -> None:
+    fate = Fate(engines=engines, kills=[(20.3, "engine-0")])
+
+    class Broken(doomed(fate)):  # type: ignore[misc]
+        async def check(self, engine: str) -> None:
+            if engine in self.starts:
+                raise EngineLostError("its server ended with code 1: AssertionError: assert x.is_cuda")
+            await super().check(engine)
+
+    world = World(config=config(), engine_kind=Broken)
+    if engines == 1:
+        with pytest.raises(FatalError, match=r"could not be replaced \(3 attempts\): its server ended with code 1"):
+            world.run()
+        return
+    check_that_all_is_well(world.run())
+    assert world.fleet.routed() == ("engine-1",)
+
+
 def test_an_engine_that_cannot_be_restarted_does_not_end_a_run_that_has_another() -> None:
     world = play(Fate(kills=[(20.3, "engine-1")], never_back=True))
     check_that_all_is_well(world)

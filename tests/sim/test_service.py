@@ -64,6 +64,12 @@ def test_fully_async_stays_within_the_bound_it_derives() -> None:
     assert world.audit.violations == []
 
 
+def test_a_batch_that_is_in_the_queue_is_packed_while_the_one_before_is_trained() -> None:
+    world = World(config=config(), train_seconds=30.0).run()
+    assert world.trainer.packed_before == [False] + [True] * 59
+    assert world.audit.violations == []
+
+
 def test_the_more_a_schedule_overlaps_the_faster_the_run() -> None:
     seconds = [World(config=config(), schedule=schedule).run().seconds for schedule in Schedule]
     fully_async, one_step_off, turns = seconds

@@ -152,6 +152,10 @@ class Trainer:
     keeps_batches: bool
     batches: list[list[str]] = field(default_factory=list)
     """The feed indices of every batch, where it keeps them."""
+    packed: list[int | None] = field(default_factory=list)
+    """The sequence numbers of the groups of the batch that was packed last."""
+    packed_before: list[bool] = field(default_factory=list)
+    """For each batch, whether it was packed before it was trained."""
     save_seconds: float = 1.0
     save_error: str | None = None
     worked: list[tuple[float, float | None]] = field(default_factory=list)
@@ -161,7 +165,14 @@ class Trainer:
     saved: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The progress in each checkpoint, by rollout."""
 
+    def pack(self, groups: Sequence[Group]) -> None:
+        self.packed = [group.sequence for group in groups]
+
+    def was_packed(self, groups: Sequence[Group]) -> bool:
+        return self.packed == [group.sequence for group in groups]
+
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
+        self.packed_before.append(self.was_packed(groups))
         with self._working():
             await self.clock.sleep(self.seconds)
         if self.keeps_batches:
@@ -382,6 +393,7 @@ class World:
             dynamic_filter=lambda group: Verdict.of(self.keep(group)),
             text_of=lambda ids: " ".join(map(str, ids)),
             functions=RunFunctions(rollout=self._rollout_function(), prepare=self._prepare, evaluate=self.evaluate),
+            packs_ahead=True,
             eval_sets=[EvalSet(name="held_out", problems=problems, generator=engines)],
             on_rollout=self._on_rollout,
             processors=lambda: self.processors,

@@ -40,6 +40,10 @@ class LocalSources:
     async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
         return await asyncio.gather(*(asyncio.to_thread(one.send, version, engine, transport) for one in self.all))
 
+    async def compare(self, engine: str) -> list[None]:
+        """Without a learner there is nothing to compare an engine with."""
+        return [None for _ in self.all]
+
     def close(self) -> None:
         for source in self.all:
             source.close()

@@ -62,4 +62,4 @@ def test_make_plan_prints_the_plan_of_the_settings_and_that_of_the_modules(
     assert main([*flags, "--prompt-data", str(tmp_path / "prompts.jsonl"), "--transformer-impl", "local"]) == 0
     from_settings, from_modules = capfd.readouterr().out.split("with the weights and activations of Megatron's modules")
     for plan in (from_settings, from_modules):
-        assert "weights        2.2 GiB  fp32" in plan
+        assert "weights        1.1 GiB  bf16" in plan

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_check import engine, ipc, learner, offload, output_layer, publish, state, step
+from benchmarks.gpu_check import broadcast, engine, ipc, learner, offload, output_layer, publish, state, step
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
 from miles_async.adapters.weights.source import WeightSource
@@ -137,6 +137,17 @@ def test_another_process_gets_the_weights_of_this_one(
 ) -> None:
     ipc.check(report, surroundings)
     assert parts() == {"bare copy": "pass", "tensors": "pass", "buckets": "pass"}
+
+
+def test_a_broadcast_to_an_engine_that_dies_or_takes_no_part_fails(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    broadcast.check(report, surroundings)
+    assert parts() == {
+        "send beside a kernel": "not possible here",
+        "an engine takes no part": "pass",
+        "an engine dies": "pass",
+    }
 
 
 def test_each_transport_is_compared_with_a_bare_copy(

@@ -41,6 +41,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LENGTHS = (5, 17, 40, 16, 300, 9, 3, 1, 31, 270)
 
 
@@ -116,7 +117,7 @@ def test_exported_weights_equal_the_loaded_ones(learner: MegatronLearner, tiny: 
     assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
 
 
-@pytest.mark.parametrize("rope", [PLAIN, LLAMA3], ids=["plain", "llama3"])
+@pytest.mark.parametrize("rope", [PLAIN, LLAMA3, YARN], ids=["plain", "llama3", "yarn"])
 def test_a_llama_with_an_untied_output_head_agrees_with_hugging_face(tmp_path: Path, rope: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -17,6 +17,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
+from miles_async.adapters.megatron.checkpoint import training_state
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
@@ -53,16 +54,18 @@ advantages, ranks skip groups without an advantage, which a rank alone computes.
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
+UNEVEN = PIPELINE | {"decoder_first_pipeline_num_layers": 1}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+FRUGAL = DISTRIBUTED | {"distrib_optim_fully_reshardable_mem_efficient": True}
 ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
 ALL_ROWS = ROWS | {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 4}
 DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
 """Experts are dealt to the tensor-parallel ranks, which otherwise share each of them."""
 LAYOUTS = {
-    "data parallel": Layout("dense", "usual", 2, {}),
+    "data parallel": Layout("dense", "usual", 2, {"overlap_grad_reduce": True}),
     "tensor parallel": Layout("dense", "usual", 2, TENSOR),
     "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
     "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
@@ -84,8 +87,8 @@ TOGETHER = {f"{model}, one rank, prefixes shared": Layout(model, "usual", 1, {})
 BF16 = {"precision": "bf16"}
 MIXED = {
     "bf16, one rank": Layout("dense", "usual", 1, BF16),
-    "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | DISTRIBUTED),
-    "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | PIPELINE | CONTEXT),
+    "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | FRUGAL),
+    "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | UNEVEN | CONTEXT),
     "bf16, experts shared and dealt": Layout("experts", "usual", 4, BF16 | SEQUENCE | EXPERT),
 }
 """With weights and activations in bfloat16, which gloo carries too."""
@@ -190,6 +193,10 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
     after = learner.logprobs(sequences)
     learner.save_hf(str(out / "saved"))
     save_state(learner, out / "state")
+    with redirect_cuda_to_cpu():
+        gathered = training_state._sharded_state(learner._model, is_loading=False)[1]
+    shards = training_state._flatten_shards("optimizer", gathered).values()
+    (out / f"gathered.{rank}").write_text(str(sum(shard.data.nbytes for shard in shards)))
     of_masked = learner.train(2, masked)
     learner.close()
     if rank == 0:
@@ -375,6 +382,16 @@ def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_expert
 def test_the_distributed_optimizer_shards_its_moments_over_the_ranks(runs: Path) -> None:
     parts, all_of_them = facts(runs / "m2po, distributed optimizer"), facts(runs / "data parallel")
     assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
+
+
+def test_one_rank_holds_the_optimizer_state_of_a_checkpoint_if_it_is_asked_for(runs: Path) -> None:
+    def gathered(layout: str) -> list[int]:
+        """Bytes that each rank holds."""
+        return [int((runs / layout / f"gathered.{rank}").read_text()) for rank in range(2)]
+
+    on_all, on_one = gathered("m2po, distributed optimizer"), gathered("bf16, distributed optimizer")
+    assert on_all == on_one[:1] * 2
+    assert on_one[1] == 0
 
 
 def test_one_rank_resumes_a_checkpoint_of_two_data_parallel_ranks(runs: Path) -> None:

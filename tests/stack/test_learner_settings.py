@@ -292,10 +292,11 @@ def test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step(tmp_pat
     "setting",
     [
         {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     ],
-    ids=["selective", "uniform", "block"],
+    ids=["selective", "feed-forward layers", "uniform", "block"],
 )
 def test_recomputed_activations_are_equal_and_not_stored(
     tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ LAYOUTS = {
     ),
     "tensor parallel": Layout(2, {"tensor_model_parallel_size": 2}),
     "pipeline": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "uneven pipeline": Layout(2, {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}),
     "bf16, virtual pipeline": Layout(
         2, BF16 | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     ),
@@ -77,7 +78,7 @@ LAYOUTS = {
 
 def config(root: Path, layout: Layout) -> RunConfig:
     checkpoint = root / ("experts" if layout.experts else "dense")
-    given = {"use_distributed_optimizer": False, "use_kl_loss": False} | layout.settings
+    given = {"precision": "fp32", "use_distributed_optimizer": False, "use_kl_loss": False} | layout.settings
     return run_config(
         hf_checkpoint=str(checkpoint),
         actor_num_gpus_per_node=layout.ranks,

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,18 +16,19 @@ from safetensors.torch import load_file, save_file
 from miles_async.adapters.sglang.engine_weights import RankLayout
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.source import TOKENS, WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.transports import TRANSPORTS as TRANSPORT_PLUGINS
+from tests.broadcast_engine import held_here
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
 from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.stack.learning import create_experts, learning, uneven_groups
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
@@ -265,6 +267,28 @@ def test_a_write_to_an_engine_that_hangs_times_out_and_never_resumes(
     source.close()
 
 
+def test_reconnects_by_broadcast_leave_nothing_in_the_learner_and_in_sglang(
+    serving: Stack, source: WeightSource
+) -> None:
+    source.stage(1, serving.named_tensors(), [])
+    scheduler = psutil.Process(source._engines["e0"].ranks[0].pid)
+
+    def held() -> list[int]:
+        here = held_here()
+        return [*here.values(), scheduler.num_threads(), scheduler.num_fds()]
+
+    def reconnect() -> None:
+        assert source.send(1, "e0", "broadcast").error is None
+        source.connect([], {})
+        source.connect([serving.engine], {})
+
+    reconnect()
+    before = held()
+    for _ in range(20):
+        reconnect()
+    wait_until(lambda: held() == before, f"{before} are left, and not {held()}")
+
+
 def test_a_version_that_was_not_staged_is_not_sent(serving: Stack, source: WeightSource) -> None:
     source.stage(3, serving.named_tensors(), [])
     assert source.send(3, "e0", "memory").error is None
@@ -303,6 +327,21 @@ def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
     source.close()
 
 
+@torch.no_grad()
+def test_an_engine_that_does_not_hold_the_staged_weights_computes_other_log_probabilities(
+    serving: Stack, source: WeightSource
+) -> None:
+    serving.change_weights()
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), [])
+    tokens = torch.tensor(TOKENS)
+    logits = serving.model(tokens[None]).logits[0, :-1]
+    staged = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+    assert source.compare("e0", staged) > 1e-2
+    assert source.send(version, "e0", "memory").error is None
+    assert source.compare("e0", staged) < 1e-4
+
+
 def test_a_tensor_that_reached_the_loader_damaged_is_noticed(
     serving: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +358,10 @@ def test_a_tensor_that_reached_the_loader_damaged_is_noticed(
     save_file(tensors, file, metadata={"format": "pt"})
     outcome = source.send(version, "e0", "disk")
     assert outcome.error == f"engine e0: {name} on rank 0 differs from what was sent"
+    # Other tests use the engine.
+    version = next(serving.versions)
+    source.stage(version, serving.named_tensors(), ["disk"])
+    assert source.send(version, "e0", "disk").error is None
     source.close()
 
 

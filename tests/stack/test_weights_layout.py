@@ -23,7 +23,7 @@ from miles_async.adapters.sglang.engine_weights import RankLayout, apply_delta, 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.weight_placement import find_placements, strided_parts
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
-from miles_async.adapters.weights.layout import TensorPlan, plan_tensors
+from miles_async.adapters.weights.layout import TensorPlan, plan_tensors, plans_by_name
 from miles_async.adapters.weights.staging import Staging, describe, plans_of_source
 from miles_async.adapters.weights.transports.disk_delta import Snapshot, make_delta
 from miles_async.adapters.weights.transports.memory import MemoryTransport, _remaining
@@ -227,7 +227,26 @@ def test_a_staged_tensor_can_be_read_in_buckets_of_any_size() -> None:
     for bucket in buckets:
         flat = torch.cat([tensors[plan.name].flatten() for plan in bucket])
         assert torch.equal(staging.flat(bucket).view(torch.float32), flat)
-        assert len(bucket) == 1 or flat.numel() * 4 <= 1024
+        assert len({plan.block for plan in bucket}) == 1 or flat.numel() * 4 <= 1024
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_projections_that_sglangs_loader_joins_come_in_one_bucket_from_one_source(sources: int) -> None:
+    attention = f"{LAYER}.self_attn"
+    joined = {f"{attention}.q_a_proj.weight", f"{attention}.kv_a_proj_with_mqa.weight"}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{attention}.{name}_proj.weight": (64, 64) for name in ("q_a", "q_b", "kv_b", "o")
+    }
+    shapes |= {f"{LAYER}.mlp.experts.{expert}.up_proj.weight": (96, 64) for expert in range(4)}
+    shapes |= {f"{attention}.kv_a_proj_with_mqa.weight": (24, 64), f"{attention}.q_a_layernorm.weight": (64,)}
+    plans = plans_by_name([(name, shape, "bfloat16") for name, shape in shapes.items()])
+    buckets = [
+        {plan.name for plan in bucket}
+        for source in range(sources)
+        for bucket in Staging(plans_of_source(plans, source, sources)).buckets(1)
+    ]
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(shapes)
+    assert [bucket >= joined for bucket in buckets if bucket & joined] == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -276,6 +295,16 @@ def test_an_engine_of_another_model_is_refused_with_the_difference() -> None:
     ]:
         with pytest.raises(FatalError, match=f"the engine serves another model: {sentence}"):
             plans_of(learner, ranks_of(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+def test_an_engine_that_quantises_weights_is_refused(dtype: torch.dtype) -> None:
+    [rank] = ranks_of(1)
+    rank.held["quantised"] = nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+    tensors = describe(weights().items())
+    layout = find_placements(rank, [(name, list(shape)) for name, shape, _ in tensors])
+    with pytest.raises(FatalError, match=rf"quantises its parameter quantised \({str(dtype)[6:]}\), and .* start the"):
+        plan_tensors(tensors, [layout], {})
 
 
 def test_an_incompletely_exported_share_is_not_staged() -> None:

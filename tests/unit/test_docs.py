@@ -46,6 +46,13 @@ def test_the_alerts_page_has_one_row_of_four_cells_per_alert(generate: ModuleTyp
     assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
 
 
+def test_the_models_page_says_for_each_family_what_was_shown_of_its_engine(generate: ModuleType) -> None:
+    rows = [line.split(" | ") for line in generate.models_page().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    unknown = {row[0].removeprefix("| ") for row in rows if row[5].strip(" |") == ""}
+    assert unknown == {"GLM-4"}
+
+
 @pytest.mark.parametrize("name", ["types", "errors", "ports", "pipeline", "rollout", "rewards", "filters", "losses"])
 def test_every_public_package_has_a_page_of_its_modules(generate: ModuleType, name: str) -> None:
     assert f"::: miles_async.{name}" in generate.python_page(name)

@@ -119,7 +119,7 @@ def reported(**meta: Any) -> dict[str, Any]:
     "answer, complaint",
     [
         (reported(output_token_logprobs=[[-0.5, 7, None], [None, 8, None]]), r"output_token_logprobs\[1\]\[0\]"),
-        (reported(output_token_logprobs=None), "output_token_logprobs: expected array, got null"),
+        (reported(output_token_logprobs=None), "output_token_logprobs: expected bytes | array, got null"),
         (reported(finish_reason=None), "finish_reason: expected object, got null"),
         (reported() | {"output_ids": [7, "8"]}, r"output_ids\[1\]: expected int, got str"),
         ({"error": "no"}, "object missing required field output_ids"),

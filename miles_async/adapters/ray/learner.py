@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -54,6 +54,16 @@ class RayRanks:
         return await actor_result(getattr(self.actors[0], method).remote(*arguments))
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A batch that is packed, or being packed."""
+
+    sequences: list[int]
+    """The sequence numbers of its groups. A group that is generated again has another number."""
+    parts: asyncio.Future[list[Part]]
+    """One per rank."""
+
+
 class RayLearner:
     """Implements `ports.Learner`: splits a batch among the ranks and merges their reports.
 
@@ -72,20 +82,37 @@ class RayLearner:
         """Folder of the checkpoint that was copied last, until it is committed."""
         self._share_prefixes: bool | None = None
         """Whether the ranks compute a common prefix of samples once; None before the first batch."""
+        self._ahead: _Packed | None = None
+        """The batch that was packed last and is not trained yet."""
         self._work_time = WorkTime()
         """The time in which this process writes checkpoints."""
+
+    def pack(self, groups: Sequence[Group]) -> None:
+        # Before the first batch it is not known how batches are packed.
+        if self._share_prefixes is not None:
+            self._ahead = self._begin_packing(groups, share_prefixes=self._share_prefixes)
+            # `train` may get another batch; then nobody asks why packing this one failed.
+            self._ahead.parts.add_done_callback(lambda parts: parts.cancelled() or parts.exception())
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         if self._share_prefixes is None:
             self._share_prefixes = await self._ranks.on_first("shares_prefixes")
-        # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
-        parts = await asyncio.to_thread(self._packed, groups, share_prefixes=self._share_prefixes)
-        sequences = [group.sequence or 0 for group in groups]
+        sequences, packed = _sequences(groups), self._ahead
+        if packed is not None and packed.sequences == sequences:
+            self._ahead = None
+        else:
+            packed = self._begin_packing(groups, share_prefixes=self._share_prefixes)
+        parts = await packed.parts
         await asyncio.gather(
             *(self._ranks.give_batch(rank, rollout_id, sequences, part) for rank, part in enumerate(parts))
         )
         reports = await self._ranks.on_all("train", rollout_id)
         return _merged(reports, sum(len(sample.tokens) for group in groups for sample in group))
+
+    def _begin_packing(self, groups: Sequence[Group], *, share_prefixes: bool) -> _Packed:
+        # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
+        packing = asyncio.to_thread(self._packed, groups, share_prefixes=share_prefixes)
+        return _Packed(_sequences(groups), asyncio.ensure_future(packing))
 
     def _packed(self, groups: Sequence[Group], *, share_prefixes: bool) -> list[Part]:
         """Pack the batch; returns a reference to the part of each rank.
@@ -164,6 +191,10 @@ class RayLearner:
                 f"the checkpoint of rollout {rollout_id} could not be written to {folder}: {error}; "
                 "the previous checkpoint is intact"
             ) from error
+
+
+def _sequences(groups: Sequence[Group]) -> list[int]:
+    return [group.sequence or 0 for group in groups]
 
 
 def _merged(reports: Sequence[StepReport], tokens: int) -> StepReport:

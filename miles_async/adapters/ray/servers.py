@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from miles_async.adapters.ray.actor_errors import actor_result
@@ -14,8 +15,19 @@ from miles_async.errors import EngineLostError, MilesError
 T = TypeVar("T")
 Actor = Any
 """Handle of a `workers.engine.Engine` or `workers.router.Router` actor."""
+ANSWER_SECONDS = 10.0
+"""Time for the actors of an engine to say whether its servers have ended."""
 ACTOR_RESTART_SECONDS = 60.0
 """Time for Ray to restart an actor that died, before the actor begins to start its server."""
+
+
+async def end_of_engine(parts: Sequence[Actor]) -> str | None:
+    """See `Servers.end_of_engine`."""
+    with suppress(TimeoutError, MilesError):
+        async with asyncio.timeout(ANSWER_SECONDS):
+            ends: list[str | None] = await actor_result(asyncio.gather(*(part.end.remote() for part in parts)))
+            return next((end for end in ends if end is not None), None)
+    return None
 
 
 async def start_engine(parts: Sequence[Actor], *, restart: bool = False) -> EngineInfo:
@@ -54,6 +66,9 @@ class RayServers(Servers):
 
     async def restart_engine(self, engine: str) -> EngineInfo:
         return await self._within_timeout(f"engine {engine}", start_engine(self._engines[engine], restart=True))
+
+    async def end_of_engine(self, engine: str) -> str | None:
+        return await end_of_engine(self._engines[engine])
 
     async def restart_router(self) -> None:
         if self._router is None:

@@ -66,6 +66,8 @@ class RankLayout(Struct, frozen=True):
     """Why the loader's work cannot be described by placements; None if it can."""
     refused: str | None = None
     """The error with which the loader refused the tensors."""
+    quantized: str | None = None
+    """A parameter that SGLang quantizes, and its type; None if there is none."""
 
 
 def handle_check(original: Callable[..., Any], checker: Any, action: str, **options: Any) -> dict[str, Any] | None:

@@ -36,6 +36,10 @@ class Servers:
         """Stop an engine's servers if they still run, and start them. Raises EngineLostError if they do not start."""
         raise EngineLostError(f"engine {engine} was not started by this run; restart it where it was started")
 
+    async def end_of_engine(self, engine: str) -> str | None:
+        """Say how and why an engine's server ended. Returns None if all its servers run, or if that is not known."""
+        return None
+
     async def restart_router(self) -> None:
         """Start the router at its previous address.
 
@@ -241,9 +245,9 @@ class SGLangFleet:
                 await self._require_answer(info)
             else:
                 await asyncio.gather(self._require_answer(info), self._require_token(info))
-        except EngineLostError:
+        except EngineLostError as lost:
             if self._infos[engine] is info:  # otherwise another server has taken its place meanwhile
-                raise
+                raise EngineLostError(await self._servers.end_of_engine(engine) or str(lost)) from lost
 
     async def _require_answer(self, engine: EngineInfo) -> None:
         """Raise EngineLostError if the scheduler, which answers even while it is paused, does not answer in time."""

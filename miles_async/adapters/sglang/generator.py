@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.adapters.sglang.plugin import EACH_SAMPLE
+from miles_async.adapters.sglang.plugin import EACH_SAMPLE, PACKED
 from miles_async.adapters.sglang.response import extend
 from miles_async.columns.tokens import too_long
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
@@ -149,7 +149,7 @@ class SGLangGenerator:
         self._client = JsonClient()
         self._permits = Permits(limit)
         # Request ids have to be unique among all clients of the engines.
-        self._id_prefix = uuid.uuid4().hex
+        self._id_prefix = PACKED + uuid.uuid4().hex
         self._request_numbers = itertools.count()
         self._calls: IdentityMap[Group, _GenerateCall] = IdentityMap()
         """By the group itself: the names of a group are not unique, because a recycled group keeps some of them."""

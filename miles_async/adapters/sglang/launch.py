@@ -147,6 +147,10 @@ class EngineServer:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
+    def end(self) -> str | None:
+        """See `ServerProcess.end`."""
+        return None if self._process is None else self._process.end()
+
     def answers(self) -> str | Literal[False] | None:
         """Return the host and port of the server's metrics, or False if the server does not answer.
 
@@ -332,6 +336,12 @@ def unused_models(spec: EngineSpec) -> list[str]:
 def _kv_tokens(spec: EngineSpec) -> int:
     """Return the KV cache size in tokens: enough for all requests at full length, up to `KV_CACHE_BYTES_ON_CPU`."""
     model = json.loads((Path(spec.model_path) / "config.json").read_text())
+    if "text_config" in model:
+        # Published checkpoints leave out dimensions of the text part that transformers has by default. Importing
+        # transformers takes seconds, so the engine of another model does without.
+        from transformers import AutoConfig
+
+        model = AutoConfig.from_pretrained(spec.model_path).get_text_config().to_dict()
     heads = model.get("num_key_value_heads", model["num_attention_heads"])
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
     # Nemotron-H has a list of layers.

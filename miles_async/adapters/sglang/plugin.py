@@ -3,7 +3,8 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-On all machines: no prefix that was cached under older weights is used after a publish, answers contain sampling masks,
+On all machines: no prefix that was cached under older weights is used after a publish, answers contain sampling masks
+and packed log-probabilities,
 the engine gives access to its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and
 to clients without the key (`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a
 faster start, attention for a whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and
@@ -15,13 +16,18 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
 EACH_SAMPLE = "_"
 """The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
+PACKED = "packed-"
+"""The beginning of the id of a request whose log-probabilities are to be packed."""
 LISTENING_SECONDS = 30.0
 """Time for the HTTP server to start listening."""
 
@@ -50,6 +56,7 @@ def register() -> None:
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}.abort_request", abort_samples, HookType.AROUND)
+    HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
     gauges = "sglang.srt.utils.gauge_histogram.GaugeHistogram.set_by_current_observations"
@@ -143,6 +150,20 @@ def abort_samples(
     # Without a sample here: another worker of the server may have them, and the scheduler compares beginnings of ids.
     for known in samples or [rid]:
         original(tokenizer_manager, known, abort_all)
+
+
+def pack_logprobs(
+    original: Callable[..., None], tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *arguments: Any
+) -> None:
+    """Wrap `TokenizerManager.add_logprob_to_meta_info`: pack the log-probabilities of requests with a `PACKED` id.
+
+    They are then float32, little-endian, in base64. SGLang's `[log-probability, token id, text]` per token would take
+    most of the time of the rollout worker, which decodes the answers of all engines.
+    """
+    original(tokenizer_manager, meta_info, state, *arguments)
+    if meta_info["id"].startswith(PACKED):
+        packed = np.asarray(state.output_token_logprobs_val, "<f4")
+        meta_info["output_token_logprobs"] = b64encode(packed.tobytes()).decode()
 
 
 def set_gauges(

@@ -25,7 +25,11 @@ T = TypeVar("T")
 PORT_ATTEMPTS = 3
 LOG_SECONDS = 2.0
 """Time limit for the last lines of a server that has ended to reach its log."""
-_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b: *(.*)")
+END_SECONDS = 2.0
+"""A server that has closed its connections and still runs after this time is not about to end."""
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)(?P<message>: .*)?$")
+_MARKERS = re.compile(r"^[~^]+$")
+"""Lines of a traceback that mark a part of the line above."""
 _PORT_TAKEN = re.compile(r"address already in use|port \S+ is (?:already )?(?:in use|not available)", re.IGNORECASE)
 
 
@@ -113,6 +117,16 @@ class ServerProcess:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def end(self) -> str | None:
+        """Say how and why the process ended, with the path of its log. Returns None if it still runs."""
+        if self._process is None:
+            return None
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        return f"its server ended with code {code}: {cause(self._written())} (log: {self.log_path})"
+
     def stop(self, grace: float = 3.0) -> None:
         """Stop the process group: SIGTERM, then SIGKILL after `grace` seconds. With 0, SIGKILL at once."""
         if self._process is None:
@@ -138,11 +152,15 @@ class ServerProcess:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _failure(self, what: str) -> Exception:
+    def _written(self) -> str:
+        """Return what this process has written to the log."""
         written = self.log_path.read_bytes()
-        # A log that was rotated during the start is shorter than it was at the beginning.
+        # A log that was rotated since the start is shorter than it was at the beginning.
         start = self._log_start if self._log_start <= len(written) else 0
-        log = written[start:].decode(errors="replace")
+        return written[start:].decode(errors="replace")
+
+    def _failure(self, what: str) -> Exception:
+        log = self._written()
         if _PORT_TAKEN.search(log):
             return PortTakenError(what)
         return FatalError(f"{what}: {cause(log)} (log: {self.log_path})")
@@ -156,6 +174,10 @@ def _search_path() -> str:
 
 def cause(log: str) -> str:
     """Return the line of a server's log that best explains its end: the last exception, or else the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    exceptions = [line for line in lines if _EXCEPTION.match(line)]
-    return (exceptions or lines or ["its log is empty"])[-1][:400]
+    lines = [line for line in map(str.strip, log.splitlines()) if line and not _MARKERS.match(line)]
+    for number in reversed(range(len(lines))):
+        if (exception := _EXCEPTION.match(lines[number])) is not None:
+            # An exception without a message, such as that of a failed `assert`, is explained by the statement above.
+            statement = "" if exception["message"] or not number else f": {lines[number - 1]}"
+            return f"{lines[number]}{statement}"[:400]
+    return (lines or ["its log is empty"])[-1][:400]

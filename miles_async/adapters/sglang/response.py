@@ -33,11 +33,13 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
     if not isinstance(answer, EngineAnswer):
         answer = parse(reported, EngineAnswer, f"sample {sample.index}: the engine's answer")
     meta, ids = answer.meta_info, answer.output_ids
-    log_probs, mask = [token.log_prob for token in meta.output_token_logprobs], None
+    log_probs, mask = meta.log_probs, None
     if sampling_mask:
         log_probs, mask = _mask(sample, meta, len(ids))
     if len(log_probs) != len(ids):
         raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
+    if isinstance(log_probs, np.ndarray) and not np.isfinite(log_probs).all():
+        raise TrajectoryError(f"sample {sample.index}: the engine sampled a token without a log-probability")
     status = _STATUS.get(meta.finish_reason.type)
     if status is None:
         raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta.finish_reason.type!r}")

@@ -6,6 +6,7 @@ agents see the same tokens: those of transformers' `apply_chat_template(..., tok
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -104,13 +105,16 @@ class CheckpointTokenizer:
         """Render chat messages as text. `answer_next` appends what precedes the model's answer.
 
         `template_kwargs` override those of the run. Raises UserError if the checkpoint has no chat template, and
-        TemplateError if the template fails for these messages.
+        TemplateError if the template fails for these messages or a message contains more than text.
         """
         if not self.has_template:
             raise UserError(
                 f"the tokenizer of hf_checkpoint {self.folder} has no chat template, which prompts of chat messages "
                 "need; set its chat_template"
             )
+        if (medium := _medium(messages)) is not None:
+            # The templates of models that also take images would write a token in place of the image.
+            raise TemplateError(f"a message contains {medium}, but the model reads only text: leave it out")
         try:
             text = self.transformers.apply_chat_template(
                 messages,
@@ -162,6 +166,14 @@ class CheckpointTokenizer:
         tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
         return tokenizer
+
+
+def _medium(messages: list[dict[str, Any]]) -> str | None:
+    """The name of an image, video or sound in the messages, such as `image_url`; None if they are text only."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    parts = [part for content in contents for part in content if isinstance(part, Mapping)]
+    names = [str(name) for part in parts for name in (part.get("type"), *part)]
+    return next((name for name in names if re.search("image|video|audio", name)), None)
 
 
 def _encode_whole_texts(tokenizer: Tokenizer) -> None:

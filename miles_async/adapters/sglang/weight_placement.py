@@ -48,6 +48,10 @@ class UnknownLayoutError(Exception):
 @torch.no_grad()
 def find_placements(model: Model, tensors: Named) -> RankLayout:
     """Return what SGLang's loader does with `tensors`; the model is the same afterwards."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            # The loader would copy weights into it without their scales.
+            return RankLayout(quantized=f"{name} ({str(parameter.dtype).removeprefix('torch.')})")
     _wait_for_gpu()  # a batch may still be computed with the weights
     search = _Search(model, tensors)
     try:
@@ -112,10 +116,6 @@ class _Search:
         `difference` finds out whether they are.
         """
         self.placements, self.unfilled = [], []
-        for name, parameter in self._model.named_parameters():
-            if name not in self._weights or parameter.itemsize < 2:
-                kind = str(parameter.dtype).removeprefix("torch.")
-                raise UnknownLayoutError(f"its parameter {name} has the type {kind}, which SGLang quantizes")
         self._fill_with_nan(self._weights)
         models = self._models() if layers_alike else list(range(len(self._tensors)))
         for group in self._groups(sorted(set(models))):

@@ -18,6 +18,9 @@ from miles_async.errors import EngineLostError, FatalError, UserError
 from miles_async.transports import AUTO, TRANSPORTS
 from miles_async.types import SendOutcome
 
+MOST_DIFFERENCE = 0.3
+"""Mean difference of log-probabilities, in nats, above which an engine does not compute the learner's model. Rounding
+to bfloat16 causes a few hundredths."""
 _log = structlog.get_logger(__name__)
 
 
@@ -25,7 +28,7 @@ class Ranks(Protocol):
     """The learner's ranks, in whichever processes they run. Each of them is a weight source."""
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call `connect`, `stage` or `send` of `workers.learner.LearnerRank` on every rank; one result per rank."""
+        """Call a method of `workers.learner.LearnerRank` on every rank; one result per rank."""
         ...
 
 
@@ -79,6 +82,9 @@ class Channel:
             final=any(part.final for part in parts),
         )
 
+    async def compare(self, engine: str) -> str | None:
+        return await _compare(self._ranks, engine)
+
     async def fall_back(self, engine: str) -> str | None:
         fallbacks = self._fallbacks.get(engine, 0) + 1
         if fallbacks >= len(self._transports):
@@ -97,14 +103,23 @@ async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInf
     does not work, with a warning. `auto` measures transports and keeps the last fallback as the last one. The engines
     must be idle.
 
-    Raises UserError if another named transport does not work, EngineLostError if an engine does not answer, and
-    FatalError if an engine serves another model or no transport works.
+    A warning says if an engine computes other log-probabilities than the learner.
+
+    Raises UserError if another named transport does not work, EngineLostError if an engine does not answer or cannot
+    generate, and FatalError if an engine serves another model or no transport works.
     """
     await ranks.on_all("connect", engines, {})
     await ranks.on_all("stage", 0, [])
     infos = {engine.name: engine for engine in engines}
-    if wanted == AUTO:
-        return await _fastest(ranks, infos)
+    transports = await (_fastest(ranks, infos) if wanted == AUTO else _working(ranks, wanted, infos))
+    for sentence in await asyncio.gather(*(_compare(ranks, engine) for engine in infos)):
+        if sentence is not None:
+            _log.warning(sentence)
+    return transports
+
+
+async def _working(ranks: Ranks, wanted: str, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:
+    """The wanted transport and its fallbacks, best first. Raises UserError if it does not work and is not optional."""
     fallbacks = TRANSPORTS.fallbacks()
     candidates = [wanted, *(other for other in fallbacks if other != wanted and TRANSPORTS.find(wanted).optional)]
     failures: list[str] = []
@@ -118,6 +133,21 @@ async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInf
                 _log.warning(f"weight transport {sentence}; the run uses {transport}")
             return (transport, *(other for other in fallbacks if other != transport))
     raise UserError(f"weight_transfer {'; '.join(failures)}")
+
+
+async def _compare(ranks: Ranks, engine: str) -> str | None:
+    """See `ports.WeightChannel.compare`."""
+    difference: float | None = (await ranks.on_all("compare", engine))[0]
+    if difference is None:
+        return None
+    _log.debug("engine compared with the learner", engine=engine, nats=difference)
+    if difference <= MOST_DIFFERENCE:
+        return None
+    return (
+        f"engine {engine} computes other log-probabilities than the learner with the same weights: they differ by "
+        f"{difference:.2g} nats per token. Compare the engine with transformers: SGLang may not compute this model "
+        "correctly on this hardware or with these sglang settings"
+    )
 
 
 async def _fastest(ranks: Ranks, infos: Mapping[str, EngineInfo]) -> tuple[str, ...]:

@@ -113,6 +113,18 @@ def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *,
     return [json.loads(answer["checksums"]) for answer in answers]
 
 
+def read_logprobs(info: EngineInfo, tokens: Sequence[int], *, timeout: float) -> list[float]:
+    """Let an engine compute the log-probabilities of all tokens but the first, in nats."""
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = call_engine(info, "/generate", body, timeout=timeout)
+    return [logprob for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+
+
 def _ask_all_ranks(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
     answer = call_engine(info, "/weights_checker", {"action": action}, timeout=timeout)
     return [rank["checksums"] for rank in answer["ranks"]]

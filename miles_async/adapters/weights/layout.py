@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from miles_async.adapters.sglang.engine_weights import Placement, RankLayout, Shape
 from miles_async.errors import FatalError
+from miles_async.models.text_part import is_of_images
 
 TensorDescription = tuple[str, Shape, str]
 """Hugging Face name, full shape, and torch's name of the dtype, such as `bfloat16`."""
@@ -63,6 +64,15 @@ class TensorPlan:
     """The parts that are staged one after the other; empty if the tensor is staged in its own order."""
 
     @property
+    def block(self) -> str:
+        """The part of the model that holds the tensor, such as the attention of a layer, or one expert.
+
+        SGLang's loader may need several tensors of a block at once. For example, it concatenates two projections of
+        DeepSeek's attention, and ignores one that comes without the other. So a block is sent as a whole.
+        """
+        return self.name.rsplit(".", 2)[0]
+
+    @property
     def numel(self) -> int:
         """Number of staged elements."""
         return sum(piece.numel for piece in self.pieces) if self.pieces else math.prod(self.shape)
@@ -74,13 +84,18 @@ def plan_tensors(
     """Plan the copies of every tensor, in the order of `tensors`.
 
     `ranks` are the layouts of an engine's tensor-parallel ranks, and `dtypes` those of its parameters. Raises
-    FatalError if engine and learner do not hold the same model.
+    FatalError if engine and learner do not hold the same model, or if SGLang quantizes weights.
     """
     for layout in ranks:
+        if layout.quantized is not None:
+            raise FatalError(
+                f"the engine quantises its parameter {layout.quantized}, and the learner's weights are not quantised: "
+                "start the engines without quantisation"
+            )
         if layout.refused is not None:
             raise FatalError(f"the engine serves another model: SGLang refuses the learner's tensors: {layout.refused}")
-        if layout.unfilled:
-            parameter = layout.unfilled[0]
+        if unfilled := [parameter for parameter in layout.unfilled if not is_of_images(parameter)]:
+            parameter = unfilled[0]
             raise FatalError(f"the engine serves another model: the learner does not fill its parameter {parameter}")
     placements: defaultdict[int, list[tuple[int, Placement]]] = defaultdict(list)
     for rank, layout in enumerate(ranks):

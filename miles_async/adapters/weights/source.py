@@ -14,6 +14,7 @@ from miles_async.adapters.weights.engine import (
     read_checksums,
     read_engine_memory,
     read_layouts,
+    read_logprobs,
     read_received,
     watch_loader,
 )
@@ -28,6 +29,10 @@ SIGN_OF_LIFE_SECONDS = 5.0
 """Time for an engine to answer after a failed send."""
 LAYOUT_SECONDS = 600.0
 """Time for an engine to find out where SGLang's loader puts the weights."""
+FIRST_REQUEST_SECONDS = 600.0
+"""Time for an engine to answer its first request, for which it may compile kernels."""
+TOKENS = tuple(range(33, 65))
+"""Tokens for which engines and learner are compared: printable characters or bytes in most vocabularies."""
 
 Layout = tuple[list[dict[str, Shape]], dict[str, str]]
 """An engine's parameters: their shapes on each of its ranks, and their dtypes."""
@@ -128,10 +133,30 @@ class WeightSource:
                 self._verify(self._engines[name])
         except (EngineLostError, FatalError) as failure:
             error = f"engine {name}: {failure}"
+            # A repeated send connects again, because a failure may have broken the connection.
+            with self._lock:
+                self._connections.discard((transport, name))
         seconds = time.perf_counter() - started
         # A send that ran into the timeout may still be writing in the background, so no other send may follow it.
         final = error is not None and (seconds > 0.9 * self.timeout or not self._is_alive(name))
         return SendOutcome(engine=name, seconds=seconds, bytes=size, error=error, final=final)
+
+    @property
+    def compared(self) -> bool:
+        """Whether the log-probabilities of engines and learner are to be compared for the staged version.
+
+        The first one shows whether the engines compute the learner's model. Later ones are compared if SGLang's loader
+        loads the weights, because only the bytes that it receives can be verified then.
+        """
+        return self._by_name is not None or self._require_staging().fill_count == 1
+
+    def compare(self, name: str, logprobs: Sequence[float]) -> float:
+        """Return the mean difference in nats between an engine's log-probabilities of `TOKENS` and `logprobs`.
+
+        Raises EngineLostError if the engine does not answer.
+        """
+        found = read_logprobs(self._engines[name].info, TOKENS, timeout=max(self.timeout, FIRST_REQUEST_SECONDS))
+        return sum(abs(ours - theirs) for ours, theirs in zip(logprobs, found, strict=True)) / len(found)
 
     def close(self) -> None:
         """Close all transports."""

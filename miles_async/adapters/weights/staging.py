@@ -7,8 +7,10 @@ another transport while training goes on.
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -34,8 +36,11 @@ class Staging:
 
     def __init__(self, plans: Sequence[TensorPlan]) -> None:
         dtype_of: dict[str, torch.dtype] = {plan.name: getattr(torch, plan.dtype) for plan in plans}
+        blocks: dict[str, int] = {}
+        for plan in plans:
+            blocks.setdefault(plan.block, len(blocks))
         # Sorted by element size, largest first, every tensor is aligned to its dtype without gaps.
-        self.plans = sorted(plans, key=lambda plan: -dtype_of[plan.name].itemsize)
+        self.plans = sorted(plans, key=lambda plan: (-dtype_of[plan.name].itemsize, blocks[plan.block]))
         self._by_name = {plan.name: plan for plan in self.plans}
         self.version: int | None = None
         """The staged version; None while the buffer is being filled."""
@@ -108,16 +113,17 @@ class Staging:
         return whole
 
     def buckets(self, size: int) -> Iterator[list[TensorPlan]]:
-        """Yield the tensors in buffer order, in buckets of at most `size` bytes; a larger tensor is a bucket alone."""
+        """Yield the tensors in buffer order, in buckets of at most `size` bytes; a larger block is a bucket alone."""
         bucket: list[TensorPlan] = []
         filled = 0
-        for plan in self.plans:
-            tensor_size = plan.numel * self.element_size(plan.name)
-            if bucket and filled + tensor_size > size:
+        for _, plans in itertools.groupby(self.plans, key=lambda plan: plan.block):
+            block = list(plans)
+            block_size = sum(plan.numel * self.element_size(plan.name) for plan in block)
+            if bucket and filled + block_size > size:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(plan)
-            filled += tensor_size
+            bucket += block
+            filled += block_size
         if bucket:
             yield bucket
 
@@ -176,15 +182,17 @@ def _pieces(
 def plans_of_source(plans: Sequence[TensorPlan], source: int, sources: int) -> list[TensorPlan]:
     """Return the tensors that one of several weight sources sends, in the order of `plans`.
 
-    The assignment is greedy, largest tensor first, so that all sources send about the same number of elements. It
-    depends on `plans` alone: every source computes the same assignment without communication.
+    A source sends whole blocks. The assignment is greedy, largest block first, so that all sources send about the same
+    number of elements. It depends on `plans` alone: every source computes the same assignment without communication.
     """
+    sizes: Counter[str] = Counter()
+    for plan in plans:
+        sizes[plan.block] += plan.numel
     loads = [0] * sources
-    chosen = []
-    for plan in sorted(plans, key=lambda plan: (-plan.numel, plan.name)):
+    chosen = set()
+    for block in sorted(sizes, key=lambda block: (-sizes[block], block)):
         least = loads.index(min(loads))
-        loads[least] += plan.numel
+        loads[least] += sizes[block]
         if least == source:
-            chosen.append(plan)
-    order = {plan.name: number for number, plan in enumerate(plans)}
-    return sorted(chosen, key=lambda plan: order[plan.name])
+            chosen.add(block)
+    return [plan for plan in plans if plan.block in chosen]

@@ -14,7 +14,6 @@ _ADVICE = {
     "lora_": "LoRA is not supported, remove it",
     "eval_prompt_data": "set eval_datasets to the name and the path of each data set",
     "n_samples_per_eval_prompt": "set n_samples of each data set in eval_datasets",
-    "attention_backend": "set --sglang-attention-backend for the engines",
 }
 """Beginnings of slime's flags that have no counterpart of a similar name, and what to do instead."""
 

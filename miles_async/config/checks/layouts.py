@@ -65,12 +65,39 @@ def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
                 f"tensor_model_parallel_size to a divisor of {count}"
             )
             return
+    yield from _stages(learner, shape.layers)
+
+
+def _stages(learner: Learner, layers: int) -> Iterator[str]:
+    """The first and the last pipeline stage may have layers of their own number; the others divide the rest evenly."""
     stages, chunks = learner.pipeline_model_parallel_size, learner.virtual_pipeline_model_parallel_size or 1
-    if shape.layers % (stages * chunks):
-        virtual = f" * virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+    virtual = f" * virtual_pipeline_model_parallel_size {chunks}" if chunks > 1 else ""
+    own = {
+        name: count
+        for name, count in (
+            ("decoder_first_pipeline_num_layers", learner.decoder_first_pipeline_num_layers),
+            ("decoder_last_pipeline_num_layers", learner.decoder_last_pipeline_num_layers),
+        )
+        if count is not None
+    }
+    if not own:
+        if layers % (stages * chunks):
+            yield (
+                f"the model's {layers} layers are not divisible by pipeline_model_parallel_size {stages}{virtual}; "
+                f"choose sizes whose product divides {layers}, or set decoder_first_pipeline_num_layers or "
+                "decoder_last_pipeline_num_layers"
+            )
+        return
+    named = " and ".join(f"{name} {count}" for name, count in own.items())
+    others, rest = stages - len(own), layers - sum(own.values())
+    if others < 0 or stages == 1:
+        yield f"{named}: set pipeline_model_parallel_size to {max(2, len(own))} or more, or unset {' and '.join(own)}"
+    elif (
+        any(count % chunks for count in own.values()) or (rest % (others * chunks) if others else rest) or rest < others
+    ):
         yield (
-            f"the model's {shape.layers} layers are not divisible by pipeline_model_parallel_size {stages}{virtual}; "
-            f"choose sizes whose product divides {shape.layers}"
+            f"{named} of the model's {layers} layers leave {rest} to {others} other pipeline stages{virtual}, which "
+            f"must divide them evenly; change {' or '.join(own)}"
         )
 
 

@@ -116,6 +116,8 @@ def _learner_changes(config: RunConfig) -> list[Change]:
         changes.append({"use_distributed_optimizer": True})
     if learner.tensor_model_parallel_size > 1 and not learner.sequence_parallel:
         changes.append({"sequence_parallel": True})
+    if learner.save is not None and not learner.distrib_optim_fully_reshardable_mem_efficient:
+        changes.append({"distrib_optim_fully_reshardable_mem_efficient": True})
     least, tokens = learner.least_tokens_per_gpu(longest_sample(config)), learner.max_tokens_per_gpu
     halves = itertools.takewhile(lambda size: size > least, (tokens >> number for number in range(1, 20)))
     changes += [{"max_tokens_per_gpu": size} for size in [*halves, *([least] if least < tokens else [])]]
@@ -155,6 +157,8 @@ def _engine_changes(config: RunConfig) -> list[Change]:
 def _host_advice(config: RunConfig) -> str:
     found = []
     if config.learner.save is not None and config.learner.use_distributed_optimizer is not False:
+        if not config.learner.distrib_optim_fully_reshardable_mem_efficient:
+            found.append("set distrib_optim_fully_reshardable_mem_efficient, so that only one rank gathers the state")
         found.append("set use_distributed_optimizer to false, so that no rank gathers the state of others")
     if config.cluster.colocate:
         found.append("unset colocate, which copies the learner's state")

@@ -151,6 +151,13 @@ def _recomputation(config: RunConfig) -> Iterator[str]:
             "recompute_method and recompute_num_layers apply to whole layers: set recompute_granularity to full, or "
             "unset both"
         )
+    if learner.recompute_modules is not None and learner.recompute_granularity != "selective":
+        yield "recompute_modules needs recompute_granularity selective: set it, or unset recompute_modules"
+    if learner.precision == "fp32" and learner.transformer_impl == "transformer_engine":
+        yield (
+            "Transformer Engine computes attention over packed sequences in bf16 only: set precision to bf16, or "
+            "transformer_impl to local"
+        )
 
 
 def _dynamic_batching(config: RunConfig) -> Iterator[str]:

@@ -30,8 +30,8 @@ UNTESTED: Mapping[str, Untested] = {
     "quantization": Untested(
         r"(quantization\w*|quantize_and_serve|modelopt_\w+|torchao_config|rl_quant_profile|kt_\w+"
         r"|enable_quant_communications|enable_w4a4\w*)=.*",
-        "engines compute with rounded weights in another layout, so their policy is not the one that trains, and a "
-        "publish may write bytes with another meaning",
+        "engines compute with rounded weights, so their policy is not the one that trains, and a run refuses engines "
+        "with quantised parameters when it connects to them",
     ),
     "kv_cache_dtype": Untested(
         r"kv_cache_dtype=.*",

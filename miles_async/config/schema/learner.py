@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field
 
 from miles_async.config.learning_rate import AnnealStyle, DecayStyle
-from miles_async.section import Section
+from miles_async.config.schema.megatron import MegatronSwitches
 
 
-class Learner(Section):
+class Learner(MegatronSwitches):
     """The learner: optimizer, batching, parallelism, checkpoints and processes. It runs Megatron-core."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
@@ -91,13 +91,14 @@ class Learner(Section):
     ref_sequence_length_round_in_infer: int | None = Field(None, ge=1)
     """Override sequence_length_round_in_infer for the reference model, in tokens. If unset, the reference model uses
     the same setting."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16"] | None = None
     """Precision of the learner. With bf16, weights and activations are bfloat16, while the optimizer's master weights,
-    the gradients and the loss stay float32; weights are published and exported as bfloat16."""
+    the gradients and the loss stay float32; weights are published and exported as bfloat16. If unset, it is bf16 on
+    GPUs and fp32 on CPU machines."""
     transformer_impl: Literal["transformer_engine", "local"] | None = None
-    """Layers of the learner: transformer_engine uses NVIDIA's Transformer Engine, which needs a GPU, and local uses
-    Megatron's own layers with PyTorch's attention and norms. If unset, it is transformer_engine on GPUs where it is
-    installed, else local."""
+    """Layers of the learner: transformer_engine uses NVIDIA's Transformer Engine, which needs a GPU and bf16, and local
+    uses Megatron's own layers with PyTorch's attention and norms. If unset, it is transformer_engine with bf16 on GPUs
+    where it is installed, else local."""
     megatron_to_hf_mode: Literal["raw", "bridge"] | None = None
     """Source of the learner's model and of the conversion of its weights: raw uses the model plug-ins, and bridge
     NVIDIA's Megatron-Bridge, which make setup-bridge installs. If unset, it is raw for a model that has a plug-in, else
@@ -117,8 +118,8 @@ class Learner(Section):
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
     """Number of ranks that each expert is split across. If unset, it is tensor_model_parallel_size."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in the backward pass to save memory: full recomputes whole layers, selective only the
-    attention. If unset, all activations are kept."""
+    """Recompute activations in the backward pass to save memory: full recomputes whole layers, selective only
+    recompute_modules. If unset, all activations are kept."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Which layers recompute_granularity full recomputes: uniform recomputes all layers in groups of
     recompute_num_layers, block only the first recompute_num_layers layers of each pipeline stage."""

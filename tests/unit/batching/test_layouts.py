@@ -21,6 +21,7 @@ def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any)
     (folder / "config.json").write_text(json.dumps(shape))
     names = {"tensor": "tensor_model_parallel_size", "stages": "pipeline_model_parallel_size",
              "virtual": "virtual_pipeline_model_parallel_size", "context": "context_parallel_size",
+             "first": "decoder_first_pipeline_num_layers", "last": "decoder_last_pipeline_num_layers",
              "experts": "expert_model_parallel_size", "of_expert": "expert_tensor_parallel_size"}  # fmt: skip
     sizes = {names.get(name, name): size for name, size in layout.items()}
     return list(layout_problems(run_config(hf_checkpoint=str(folder), actor_num_gpus_per_node=ranks, **sizes)))
@@ -32,6 +33,10 @@ def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any)
         {},
         {"tensor": 2, "stages": 2, "context": 2},
         {"stages": 2, "virtual": 3},
+        {"stages": 4, "first": 1, "last": 1},
+        {"stages": 2, "last": 1},
+        {"stages": 2, "first": 4, "last": 2},
+        {"stages": 2, "virtual": 2, "first": 2},
         {"tensor": 4, "sequence_parallel": True, "stages": 2},
     ],
 )
@@ -55,6 +60,22 @@ def test_a_divisible_layout_is_accepted(tmp_path: Path, layout: dict[str, Any]) 
     ],
 )  # fmt: skip
 def test_an_indivisible_layout_is_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
+    [sentence] = problems(tmp_path, DENSE, **layout)
+    assert said in sentence
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        ({"stages": 4, "first": 2}, "decoder_first_pipeline_num_layers 2 of the model's 6 layers leave 4 to 3 other"),
+        ({"stages": 2, "first": 6}, "decoder_first_pipeline_num_layers 6 of the model's 6 layers leave 0 to 1 other"),
+        ({"stages": 2, "first": 2, "last": 2}, "leave 2 to 0 other pipeline stages"),
+        ({"stages": 2, "virtual": 2, "last": 3}, "1 other pipeline stages * virtual_pipeline_model_parallel_size 2"),
+        ({"first": 1}, "decoder_first_pipeline_num_layers 1: set pipeline_model_parallel_size to 2 or more"),
+        ({"last": 1}, "decoder_last_pipeline_num_layers 1: set pipeline_model_parallel_size to 2 or more"),
+    ],
+)
+def test_uneven_pipelines_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
     [sentence] = problems(tmp_path, DENSE, **layout)
     assert said in sentence
 

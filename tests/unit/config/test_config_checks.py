@@ -370,6 +370,11 @@ def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp
         ({"recompute_granularity": "full"}, "for example to uniform and 1"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "set recompute_granularity to full"),
         ({"recompute_method": "block"}, "set recompute_granularity to full"),
+        ({"recompute_modules": ["mlp"]}, "recompute_modules needs recompute_granularity selective"),
+        (
+            {"precision": "fp32", "transformer_impl": "transformer_engine"},
+            "set precision to bf16, or transformer_impl to local",
+        ),
     ],
 )
 def test_recomputation_must_be_configured_completely(settings: dict[str, Any], said: str) -> None:

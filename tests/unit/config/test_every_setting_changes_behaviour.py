@@ -330,6 +330,7 @@ LOSS_FUNCTIONS = (
     "test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss[token_mean-tokens-one rank]"
 )
 FUNCTIONS_OF_PARTS = "stack/test_loss_functions.py::test_another_function_of_a_part_learns_other_weights"
+SWITCHES = "stack/test_megatron_switches.py"
 LAYOUTS = "unit/batching/test_layouts.py"
 STORAGE = "unit/adapters/storage"
 PARALLEL = "stack/test_learner_parallel.py"
@@ -456,6 +457,22 @@ NAMED: dict[str, str] = {
     "value_clip": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[value_clip]",
     "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[critic_load]",
     "num_critic_only_steps": f"{CRITIC}::test_the_policy_is_frozen_while_only_the_critic_learns",
+    "attention_backend": f"{SWITCHES}::test_only_the_chosen_attention_kernels_are_allowed",
+    "rope_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[rope_fusion]",
+    "bias_swiglu_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[bias_swiglu_fusion]",
+    "gradient_accumulation_fusion": f"{SWITCHES}::"
+    "test_a_switch_reaches_megatron_under_its_own_name[gradient_accumulation_fusion]",
+    "moe_permute_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_permute_fusion]",
+    "moe_router_dtype": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_router_dtype]",
+    "moe_token_dispatcher_type": f"{SWITCHES}::"
+    "test_a_switch_reaches_megatron_under_its_own_name[moe_token_dispatcher_type]",
+    "overlap_grad_reduce": f"{PARALLEL}::"
+    "test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank[data parallel]",
+    "recompute_modules": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored[feed-forward layers]",
+    "decoder_first_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
+    "decoder_last_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
+    "distrib_optim_fully_reshardable_mem_efficient": f"{PARALLEL}::"
+    "test_one_rank_holds_the_optimizer_state_of_a_checkpoint_if_it_is_asked_for",
     "recompute_granularity": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_method": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",
     "recompute_num_layers": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored",

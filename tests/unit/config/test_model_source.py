@@ -32,6 +32,13 @@ DEEPSEEK = {
     "vocab_size": 300,
 }
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 6},
+    "vision_config": {"hidden_size": 7},
+}
+RUN = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
 
 
 def checkpoint(folder: Path, config: dict[str, Any]) -> str:
@@ -95,6 +102,31 @@ def test_a_family_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pyte
         source_of("bridge", path)
 
 
+def test_the_text_part_of_a_model_that_also_takes_images_comes_from_the_bridge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_bridge(monkeypatch)
+    path = checkpoint(tmp_path, GEMMA3)
+    assert [source_of(mode, path) for mode in (None, "bridge")] == ["bridge", "bridge"]
+    with pytest.raises(UserError, match=r"no model plug-in is called 'gemma3'.*set megatron_to_hf_mode to bridge"):
+        source_of("raw", path)
+    assert problems(run_config(**RUN, hf_checkpoint=path), "train_async.py") == []
+    with_bridge(monkeypatch, None)
+    with pytest.raises(UserError, match=r"use Megatron-Bridge, which has Gemma3ForCausalLM: .*run make setup-bridge"):
+        source_of(None, path)
+
+
+def test_a_model_that_also_takes_images_is_refused_if_its_text_part_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_bridge(monkeypatch)
+    path = checkpoint(tmp_path, GEMMA3 | {"model_type": "wheel", "architectures": ["WheelForConditionalGeneration"]})
+    [sentence] = problems(run_config(**RUN, hf_checkpoint=path), "train_async.py")
+    assert sentence.startswith(f"hf_checkpoint {path} has the model_type wheel: no model plug-in is called 'wheel'")
+    with pytest.raises(UserError, match="has no language model WheelForConditionalGeneration"):
+        source_of("bridge", path)
+
+
 @pytest.mark.parametrize("mode", [None, "raw", "bridge"])
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any) -> None:
     with_bridge(monkeypatch)
@@ -106,8 +138,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_the_check_of_the_configuration_names_what_the_bridge_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
-    settings |= {"hf_checkpoint": checkpoint(tmp_path, DEEPSEEK), "megatron_to_hf_mode": "bridge"}
+    settings = RUN | {"hf_checkpoint": checkpoint(tmp_path, DEEPSEEK), "megatron_to_hf_mode": "bridge"}
     with_bridge(monkeypatch, None)
     [sentence] = problems(run_config(**settings), "train_async.py")
     assert sentence.startswith("megatron_to_hf_mode bridge: Megatron-Bridge is not installed: run make setup-bridge")

@@ -73,9 +73,9 @@ def test_an_engine_setting_is_on_the_command_line_of_the_server(
     assert f"{words} " not in command_line(weight_transfer="disk")
 
 
-@pytest.mark.parametrize("cuda, dtypes", [(True, ("auto", "bfloat16")), (False, ("float32", "float32"))])
+@pytest.mark.parametrize("cuda, dtypes", [(True, ("bfloat16", "bfloat16", "auto")), (False, ("float32",) * 3)])
 def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, cuda: bool, dtypes: tuple[str, str]
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, cuda: bool, dtypes: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(launch, "has_cuda", lambda: cuda)
 
@@ -83,7 +83,7 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
         words = launch.command(engine_spec(run_config(**settings), "e", checkpoint, LOGS), 1, MEETING)
         return words[words.index("--dtype") + 1]
 
-    assert (dtype(), dtype(precision="bf16")) == dtypes
+    assert (dtype(), dtype(precision="bf16"), dtype(precision="fp32")) == dtypes
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.hf_weights import open_tensors
 from miles_async.atomic_files import atomic_folder, replace_folder, temporary_path
+from miles_async.models.text_part import is_of_images
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 
@@ -31,23 +33,28 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
 
 
 def _set_dtype(config: Path, tensor: Tensor) -> None:
-    """Write the dtype of the tensors into `config.json`.
+    """Write the dtype of the trained tensors into `config.json`.
 
     The model may have been trained in another precision than its original, and loaders rely on the configuration.
     """
     content = json.loads(config.read_text())
-    content["torch_dtype" if "torch_dtype" in content else "dtype"] = str(tensor.dtype).removeprefix("torch.")
+    # A model that also takes images describes its text part separately.
+    for part in [content, *([content["text_config"]] if "text_config" in content else [])]:
+        part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(tensor.dtype).removeprefix("torch.")
     config.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, notes: Mapping[str, str]) -> None:
     """Write `tensors` as safetensors, with configuration and tokenizer from the checkpoint `like`.
 
-    The dtype in the configuration is that of `tensors`. `notes` are the contents of further files by name. Raises
+    Tensors outside the text part of a model are copied from `like` too. The dtype in the configuration is that of
+    `tensors`. `notes` are the contents of further files by name. Raises
     OSError if `path` exists and is not empty.
     """
     with atomic_folder(path) as draft:
-        save_torch_state_dict(tensors, draft)
+        with open_tensors(like) as files:
+            of_images = {name: file.get_tensor(name) for name, file in files.items() if is_of_images(name)}
+            save_torch_state_dict(tensors | of_images, draft)
         for pattern in _BESIDE_WEIGHTS:
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):

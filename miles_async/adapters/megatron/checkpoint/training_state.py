@@ -31,6 +31,7 @@ from miles_async.errors import UserError
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Stores moments as tensors of their parameter's shape, so that every kind of optimizer can load them."""
+_GATHER_ON_ONE_RANK = "distrib_optim_fully_reshardable_mem_efficient"
 _MASTER_PREFIXES = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Before a parameter's name, the key of its fp32 master copy: in a distributed optimizer, and in an ordinary one."""
 _FP32_PREFIXES = (*_MASTER_PREFIXES, "")
@@ -132,7 +133,8 @@ def _load_shards(state: Any, folder: str) -> Any:
 def _sharded_state(model: TrainedModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
     """Megatron's sharded state dicts of the chunks and of the optimizer."""
     chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
-    optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=_FORMAT)
+    form = _FORMAT | {_GATHER_ON_ONE_RANK: model.settings.distrib_optim_fully_reshardable_mem_efficient}
+    optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=form)
     return chunks, optimizer
 
 

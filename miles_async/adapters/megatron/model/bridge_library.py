@@ -26,11 +26,16 @@ class CheckpointTensors(StateSource):  # type: ignore[misc]
     Exports ask for names and shapes when the files are closed, and get tensors without contents.
     """
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        """`files` are the open safetensors files by the name of each tensor."""
+    def __init__(self, files: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """`files` are the open safetensors files by the name of each tensor.
+
+        `names` are the names of tensors that the bridge sees, each with the name in the files.
+        """
         self.tensors = {
-            name: torch.empty(files[name].get_slice(name).get_shape(), device="meta") for name in sorted(files)
+            name: torch.empty(files[held].get_slice(held).get_shape(), device="meta")
+            for name, held in sorted(names.items())
         }
+        self._names = names
         self.read: set[str] = set()
         self._files: Mapping[str, Any] | None = files
 
@@ -42,7 +47,8 @@ class CheckpointTensors(StateSource):  # type: ignore[misc]
         if self._files is None:
             return {name: self.tensors[name] for name in keys}
         self.read.update(keys)
-        return {name: self._files[name].get_tensor(name) for name in keys}
+        held = {name: self._names[name] for name in keys}
+        return {name: self._files[held[name]].get_tensor(held[name]) for name in keys}
 
     def close(self) -> None:
         """Give shapes in place of contents from now on."""

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +35,7 @@ from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.plugin import ModelShape
+from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
 _BRIDGE_FIELDS = {
     "perform_initialization": False,
@@ -82,8 +83,12 @@ class BridgeSource(ModelSource):
         self._path = Path(hf_checkpoint).expanduser()
         self._local = uses_local_layers(settings)
         self._library = _library(local=self._local)
+        with open_tensors(self._path) as files:
+            self._names: Mapping[str, str] = {name: name for name in files}
         try:
             self._auto = self._library.AutoBridge.from_hf_pretrained(str(self._path))
+            if self._auto.hf_pretrained.config.architectures[0] in TEXT_PARTS:
+                self._take_text_part()
             self._bridge = self._auto._model_bridge
             self.config = self._auto.to_megatron_provider(load_weights=False)
             self._change_config(settings)
@@ -96,6 +101,16 @@ class BridgeSource(ModelSource):
         """The conversions of an export, which looking up takes seconds in a large model; None before the first."""
         self._stages: Sequence[Sequence[_Exported]] | None = None
         """What each pipeline stage exports, which the other stages need to receive it; None before the first export."""
+
+    def _take_text_part(self) -> None:
+        """Show the bridge a checkpoint that holds nothing but the text part."""
+        self._names = {text_name(name): name for name in self._names if not is_of_images(name)}
+        whole = self._auto.hf_pretrained.config
+        text = whole.text_config
+        text.architectures = [TEXT_PARTS[whole.architectures[0]]]
+        # The setting of the whole model and that of its text part may differ.
+        text.tie_word_embeddings = "lm_head.weight" not in self._names
+        self._auto.hf_pretrained.config = text
 
     def _refusal(self, error: Exception) -> UserError:
         return UserError(
@@ -154,7 +169,7 @@ class BridgeSource(ModelSource):
     @torch.no_grad()
     def load(self, chunks: Sequence[torch.nn.Module]) -> None:
         with open_tensors(self._path) as files, redirect_cuda_to_cpu(), numbered_device():
-            checkpoint = self._library.CheckpointTensors(files)
+            checkpoint = self._library.CheckpointTensors(files, self._names)
             self._auto.hf_pretrained._state_dict_accessor = self._library.StateDict(checkpoint)
             packed: dict[str, Any] = {}
             for task in self._tasks(chunks, load=True):
@@ -190,7 +205,8 @@ class BridgeSource(ModelSource):
         parameter.copy_(value)
 
     def _mismatch(self, task: Any, checkpoint: Any) -> str:
-        held = {name: tuple(one.shape) for name, one in checkpoint.tensors.items() if name in _names(task.mapping)}
+        tensors = {name: one for name, one in checkpoint.tensors.items() if name in _names(task.mapping)}
+        held = {self._names[name]: tuple(one.shape) for name, one in tensors.items()}
         shapes = ", ".join(f"{name} {shape}" for name, shape in held.items())
         return f"{shapes} of {self._path} does not fit Megatron's {task.global_param_name}"
 
@@ -207,8 +223,8 @@ class BridgeSource(ModelSource):
                 continue
             if name not in used and not unused:
                 raise UserError(
-                    f"{self._path} has a tensor {name}, which the model of its config.json does not have: use a "
-                    "checkpoint whose config.json belongs to it"
+                    f"{self._path} has a tensor {self._names[name]}, which the model of its config.json does not have: "
+                    "use a checkpoint whose config.json belongs to it"
                 )
 
     def export(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -250,7 +266,7 @@ class BridgeSource(ModelSource):
                 return
             name, tensor = found
             if not tensor.is_meta:  # a tensor of the checkpoint that the model does not hold
-                yield name, self._trim(name, tensor)
+                yield self._names.get(name, name), self._trim(name, tensor)
 
     def _trim(self, name: str, tensor: Tensor) -> Tensor:
         """Without the rows that pad the vocabulary."""

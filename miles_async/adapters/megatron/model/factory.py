@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -20,13 +21,20 @@ from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.host_memory import HostMemory
-from miles_async.adapters.megatron.model.local_layers import replace_swiglu, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import (
+    dtype_of,
+    refuse_long_masks,
+    replace_swiglu,
+    uses_local_layers,
+)
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
-from miles_async.adapters.megatron.model.source import ModelSource, dtype_of
+from miles_async.adapters.megatron.model.source import ModelSource
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +107,16 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         output_layer = None if values else _replace_output_layer(chunks)
         positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+        )
         wrapped = [DistributedDataParallel(source.config, ddp_config, chunk) for chunk in chunks]
+        if settings.overlap_grad_reduce:
+            # Megatron's schedules reduce gradients beside the last micro-batch of a step only.
+            syncs = [chunk.no_sync for chunk in wrapped]
+            source.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         # Megatron puts norms and biases into a parameter group of their own, without weight decay.
         optimizer_config = OptimizerConfig(
             optimizer="adam",
@@ -109,7 +125,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             adam_beta1=settings.adam_beta1,
             adam_beta2=settings.adam_beta2,
             clip_grad=settings.clip_grad,
-            bf16=settings.precision == "bf16",
+            bf16=dtype_of(settings) is torch.bfloat16,
             params_dtype=dtype_of(settings),
             use_distributed_optimizer=sharded,
         )
@@ -121,6 +137,10 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, list[torch.nn.Module]]:
     """Build this rank's layers and load their weights: one chunk per virtual pipeline stage, else one."""
     source = open_source(settings, hf_checkpoint)
+    if uses_local_layers(settings):
+        refuse_long_masks(settings)
+        if not on_cpu() and source.shape.experts:
+            log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
     stages = source.config.virtual_pipeline_model_parallel_size
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.

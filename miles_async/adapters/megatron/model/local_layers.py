@@ -36,6 +36,10 @@ _LONG = 256
 """Sequences of more tokens than this get their own call: padding them costs more than the call."""
 
 
+_MOST_MASKED = 1 << 15
+"""Tokens of the largest micro-batch for which local layers make masks: 1 GiB for a sequence of all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Sequences of similar length, laid out as n padded rows of queries and n padded rows of keys."""
@@ -284,17 +288,35 @@ class _SwiGlu(torch.autograd.Function):
         return result
 
 
+def dtype_of(settings: Learner) -> torch.dtype:
+    """The type of weights and activations."""
+    precision = settings.precision or ("fp32" if on_cpu() else "bf16")
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
 def uses_local_layers(settings: Learner) -> bool:
     """Whether the learner uses the layers of this module instead of Transformer Engine's.
 
     Raises UserError if the settings ask for Transformer Engine and this process cannot use it.
     """
+    # None of Transformer Engine's attention kernels computes packed sequences in float32.
     if settings.transformer_impl is None:
-        return on_cpu() or not HAVE_TE
+        return on_cpu() or not HAVE_TE or dtype_of(settings) is torch.float32
     if settings.transformer_impl == "transformer_engine" and (on_cpu() or not HAVE_TE):
         lack = "needs a GPU" if on_cpu() else "is not installed"
         raise UserError(f"Transformer Engine {lack}: set transformer_impl to local, or unset it")
     return settings.transformer_impl == "local"
+
+
+def refuse_long_masks(settings: Learner) -> None:
+    """Raise UserError if the masks of local layers under context parallelism would be too large."""
+    tokens = settings.micro_batch_tokens
+    if settings.context_parallel_size > 1 and tokens > _MOST_MASKED:
+        raise UserError(
+            f"without Transformer Engine, context parallelism computes attention with a mask over all tokens, and a "
+            f"micro-batch may hold {tokens} tokens: install Transformer Engine (make setup-gpu), or set "
+            f"max_tokens_per_gpu to {_MOST_MASKED // settings.context_parallel_size} or less"
+        )
 
 
 def local_layer_spec(config: Any, vp_stage: int | None) -> Any:

@@ -17,12 +17,11 @@ from transformers import AutoConfig
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, export_weights, load_weights
-from miles_async.adapters.megatron.model.local_layers import local_layer_spec, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import dtype_of, local_layer_spec, uses_local_layers
 from miles_async.adapters.megatron.model.source import (
     CPU_EXPERT_FIELDS,
     CPU_FIELDS,
     ModelSource,
-    dtype_of,
     run_fields,
 )
 from miles_async.config.schema import Learner
@@ -55,7 +54,11 @@ class PluginSource(ModelSource):
             self._plugin, self._hf_config, padded_vocabulary=self._padded, dtype=dtype_of(settings)
         )
         with plugin_errors(self._plugin, "describe its position embedding"):
-            self._position_embedding = self._plugin.gpt_model(self._hf_config)
+            arguments = self._plugin.gpt_model(self._hf_config)
+        of_config = {name for name in arguments if name.startswith("yarn_")}
+        for name in of_config:
+            setattr(self.config, name, arguments[name])
+        self._position_embedding = {name: value for name, value in arguments.items() if name not in of_config}
 
     def build(self, vp_stage: int | None) -> torch.nn.Module:
         config, plugin, hf_config = self.config, self._plugin, self._hf_config
@@ -117,7 +120,6 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         "hidden_dropout": 0.0,
         "attention_dropout": hf_config.get("attention_dropout", 0.0),
         "masked_softmax_fusion": True,
-        **run_fields(settings),
     }
     if shape.experts:
         arguments |= {"moe_ffn_hidden_size": shape.feed_forward, "moe_router_topk": shape.active_experts}
@@ -125,8 +127,17 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
-    arguments |= of_the_model
-    if shape.experts and uses_local_layers(settings):
+    local = uses_local_layers(settings)
+    if not local:
+        arguments |= {
+            "apply_rope_fusion": True,
+            # Megatron has this kernel for few activations.
+            "bias_activation_fusion": of_the_model.get("activation_func", arguments["activation_func"]) is silu,
+            "gradient_accumulation_fusion": True,
+            "moe_permute_fusion": shape.experts is not None,
+        }
+    arguments |= run_fields(settings) | of_the_model
+    if shape.experts and local:
         arguments["moe_grouped_gemm"] = False
     if on_cpu():
         arguments |= CPU_FIELDS | (CPU_EXPERT_FIELDS if shape.experts else {})

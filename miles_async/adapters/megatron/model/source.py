@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.local_layers import dtype_of
 from miles_async.config.schema import Learner
 from miles_async.models.plugin import ModelShape
 
@@ -84,7 +85,8 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "sequence_parallel": settings.sequence_parallel,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
+        "moe_router_dtype": settings.moe_router_dtype,
         "overlap_p2p_comm": stages is not None,
         "batch_p2p_comm": False,
         # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because
@@ -93,9 +95,19 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "recompute_granularity": settings.recompute_granularity,
         "recompute_method": settings.recompute_method,
         "recompute_num_layers": settings.recompute_num_layers,
+        "recompute_modules": None if settings.recompute_modules is None else list(settings.recompute_modules),
+        "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
+        **_fusions(settings),
     }
 
 
-def dtype_of(settings: Learner) -> torch.dtype:
-    """The type of weights and activations."""
-    return torch.bfloat16 if settings.precision == "bf16" else torch.float32
+def _fusions(settings: Learner) -> dict[str, bool]:
+    """The fused kernels that the settings turn on or off. A source decides about the others."""
+    wanted = {
+        "apply_rope_fusion": settings.rope_fusion,
+        "bias_activation_fusion": settings.bias_swiglu_fusion,
+        "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
+        "moe_permute_fusion": settings.moe_permute_fusion,
+    }
+    return {field: fused for field, fused in wanted.items() if fused is not None}

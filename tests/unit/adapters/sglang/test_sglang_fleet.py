@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.fleet import Servers, SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import EngineLostError, UserError
@@ -278,6 +278,18 @@ async def test_an_engine_that_is_removed_while_it_joins_leaves_the_router() -> N
         with pytest.raises(EngineLostError, match="engine first was removed while it joined"):
             await joining
         assert (list(fleet.routed()), router.engines) == ([], [])
+
+
+async def test_a_failed_check_says_why_the_server_of_the_engine_ended() -> None:
+    class Ended(Servers):
+        async def end_of_engine(self, engine: str) -> str | None:
+            return f"the server of {engine} ended with code 1"
+
+    fleet = SGLangFleet("http://127.0.0.1:1", servers=Ended(), health_timeout=0.2)
+    fleet.register_engine(EngineInfo("e", "http://127.0.0.1:2", 0, 1))
+    with pytest.raises(EngineLostError, match="the server of e ended with code 1"):
+        await fleet.check("e")
+    await fleet.close()
 
 
 async def test_a_failed_check_of_a_server_that_was_replaced_meanwhile_does_not_count() -> None:

@@ -92,11 +92,28 @@ def test_the_kv_cache_holds_every_request_at_full_length(spec: EngineSpec, monke
     assert words[words.index("--max-total-tokens") + 1] == str(64 * 512)
 
 
+def test_the_kv_cache_of_a_model_that_also_takes_images_is_that_of_its_text_part(
+    spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Published checkpoints leave out what transformers has by default, such as the number of heads.
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 2, "hidden_size": 64, "max_position_embeddings": 512}
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (Path(spec.model_path) / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    words = launch.command(spec, 30000, ALONE)
+    assert words[words.index("--max-total-tokens") + 1] == str(64 * 512)
+
+
 def test_the_cause_is_the_last_exception_of_the_log() -> None:
     log = "loading\nTraceback (most recent call last):\n  File x\nValueError: bad model\nkilling children\n"
     assert cause(log) == "ValueError: bad model"
     assert cause("only words\nthe last word\n\n") == "the last word"
     assert cause("") == "its log is empty"
+
+
+def test_a_failed_assertion_is_explained_by_its_statement() -> None:
+    log = 'Traceback\n  File "x.py", line 1\n    assert x1.is_cuda\n           ^^^^^^^^^^\nAssertionError\nkilled\n'
+    assert cause(log) == "AssertionError: assert x1.is_cuda"
 
 
 def test_the_servers_of_an_engine_that_spans_nodes_connect_to_the_first_node_and_use_separate_devices(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from base64 import b64encode
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fake_engine import answer as fake_answer
+from miles_async.adapters.sglang.plugin import PACKED, pack_logprobs
 from miles_async.adapters.sglang.response import continued_text, extend
 from miles_async.errors import TrajectoryError
+from miles_async.sample_schema import decode_answers
 from miles_async.types import Sample, SampleStatus, VersionSpan
 
 
@@ -112,6 +119,44 @@ def test_tokens_without_log_probabilities_are_refused() -> None:
     short["meta_info"]["output_token_logprobs"].pop()
     with pytest.raises(TrajectoryError, match="2 tokens came with 1 log-probabilities"):
         extend(Sample(tokens=[1]), short, decode)
+
+
+def packed(logprobs: list[float | None]) -> dict[str, Any]:
+    """An answer whose log-probabilities the engine's hook has packed."""
+    ids = list(range(7, 7 + len(logprobs)))
+    reported = answer(ids, [("3", 0, len(ids))])
+    reported["meta_info"]["id"] = f"{PACKED}1-0"
+    state = SimpleNamespace(output_token_logprobs_val=logprobs)
+    pack_logprobs(lambda *_: None, None, reported["meta_info"], state, 0, None, False)
+    return reported
+
+
+def test_packed_log_probabilities_are_those_of_the_engine() -> None:
+    sample = Sample(tokens=[1])
+    values = [-0.1, -12.345678, 0.0]
+    [reported] = decode_answers(orjson.dumps([packed([*values])])) or []
+    extend(sample, reported, decode)
+    assert sample.rollout_log_probs == np.array(values, np.float32).tolist()
+    sample.rollout_log_probs[0] = -1.0
+
+
+@pytest.mark.parametrize("absent", [None, math.nan, -math.inf])
+def test_a_packed_token_without_a_log_probability_is_refused(absent: float | None) -> None:
+    with pytest.raises(TrajectoryError, match="sampled a token without a log-probability"):
+        extend(Sample(tokens=[1]), packed([-0.5, absent]), decode)
+
+
+def test_packed_log_probabilities_that_are_cut_off_are_refused() -> None:
+    reported = packed([-0.5, -0.25])
+    reported["meta_info"]["output_token_logprobs"] = b64encode(b"123456").decode()
+    with pytest.raises(TrajectoryError, match="2 tokens came with 1 log-probabilities"):
+        extend(Sample(tokens=[1]), reported, decode)
+
+
+def test_only_the_log_probabilities_of_requests_that_ask_for_it_are_packed() -> None:
+    meta: dict[str, Any] = {"id": "another-program"}
+    pack_logprobs(lambda _, meta, *__: meta.update(output_token_logprobs=[(-0.5, 7, None)]), None, meta, None)
+    assert meta["output_token_logprobs"] == [(-0.5, 7, None)]
 
 
 def test_an_answer_after_tool_output_is_trained_and_has_a_separate_span() -> None:

@@ -26,6 +26,8 @@ class TwoSources:
 
     def __init__(self, **seconds: float) -> None:
         self.seconds = seconds
+        self.differences: dict[str, float] = {}
+        """Mean difference in nats between an engine and the learner."""
         self.staged: list[tuple[int, Sequence[str]]] = []
         self.sent: list[tuple[str, str]] = []
 
@@ -33,6 +35,9 @@ class TwoSources:
         return await getattr(self, method)(*arguments)
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None: ...
+
+    async def compare(self, engine: str) -> list[float | None]:
+        return [self.differences.get(engine), None]
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
         self.staged.append((version, transports))
@@ -95,6 +100,16 @@ async def test_a_machine_without_p2p_uses_the_next_transport_and_a_warning_says_
         ("warning", "weight transport p2p does not work here: no p2p here; the run uses disk"),
         ("warning", "weight transport broadcast does not work here: no broadcast here; the run uses disk"),
     ]
+
+
+async def test_an_engine_that_computes_another_model_is_named_before_the_first_step() -> None:
+    sources = TwoSources(p2p=0.0)
+    sources.differences = {"a": 0.02, "b": 2.4}
+    with capture_logs() as lines:
+        await transports(sources, "p2p")
+    [warning] = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert warning.startswith("engine b computes other log-probabilities than the learner with the same weights: ")
+    assert "2.4 nats per token" in warning
 
 
 async def test_a_machine_on_which_no_fallback_works_refuses_p2p() -> None:

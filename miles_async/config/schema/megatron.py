@@ -1,0 +1,51 @@
+"""Switches of Megatron-core, under the names of Megatron's own command line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_async.section import Section
+
+Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
+
+class MegatronSwitches(Section):
+    """Settings that the learner passes on to Megatron-core. Megatron decides which of them a model supports."""
+
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
+    """Attention kernels of Transformer Engine: flash needs the package flash-attn, fused is cuDNN's. auto lets
+    Transformer Engine choose. Without Transformer Engine, attention is PyTorch's."""
+    rope_fusion: bool | None = None
+    """Rotate queries and keys of packed sequences in one kernel of Transformer Engine. If unset, this is on with
+    Transformer Engine's layers; Megatron-Bridge decides about its models."""
+    bias_swiglu_fusion: bool | None = None
+    """Compute the activation of feed-forward layers in one kernel. If unset, this is on for SwiGLU with Transformer
+    Engine's layers; the local layers have a kernel of their own. Megatron-Bridge decides about its models."""
+    gradient_accumulation_fusion: bool | None = None
+    """Add weight gradients to the accumulated ones within the matrix product. If unset, this is on with Transformer
+    Engine's layers; Megatron-Bridge decides about its models."""
+    moe_permute_fusion: bool | None = None
+    """Sort the tokens of a mixture-of-experts layer by expert in one kernel. If unset, this is on with Transformer
+    Engine's layers; Megatron-Bridge decides about its models."""
+    moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
+    """Precision in which the routers of experts compute their scores."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach the ranks of their experts. flex uses DeepEP, a package that has to be installed, which needs
+    expert parallelism. CPU machines always use allgather."""
+    overlap_grad_reduce: bool = False
+    """Add up the gradients of data-parallel ranks while the rest of the backward pass is computed. Each parameter needs
+    a gradient in each step, which experts without tokens do not have."""
+    recompute_modules: list[Recomputed] | None = None
+    """Parts of a layer that recompute_granularity selective recomputes. If unset, this is core_attn, the attention,
+    which saves little with flash attention, because that stores no scores."""
+    decoder_first_pipeline_num_layers: int | None = Field(None, ge=1)
+    """Number of layers of the first pipeline stage. If unset, the stages divide the layers evenly."""
+    decoder_last_pipeline_num_layers: int | None = Field(None, ge=1)
+    """Number of layers of the last pipeline stage. If unset, the stages divide the layers evenly."""
+    distrib_optim_fully_reshardable_mem_efficient: bool = False
+    """Gather the state of a sharded optimizer for a checkpoint in the host memory of one data-parallel rank. Otherwise
+    all data-parallel ranks gather it on their GPUs, one buffer at a time, and keep it in host memory until the
+    checkpoint is written: 12 bytes for each parameter of the rank's model part. Gathering in host memory takes
+    longer."""

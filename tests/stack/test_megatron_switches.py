@@ -1,0 +1,79 @@
+"""Switches of Megatron reach Megatron under its own names, and precision and layers fit the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from miles_async.adapters.megatron.model import local_layers
+from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
+from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
+from miles_async.adapters.megatron.model.source import run_fields
+from miles_async.adapters.system.network_ports import free_port
+from miles_async.config.schema import Learner
+from miles_async.errors import UserError
+
+
+@pytest.fixture
+def process_groups() -> Iterator[None]:
+    create_process_groups(rank=0, world_size=1, address="127.0.0.1", port=free_port(), learner=Learner())
+    yield
+    destroy_process_groups()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and Transformer Engine."""
+    monkeypatch.setattr(local_layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(local_layers, "HAVE_TE", True)
+
+
+@pytest.mark.usefixtures("process_groups")
+@pytest.mark.parametrize(
+    "setting, value, field",
+    [
+        ("rope_fusion", True, "apply_rope_fusion"),
+        ("bias_swiglu_fusion", False, "bias_activation_fusion"),
+        ("gradient_accumulation_fusion", False, "gradient_accumulation_fusion"),
+        ("moe_permute_fusion", True, "moe_permute_fusion"),
+        ("moe_router_dtype", "fp64", "moe_router_dtype"),
+        ("moe_token_dispatcher_type", "flex", "moe_token_dispatcher_type"),
+        ("decoder_first_pipeline_num_layers", 3, "num_layers_in_first_pipeline_stage"),
+        ("decoder_last_pipeline_num_layers", 2, "num_layers_in_last_pipeline_stage"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_switch_reaches_megatron_under_its_own_name(setting: str, value: Any, field: str) -> None:
+    assert run_fields(Learner(**{setting: value}))[field] == value
+    assert run_fields(Learner()).get(field) != value
+
+
+def test_only_the_chosen_attention_kernels_are_allowed() -> None:
+    assert attention_kernels(Learner()) == {}
+    allowed = attention_kernels(Learner(attention_backend="fused"))
+    assert allowed == {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+    assert allowed.keys() == set(ATTENTION)
+
+
+def test_a_cpu_computes_in_float32_unless_bf16_is_asked_for() -> None:
+    assert dtype_of(Learner()) is torch.float32
+    assert dtype_of(Learner(precision="bf16")) is torch.bfloat16
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_computes_in_bfloat16_with_transformer_engine_unless_float32_is_asked_for() -> None:
+    assert dtype_of(Learner()) is torch.bfloat16
+    assert not uses_local_layers(Learner())
+    assert dtype_of(Learner(precision="fp32")) is torch.float32
+    assert uses_local_layers(Learner(precision="fp32")), "Transformer Engine has no packed attention in float32"
+
+
+def test_masks_of_context_parallelism_are_refused_above_a_size() -> None:
+    refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=16384))
+    refuse_long_masks(Learner(max_tokens_per_gpu=65536))
+    with pytest.raises(UserError, match=r"may hold 65536 tokens: install Transformer Engine .* to 16384 or less"):
+        refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=32768))
