@@ -55,6 +55,8 @@ ADDED_TO_CONFIG: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-Next": {"full_attention_interval": 4},
     "Qwen3.5": {"full_attention_interval": 4},
     "Qwen3.5-MoE": {"full_attention_interval": 4},
+    "Qwen3.5, images": {"full_attention_interval": 4},
+    "Qwen3.5-MoE, images": {"full_attention_interval": 4},
     "gpt-oss": {"swiglu_limit": 7.0},
 }
 COMPLAINT = "train_async.py: "
@@ -86,11 +88,18 @@ def described(name: str) -> dict[str, Any]:
     return {"architecture": architecture, "sources": sources, "layouts": ["one rank", *family.layouts]}
 
 
+def add_to_config(checkpoint: Path, added: Mapping[str, Any]) -> None:
+    """Add keys to `config.json`: to its text part, if the model also takes images."""
+    file = checkpoint / "config.json"
+    config = json.loads(file.read_text())
+    config.get("text_config", config).update(added)
+    file.write_text(json.dumps(config))
+
+
 def train(name: str, folder: Path) -> dict[str, Any]:
     """Train a model of the family: the transport and the greatest difference in nats, or the reason why it did not."""
     checkpoint = write_checkpoint(name, folder / "checkpoint")
-    config = checkpoint / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(ADDED_TO_CONFIG.get(name, {}))))
+    add_to_config(checkpoint, ADDED_TO_CONFIG.get(name, {}))
     command = [sys.executable, "train_async.py", "--run-dir", str(folder / "run"), "--hf-checkpoint", str(checkpoint)]
     command += ["--save-hf", f"{folder}/version_{{rollout_id}}"]
     command += ["--save-debug-rollout-data", f"{folder}/rollout_{{rollout_id}}"]

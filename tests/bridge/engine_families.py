@@ -16,6 +16,8 @@ LOADERS: Mapping[str, str | None] = {
     "Qwen3-Next": COPIES,
     "Qwen3.5": COPIES,
     "Qwen3.5-MoE": COPIES,
+    "Qwen3.5, images": COPIES,
+    "Qwen3.5-MoE, images": COPIES,
     "DeepSeek-V2": _LATENT,
     "DeepSeek-V3": _LATENT,
     "Kimi K2": _LATENT,

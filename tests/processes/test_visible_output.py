@@ -255,6 +255,7 @@ PROTECTED_BY = {
     "workers/driver.py": "protect_output",
     "workers/inspect_rollout.py": "protect_output",
     "workers/main.py": "protect_output",
+    "workers/memory_plan.py": "the parser of its arguments",
     "miles_async/observability/console/lines.py": "visible_text",
     "miles_async/compat/tutorial/recipe.py": "visible_text",
     "miles_async/observability/subscribers.py": "the driver, which creates them",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from miles_async.config.generation import generates
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
-from miles_async.config.model_shape import config_complaint, context_limit
+from miles_async.config.memory import longest_sample
+from miles_async.config.model_shape import config_complaint, context_limit, hf_config
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name, is_gguf
@@ -27,6 +28,7 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield from found
     else:
         yield from _context(config)
+        yield from _sliding_window(config, checkpoint)
         if not config.debug.debug_rollout_only:
             try:
                 source_of(config.learner.megatron_to_hf_mode, checkpoint)
@@ -55,6 +57,18 @@ def _context(config: RunConfig) -> Iterator[str]:
     for setting, length in lengths.items():
         if length >= context:
             yield f"{setting} {length} leaves no room for a prompt in the model's {context} tokens of context: lower it"
+
+
+def _sliding_window(config: RunConfig, checkpoint: str) -> Iterator[str]:
+    """SGLang computes Mistral without its sliding window, so engine and learner differ for longer sequences."""
+    model, longest = hf_config(checkpoint), longest_sample(config)
+    window = model.get("sliding_window")
+    if model.get("model_type") == "mistral" and isinstance(window, int) and longest > window and generates(config):
+        yield (
+            f"samples of up to {longest} tokens exceed the sliding window {window} of hf_checkpoint {checkpoint}, and "
+            "SGLang computes Mistral without it, so engines and learner would differ: lower rollout_max_prompt_len or "
+            "rollout_max_response_len"
+        )
 
 
 def _tiny_model(config: RunConfig) -> Iterator[str]:

@@ -159,3 +159,15 @@ def test_the_shape_of_a_model_without_a_plugin_is_read_where_its_language_model_
 
 def test_the_version_is_the_one_that_make_setup_bridge_installs() -> None:
     assert f"megatron-bridge=={BRIDGE_VERSION}" in (ROOT / "requirements/bridge.in").read_text().split()
+
+
+@pytest.mark.parametrize("window, refused", [(100, True), (104, False), (None, False)])
+def test_samples_that_exceed_the_window_of_a_mistral_are_refused(
+    tmp_path: Path, window: int | None, refused: bool
+) -> None:
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(mistral))
+    config = run_config(hf_checkpoint=str(tmp_path), rollout_max_prompt_len=40, rollout_max_response_len=64)
+    said = [sentence for sentence in problems(config, "train_async.py") if "sliding window" in sentence]
+    assert bool(said) is refused
+    assert all("samples of up to 104 tokens exceed the sliding window 100" in sentence for sentence in said)

@@ -140,10 +140,10 @@ def test_packed_log_probabilities_are_those_of_the_engine() -> None:
     sample.rollout_log_probs[0] = -1.0
 
 
-@pytest.mark.parametrize("absent", [None, math.nan, -math.inf])
-def test_a_packed_token_without_a_log_probability_is_refused(absent: float | None) -> None:
+@pytest.mark.parametrize("missing", [None, math.nan, -math.inf])
+def test_a_packed_token_without_a_log_probability_is_refused(missing: float | None) -> None:
     with pytest.raises(TrajectoryError, match="sampled a token without a log-probability"):
-        extend(Sample(tokens=[1]), packed([-0.5, absent]), decode)
+        extend(Sample(tokens=[1]), packed([-0.5, missing]), decode)
 
 
 def test_packed_log_probabilities_that_are_cut_off_are_refused() -> None:
