@@ -84,7 +84,7 @@ test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of g
 test-stack: $(READY) browser ## Run the tests that `make test` leaves out: tests/stack
 	@$(VENV_PYTHON) -m pytest tests/stack $(BOTH_CORES) $(ARGS)
 
-test-bridge: setup-bridge ## Run the tests of models of Megatron-Bridge, in .venv-bridge (about two minutes)
+test-bridge: setup-bridge ## Run the tests of models of Megatron-Bridge, in .venv-bridge (about four minutes)
 	@.venv-bridge/bin/python -m pytest tests/bridge $(BOTH_CORES) $(ARGS)
 
 test-environments: setup-verifiers setup-openenv ## Run the tests of environments with the real libraries
