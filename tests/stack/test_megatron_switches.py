@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu
+from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
-from miles_async.adapters.megatron.model import local_layers
+from miles_async.adapters.megatron.model import local_layers, plugin_source
 from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
 from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.megatron.model.source import run_fields
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
+from miles_async.models.dense import Llama
 
 
 @pytest.fixture
@@ -50,6 +56,31 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_switch_reaches_megatron_under_its_own_name(setting: str, value: Any, field: str) -> None:
     assert run_fields(Learner(**{setting: value}))[field] == value
     assert run_fields(Learner()).get(field) != value
+
+
+@pytest.mark.usefixtures("process_groups")
+@pytest.mark.parametrize(
+    "kind, of_the_plugin, swiglu",
+    [(LlamaConfig, {}, True), (GemmaConfig, {}, False), (LlamaConfig, {"activation_func": gelu}, False)],
+    ids=["SwiGLU", "GeGLU", "an activation of the plug-in"],
+)
+def test_transformer_engines_fused_kernels_are_used_unless_they_are_turned_off(
+    kind: type[PretrainedConfig],
+    of_the_plugin: dict[str, Any],
+    swiglu: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Llama, "transformer_config", lambda *_: of_the_plugin)
+    monkeypatch.setattr(plugin_source, "on_cpu", lambda: False)
+    monkeypatch.setattr(plugin_source, "uses_local_layers", lambda settings: False)
+    # Megatron refuses fused kernels where Transformer Engine is not installed.
+    monkeypatch.setattr(plugin_source, "TransformerConfig", SimpleNamespace)
+    kind().save_pretrained(tmp_path)
+    fused = PluginSource(Learner(), str(tmp_path)).config
+    assert (fused.apply_rope_fusion, fused.gradient_accumulation_fusion) == (True, True)
+    assert fused.bias_activation_fusion is swiglu
+    assert PluginSource(Learner(rope_fusion=False), str(tmp_path)).config.apply_rope_fusion is False
 
 
 def test_only_the_chosen_attention_kernels_are_allowed() -> None:

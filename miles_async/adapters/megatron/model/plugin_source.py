@@ -127,16 +127,17 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
+    arguments |= run_fields(settings) | of_the_model
     local = uses_local_layers(settings)
     if not local:
-        arguments |= {
+        fused = {
             "apply_rope_fusion": True,
             # Megatron has this kernel for few activations.
-            "bias_activation_fusion": of_the_model.get("activation_func", arguments["activation_func"]) is silu,
+            "bias_activation_fusion": arguments["activation_func"] is silu,
             "gradient_accumulation_fusion": True,
             "moe_permute_fusion": shape.experts is not None,
         }
-    arguments |= run_fields(settings) | of_the_model
+        arguments = fused | arguments
     if shape.experts and local:
         arguments["moe_grouped_gemm"] = False
     if on_cpu():
