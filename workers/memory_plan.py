@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from miles_async.adapters.megatron.model.fake_ranks import measure_stages
 from miles_async.config.cli import EXIT_INVALID, parse_or_exit
-from miles_async.config.memory import learner_job, plan_of, planned_model
+from miles_async.config.memory import learner_job, plan_of, planned_model, precision_on_gpus
 from miles_async.config.table import memory_table
 from miles_async.planning.plan import GIB
 
@@ -19,8 +19,7 @@ def main(argv: Sequence[str]) -> int:
     if model is None or memory is None:
         print("make plan: set gpu_memory_gib, and hf_checkpoint to a model whose family is known", file=sys.stderr)
         return EXIT_INVALID
-    # The default on GPUs, where this is not.
-    card, precision = int(memory * GIB), config.learner.precision or "bf16"
+    card, precision = int(memory * GIB), precision_on_gpus(config.learner)
     tokens = learner_job(config, model, card).tokens
     learner = config.learner.model_copy(update={"precision": precision})
     measured = measure_stages(learner, str(config.model.hf_checkpoint), tokens)

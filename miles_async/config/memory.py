@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from miles_async.config.device_plan import demand_of
 from miles_async.config.generation import generates
@@ -12,7 +13,7 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture, Experts
+from miles_async.planning.layers import Architecture, Experts, Split
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -101,8 +102,33 @@ def _host_of_node(memory: RankMemory, job: LearnerJob, ranks: int) -> int:
     """Host memory of a node with `ranks` learner ranks. In each stage, `tensor` neighbouring ranks are the first ones
     of their data-parallel groups."""
     stages = -(-ranks * job.pipeline // job.ranks)
-    first = min(ranks, stages * job.tensor)
+    first = min(ranks, stages * job.split.tensor)
     return memory.host * ranks + memory.saved * first + memory.gathered * (ranks - first)
+
+
+def split_of(learner: Learner) -> Split:
+    """How the learner's ranks divide a model."""
+    tensor = learner.tensor_model_parallel_size
+    return Split(
+        tensor=tensor,
+        sequence=tensor if learner.sequence_parallel else 1,
+        context=learner.context_parallel_size,
+        expert=learner.expert_model_parallel_size,
+        expert_tensor=learner.expert_tensor_parallel_size or tensor,
+        first=learner.decoder_first_pipeline_num_layers,
+        last=learner.decoder_last_pipeline_num_layers,
+        transformer_engine=learner.transformer_impl == "transformer_engine",
+    )
+
+
+def precision_on_gpus(learner: Learner) -> Literal["fp32", "bf16"]:
+    """The precision of a learner on GPUs, where the default is bf16."""
+    return learner.precision or "bf16"
+
+
+def gib_text(size: int) -> str:
+    """Bytes for people, such as `3.7 GiB`."""
+    return f"{size / GIB:,.1f} GiB"
 
 
 def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob:
@@ -111,22 +137,15 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
     If `transformer_impl` is unset, the layers are those that need more. Transformer Engine's need bf16.
     """
     learner, algorithm = config.learner, config.algorithm
-    width = 4 if learner.precision == "fp32" else 2
+    width = 4 if precision_on_gpus(learner) == "fp32" else 2
     copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
     job = LearnerJob(
         model=model,
         ranks=learner.ranks,
-        tensor=learner.tensor_model_parallel_size,
+        split=split_of(learner),
         pipeline=learner.pipeline_model_parallel_size,
-        first=learner.decoder_first_pipeline_num_layers,
-        last=learner.decoder_last_pipeline_num_layers,
         chunks=learner.virtual_pipeline_model_parallel_size or 1,
-        context=learner.context_parallel_size,
-        expert=learner.expert_model_parallel_size,
-        expert_tensor=learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size,
-        sequence_parallel=learner.sequence_parallel,
         sharded_optimizer=copies > 1 and learner.use_distributed_optimizer is not False,
-        transformer_engine=learner.transformer_impl == "transformer_engine",
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
@@ -141,9 +160,9 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         chunk_entries=int(card * LOGITS_FRACTION) // width,
         foreach_adam=learner.transformer_impl != "transformer_engine",
     )
-    if learner.transformer_impl is not None or learner.precision == "fp32":
+    if learner.transformer_impl is not None or width == 4:
         return job
-    both = [job, replace(job, transformer_engine=True, foreach_adam=False)]
+    both = [job, replace(job, split=replace(job.split, transformer_engine=True), foreach_adam=False)]
     return max(both, key=lambda one: highest(plan_learner(one)).peak)
 
 

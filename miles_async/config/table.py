@@ -5,7 +5,7 @@ from __future__ import annotations
 from miles_async.config.disk import disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
-from miles_async.config.memory import MemoryPlan, memory_plan
+from miles_async.config.memory import MemoryPlan, gib_text, memory_plan, precision_on_gpus
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
@@ -54,7 +54,7 @@ def table(config: RunConfig, entry: str) -> str:
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
         *_disk_rows(config, entry),
-        *_memory_rows(memory_plan(config), learner.precision or "bf16"),
+        *_memory_rows(memory_plan(config), precision_on_gpus(learner)),
     ]
     return _lines(rows)
 
@@ -92,36 +92,32 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, obj
     """What fills the memory of the fullest learner rank and of each engine rank, if the settings say how much it is."""
     if plan is None:
         return []
-    card = f"{_gib(plan.room)}, which a plan uses of gpu_memory_gib {plan.card / GIB:g}"
+    card = f"{gib_text(plan.room)}, which a plan uses of gpu_memory_gib {plan.card / GIB:g}"
     rows: list[tuple[str, object, str]] = []
     if plan.learner is not None and plan.learner_job is not None:
         one, job = plan.learner, plan.learner_job
         stage = f" (pipeline stage {one.stage})" if job.pipeline > 1 else ""
-        layers = "Transformer Engine" if job.transformer_engine else "the local layers"
+        layers = "Transformer Engine" if job.split.transformer_engine else "the local layers"
         shards = "divided among data-parallel ranks" if job.sharded_optimizer else "whole on each data-parallel rank"
         rows = [
-            ("memory", _gib(one.peak), f"at most on a learner rank{stage}, of {card}"),
-            (" weights", _gib(one.weights), precision),
-            (" gradients", _gib(one.gradients), "fp32"),
-            (" optimizer", _gib(one.optimizer), f"{shards}; {_gib(one.step)} more in a step"),
-            *([(" others", _gib(one.others), "reference model and critic")] if one.others else []),
-            (" layers", _gib(one.activations), f"activations of {job.tokens} tokens, with {layers}"),
-            (" backward", _gib(one.layer), "in addition, in the backward pass of a layer"),
-            (" logits", _gib(one.logits), "output layer and loss"),
-            (" publish", _gib(one.publish), "while weights are copied"),
-            *([(" save", _gib(one.checkpoint), "while a checkpoint is copied")] if job.checkpoints else []),
-            (" host", _gib(plan.host), "of main memory for the learner ranks of a node"),
+            ("memory", gib_text(one.peak), f"at most on a learner rank{stage}, of {card}"),
+            (" weights", gib_text(one.weights), precision),
+            (" gradients", gib_text(one.gradients), "fp32"),
+            (" optimizer", gib_text(one.optimizer), f"{shards}; {gib_text(one.step)} more in a step"),
+            *([(" others", gib_text(one.others), "reference model and critic")] if one.others else []),
+            (" layers", gib_text(one.activations), f"activations of {job.tokens} tokens, with {layers}"),
+            (" backward", gib_text(one.layer), "in addition, in the backward pass of a layer"),
+            (" logits", gib_text(one.logits), "output layer and loss"),
+            (" publish", gib_text(one.publish), "while weights are copied"),
+            *([(" save", gib_text(one.checkpoint), "while a checkpoint is copied")] if job.checkpoints else []),
+            (" host", gib_text(plan.host), "of main memory for the learner ranks of a node"),
         ]
     if plan.engine is not None:
         engine = plan.engine
         tokens = f" for {engine.tokens:,} tokens" if engine.per_token else ""
-        parts = f"weights {_gib(engine.weights)}, KV cache {_gib(engine.cache)}{tokens}"
-        rows.append(("engine", _gib(engine.weights + engine.cache), f"on each rank: {parts}"))
+        parts = f"weights {gib_text(engine.weights)}, KV cache {gib_text(engine.cache)}{tokens}"
+        rows.append(("engine", gib_text(engine.weights + engine.cache), f"on each rank: {parts}"))
     return rows
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
 
 
 def _size(number: int) -> str:

@@ -32,6 +32,13 @@ class Split:
     transformer_engine: bool = False
     """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
 
+    def layers_of_stages(self, layers: int, stages: int) -> list[int]:
+        """The number of layers of each pipeline stage, of `layers` in all."""
+        own = {stage: count for stage, count in ((0, self.first), (stages - 1, self.last)) if count is not None}
+        others = stages - len(own)
+        even = (layers - sum(own.values())) // others if others else 0
+        return [own.get(stage, even) for stage in range(stages)]
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -263,10 +270,7 @@ class Architecture:
 
     def stage(self, split: Split, stage: int, stages: int) -> tuple[int, ...]:
         """The kinds of the layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
-        own = {number: count for number, count in ((0, split.first), (stages - 1, split.last)) if count is not None}
-        others = stages - len(own)
-        even = (len(self.layers) - sum(own.values())) // others if others else 0
-        counts = [own.get(number, even) for number in range(stages)]
+        counts = split.layers_of_stages(len(self.layers), stages)
         return self.layers[sum(counts[:stage]) : sum(counts[: stage + 1])]
 
     def weights(self, split: Split, stage: int = 0, stages: int = 1) -> Weights:

@@ -6,7 +6,7 @@ All sizes are in bytes, and GiB are 2**30 bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from miles_async.planning.layers import Architecture, Experts, Split, Weights
 
@@ -28,7 +28,7 @@ class Recomputation:
     """Layers whose activations the backward pass computes again."""
 
     group: int = 0
-    """Layers of which only the input of the first is kept; 0 if all activations are kept."""
+    """Number of layers that are computed again together. Only the input of the first is kept. 0 recomputes nothing."""
     layers: int = 0
     """Number of layers of each pipeline stage to which that applies."""
 
@@ -39,21 +39,13 @@ class LearnerJob:
 
     model: Architecture
     ranks: int
-    tensor: int = 1
+    split: Split = field(default_factory=Split)
     pipeline: int = 1
-    first: int | None = None
-    """Layers of the first pipeline stage; None if the stages divide the layers evenly."""
-    last: int | None = None
-    """Layers of the last pipeline stage, likewise."""
+    """Pipeline stages."""
     chunks: int = 1
     """Virtual pipeline stages per rank."""
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    sequence_parallel: bool = False
     sharded_optimizer: bool = False
     """Whether data-parallel ranks divide the state of the optimizer."""
-    transformer_engine: bool = False
     width: int = 2
     """Bytes of a weight and of an activation: 2 with bf16, 4 with fp32."""
     tokens: int
@@ -79,19 +71,6 @@ class LearnerJob:
     foreach_adam: bool = True
     """Whether the optimizer is torch's, which takes the square root of all second moments at once. Megatron uses that
     of Transformer Engine where it is installed."""
-
-    @property
-    def split(self) -> Split:
-        return Split(
-            tensor=self.tensor,
-            sequence=self.tensor if self.sequence_parallel else 1,
-            context=self.context,
-            expert=self.expert,
-            expert_tensor=self.expert_tensor,
-            first=self.first,
-            last=self.last,
-            transformer_engine=self.transformer_engine,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +133,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
     moved = MOMENTS + (MASTER if job.width < MASTER else 0)
     per_stage = job.ranks // job.pipeline
-    copies = (per_stage // job.tensor, per_stage // (job.expert * job.expert_tensor))
+    copies = (per_stage // split.tensor, per_stage // (split.expert * split.expert_tensor))
     shards = copies if job.sharded_optimizer else (1, 1)
     sharded = -(-weights.dense // shards[0]) + -(-weights.expert // shards[1])
     trained = weights.total * (job.width + GRADIENT) + sharded * moved
@@ -180,7 +159,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
         step=MASTER * sharded * job.foreach_adam,
-        publish=2 * _largest_matrix(model, job.expert) * job.width + job.bucket,
+        publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket,
         # One value of all weights in float32, gathered on the device.
         checkpoint=MASTER * max(weights.dense, weights.expert) * (shares and not job.gathers_on_host),
         host=host,

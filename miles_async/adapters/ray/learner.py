@@ -111,10 +111,10 @@ class RayLearner:
 
     def _begin_packing(self, groups: Sequence[Group], *, share_prefixes: bool) -> _Packed:
         # In a thread: packing a large batch would block the event loop, which also keeps requests in flight.
-        packing = asyncio.to_thread(self._packed, groups, share_prefixes=share_prefixes)
+        packing = asyncio.to_thread(self._pack, groups, share_prefixes=share_prefixes)
         return _Packed(_sequences(groups), asyncio.ensure_future(packing))
 
-    def _packed(self, groups: Sequence[Group], *, share_prefixes: bool) -> list[Part]:
+    def _pack(self, groups: Sequence[Group], *, share_prefixes: bool) -> list[Part]:
         """Pack the batch; returns a reference to the part of each rank.
 
         The ranks of a model replica have the same part. It is put into Ray's object store once, from which the ranks of

@@ -8,7 +8,16 @@ from typing import Any
 
 from miles_async.config.checks.layouts import layout_problems
 from miles_async.config.fields import with_settings
-from miles_async.config.memory import MemoryPlan, longest_sample, memory_plan, plan_of, planned_model, shares_biases
+from miles_async.config.memory import (
+    MemoryPlan,
+    gib_text,
+    longest_sample,
+    memory_plan,
+    plan_of,
+    planned_model,
+    shares_biases,
+    split_of,
+)
 from miles_async.config.schema import RunConfig
 from miles_async.planning.layers import Architecture
 from miles_async.planning.plan import GIB
@@ -23,8 +32,8 @@ def recomputation_problems(config: RunConfig) -> Iterator[str]:
     number = learner.recompute_num_layers
     if model is None or number is None or learner.recompute_granularity != "full":
         return
-    stages = learner.pipeline_model_parallel_size * (learner.virtual_pipeline_model_parallel_size or 1)
-    layers = len(model.layers) // stages
+    of_stages = split_of(learner).layers_of_stages(len(model.layers), learner.pipeline_model_parallel_size)
+    layers = min(of_stages) // (learner.virtual_pipeline_model_parallel_size or 1)
     if number > layers:
         yield (
             f"recompute_num_layers {number} is more than the {layers} layers of a pipeline stage: set it to {layers} "
@@ -43,7 +52,7 @@ def memory_problems(config: RunConfig) -> Iterator[str]:
     host = config.cluster.host_memory_gib
     if host is not None and plan.host > host * GIB:
         yield (
-            f"the learner ranks of a node copy {_gib(plan.host)} to host memory, but host_memory_gib is {host:g}: "
+            f"the learner ranks of a node copy {gib_text(plan.host)} to host memory, but host_memory_gib is {host:g}: "
             f"{_host_advice(config)}"
         )
 
@@ -60,14 +69,14 @@ def _device_problems(config: RunConfig, model: Architecture, plan: MemoryPlan) -
         }
         most = " and ".join(sorted(parts, key=lambda part: -parts[part])[:2])
         yield (
-            f"a learner rank needs {_gib(learner.peak)}, mostly for {most}, but {card} leaves {_gib(plan.room)}: "
-            f"{_advice(config, model, plan.card, _learner_changes(config), of_learner=True)}"
+            f"a learner rank needs {gib_text(learner.peak)}, mostly for {most}, but {card} leaves "
+            f"{gib_text(plan.room)}: {_advice(config, model, plan.card, _learner_changes(config), of_learner=True)}"
         )
     if engine is not None and not plan.engine_fits:
         need = engine.weights + int(plan.longest * engine.per_token)
         yield (
-            f"an engine rank needs {_gib(need)} for its weights and the {plan.longest} tokens of the longest sample, "
-            f"but {card} leaves {_gib(int(engine.fraction * plan.card))} for them (mem_fraction_static "
+            f"an engine rank needs {gib_text(need)} for its weights and the {plan.longest} tokens of the longest "
+            f"sample, but {card} leaves {gib_text(int(engine.fraction * plan.card))} for them (mem_fraction_static "
             f"{engine.fraction:g}): {_advice(config, model, plan.card, _engine_changes(config), of_learner=False)}"
         )
 
@@ -166,10 +175,6 @@ def _host_advice(config: RunConfig) -> str:
         found.append("set num_steps_per_rollout to 1, which needs no copy for a rollback")
     found.append("raise actor_num_nodes and lower actor_num_gpus_per_node")
     return ", or ".join(found[:2])
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
 
 
 CHECKS = (recomputation_problems, memory_problems)

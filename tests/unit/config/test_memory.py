@@ -119,11 +119,10 @@ def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout:
     job = LearnerJob(
         model=model,
         ranks=8,
-        tensor=layout.get("tensor", 1),
+        split=Split(tensor=layout.get("tensor", 1), transformer_engine=True),
         pipeline=layout.get("pipeline", 1),
         tokens=tokens,
         sharded_optimizer=True,
-        transformer_engine=True,
         foreach_adam=False,
         chunk_entries=10**12,
     )

@@ -48,13 +48,12 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
     """Write `tensors` as safetensors, with configuration and tokenizer from the checkpoint `like`.
 
     Tensors outside the text part of a model are copied from `like` too. The dtype in the configuration is that of
-    `tensors`. `notes` are the contents of further files by name. Raises
-    OSError if `path` exists and is not empty.
+    `tensors`. `notes` are the contents of further files by name. Raises OSError if `path` exists and is not empty.
     """
     with atomic_folder(path) as draft:
         with open_tensors(like) as files:
             of_images = {name: file.get_tensor(name) for name, file in files.items() if is_of_images(name)}
-            save_torch_state_dict(tensors | of_images, draft)
+        save_torch_state_dict(tensors | of_images, draft)
         for pattern in _BESIDE_WEIGHTS:
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from miles_async.adapters.system.environment import variables_set
 from miles_async.config.schema import Learner
 
 _KERNELS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
@@ -31,23 +31,16 @@ def attention_kernels(settings: Learner) -> dict[str, str]:
 
 @contextmanager
 def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set the variables in `os.environ` within the context and restore them afterwards; None unsets a variable.
-
-    The environment belongs to the process, so all threads see the change.
-    """
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
+    """As `variables_set`, and let Transformer Engine read the variables again."""
     try:
-        yield
+        with variables_set(variables):
+            _choose_kernels_again(variables)
+            yield
     finally:
-        _set(before)
+        _choose_kernels_again(variables)
 
 
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+def _choose_kernels_again(variables: Mapping[str, str | None]) -> None:
     # Transformer Engine caches its choice of kernel until the shapes change. Without this flag the next model would run
     # with the previous model's choice.
     if variables and (engine := sys.modules.get(_TRANSFORMER_ENGINE)) is not None:

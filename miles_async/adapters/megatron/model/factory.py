@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -21,20 +20,13 @@ from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.host_memory import HostMemory
-from miles_async.adapters.megatron.model.local_layers import (
-    dtype_of,
-    refuse_long_masks,
-    replace_swiglu,
-    uses_local_layers,
-)
+from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_swiglu, uses_local_layers
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.source import ModelSource
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,15 +129,10 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, list[torch.nn.Module]]:
     """Build this rank's layers and load their weights: one chunk per virtual pipeline stage, else one."""
     source = open_source(settings, hf_checkpoint)
-    if uses_local_layers(settings):
-        refuse_long_masks(settings)
-        if not on_cpu() and source.shape.experts:
-            log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
-    stages = source.config.virtual_pipeline_model_parallel_size
     # Megatron sets these variables while it builds a model, and asserts that they have no other value. Transformer
     # Engine reads them later, in forward passes, where the user's values apply again.
     with environment(dict.fromkeys(ATTENTION)):
-        models = [source.build(vp_stage) for vp_stage in ([None] if stages is None else range(stages))]
+        models = source.build_chunks()
     chunks = [_finish_chunk(model, source.config, local=uses_local_layers(settings)) for model in models]
     source.load(chunks)
     return source, chunks

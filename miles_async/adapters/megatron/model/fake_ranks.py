@@ -28,6 +28,7 @@ from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import open_source, use_positions
 from miles_async.adapters.megatron.model.local_layers import replace_swiglu
 from miles_async.adapters.megatron.model.packed_params import packed_params
+from miles_async.adapters.megatron.model.process_groups import group_sizes
 from miles_async.adapters.megatron.model.source import ModelSource
 from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.schema import Learner
@@ -81,7 +82,7 @@ def _measure_rank(settings: Learner, hf_checkpoint: str, rank: int, tokens: int)
     with _fake_groups(settings, rank), redirect_cuda_to_cpu():
         source = open_source(settings, hf_checkpoint)
         with torch.device("meta"):
-            chunks = _build(source, settings)
+            chunks = source.build_chunks()
         named = [pair for chunk in chunks for pair in chunk.named_parameters()]
         expert = sum(parameter.numel() for name, parameter in named if ".experts." in name)
         weights = Weights(sum(parameter.numel() for _, parameter in named) - expert, expert)
@@ -89,12 +90,7 @@ def _measure_rank(settings: Learner, hf_checkpoint: str, rank: int, tokens: int)
             return MeasuredStage(weights, None)
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return MeasuredStage(weights, _kept(_build(source, settings), settings, source, tokens))
-
-
-def _build(source: ModelSource, settings: Learner) -> list[Any]:
-    virtual = settings.virtual_pipeline_model_parallel_size
-    return [source.build(stage) for stage in ([None] if virtual is None else range(virtual))]
+            return MeasuredStage(weights, _kept(source.build_chunks(), settings, source, tokens))
 
 
 def _kept(chunks: Sequence[Any], settings: Learner, source: ModelSource, tokens: int) -> float:
@@ -132,18 +128,10 @@ def _return_input(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
 
 @contextmanager
 def _fake_groups(settings: Learner, rank: int) -> Iterator[None]:
-    """Process groups of all ranks of which only `rank` exists; collectives return at once."""
+    """Megatron's process groups, as `rank` sees them. The other ranks do not exist, and collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=settings.ranks)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=settings.tensor_model_parallel_size,
-            pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=settings.virtual_pipeline_model_parallel_size,
-            context_parallel_size=settings.context_parallel_size,
-            expert_model_parallel_size=settings.expert_model_parallel_size,
-            expert_tensor_parallel_size=settings.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
+        parallel_state.initialize_model_parallel(**group_sizes(settings), create_gloo_process_groups=False)
         initialize_rng_tracker(inference_rng_tracker=True)
         yield
     finally:

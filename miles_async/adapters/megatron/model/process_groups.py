@@ -41,14 +41,7 @@ def create_process_groups(*, rank: int, world_size: int, address: str, port: int
             world_size=world_size,
             timeout=_COLLECTIVE_TIMEOUT,
         )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=learner.tensor_model_parallel_size,
-        pipeline_model_parallel_size=learner.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=learner.virtual_pipeline_model_parallel_size,
-        context_parallel_size=learner.context_parallel_size,
-        expert_model_parallel_size=learner.expert_model_parallel_size,
-        expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
-    )
+    parallel_state.initialize_model_parallel(**group_sizes(learner))
     torch.manual_seed(learner.seed)
     if on_cpu():
         # Sequence parallelism asks for CUDA random states by name. No random number is drawn from this tracker.
@@ -56,6 +49,18 @@ def create_process_groups(*, rank: int, world_size: int, address: str, port: int
     else:
         model_parallel_cuda_manual_seed(learner.seed)
     return device
+
+
+def group_sizes(learner: Learner) -> dict[str, int | None]:
+    """The sizes of Megatron's process groups, as arguments of `initialize_model_parallel`."""
+    return {
+        "tensor_model_parallel_size": learner.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": learner.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": learner.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": learner.context_parallel_size,
+        "expert_model_parallel_size": learner.expert_model_parallel_size,
+        "expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
+    }
 
 
 def broadcast_from_last_stage(tensor: Tensor) -> Tensor:

@@ -54,6 +54,11 @@ class ModelSource(ABC):
     def build(self, vp_stage: int | None) -> torch.nn.Module:
         """Return this rank's layers with any weights; `vp_stage` is the virtual pipeline stage, or None without."""
 
+    def build_chunks(self) -> list[torch.nn.Module]:
+        """Return this rank's layers with any weights: one chunk per virtual pipeline stage, else one."""
+        stages = self.config.virtual_pipeline_model_parallel_size
+        return [self.build(stage) for stage in ([None] if stages is None else range(stages))]
+
     @abstractmethod
     def load(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Load this rank's part of the checkpoint into the chunks, one per virtual pipeline stage.

@@ -26,6 +26,7 @@ from miles_async.adapters.megatron.checkpoint.training_state import copy_state, 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
 from miles_async.adapters.megatron.model.host_memory import to_device
+from miles_async.adapters.megatron.model.local_layers import refuse_long_masks, uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -121,7 +122,11 @@ class MegatronLearner:
             port=master_port,
             learner=config.learner,
         )
+        if local := uses_local_layers(config.learner):
+            refuse_long_masks(config.learner)
         self._model = build_model(config.learner, hf_checkpoint)
+        if rank == 0 and local and not on_cpu() and self._model.source.shape.experts:
+            log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
         self._critic = None
         self._critic_only = config.algorithm.num_critic_only_steps
         if estimator_of(config.algorithm).trains_critic:

@@ -16,11 +16,10 @@ the GPU: whichever request an engine handles, its source takes part.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,6 +27,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from miles_async.adapters.system.environment import variables_set
 from miles_async.errors import EngineLostError
 from miles_async.transports import SourceOptions, Transport
 
@@ -149,7 +149,7 @@ class BroadcastTransport(Transport):
         options._timeout, options.group_name = timeout, name
         # By default, a watchdog thread ends the learner when an engine dies. The constructor of ProcessGroupNCCL reads
         # this variable and says: "TORCH_NCCL_BLOCKING_WAIT is enabled, NO watchdog thread is created."
-        with _environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
+        with variables_set({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
             return ProcessGroupNCCL(keys, 0, size, options)
 
     def _send_bucket(self, group: EngineGroup, staging: Staging, bucket: Sequence[TensorPlan]) -> int:
@@ -249,16 +249,3 @@ def _abort(backend: Backend) -> None:
     # Raised if NCCL could not abort in time, such as while it forms the communicator.
     with suppress(RuntimeError):
         backend.abort()
-
-
-@contextmanager
-def _environment_variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
