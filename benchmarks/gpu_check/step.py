@@ -1,4 +1,7 @@
-"""Optimizer steps of a model with the shape of Qwen3-0.6B in bfloat16, on sequences of 8k tokens and on one of 32k."""
+"""Optimizer steps of a model with the shape of Qwen3-0.6B in bfloat16, on sequences of 8k tokens and on one of 32k.
+
+With Megatron's local layers, and with Transformer Engine's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from benchmarks.gpu_check.measure import report_cost, report_kernels
 from benchmarks.gpu_check.report import Report
-from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings
+from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings, require_transformer_engine
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.types import Group, Sample
@@ -25,6 +28,8 @@ MICRO_BATCH = {SHORT: SHORT[0], LONG: sum(LONG)}
 """Most tokens of a micro-batch."""
 PROMPT = 32
 """Tokens of the prompt."""
+LOCAL: dict[str, Any] = {"transformer_impl": "local"}
+TRANSFORMER_ENGINE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
 RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -34,14 +39,19 @@ RECOMPUTED: dict[str, Any] = {
 
 def check(report: Report, surroundings: Surroundings) -> None:
     """Report speed, memory and kernels of steps, with and without recomputed activations."""
+    sequences = {"short sequences": SHORT, "long sequence": LONG}
     for suffix, sizes, settings in (
-        ("", {"short sequences": SHORT, "long sequence": LONG}, {}),
-        (", recomputed", {"long sequence": LONG}, RECOMPUTED),
+        ("", sequences, LOCAL),
+        (", recomputed", {"long sequence": LONG}, LOCAL | RECOMPUTED),
+        (", Transformer Engine", sequences, TRANSFORMER_ENGINE),
     ):
-        with report.part(f"learner{suffix}"), learning(surroundings.qwen3(), learner_config(**settings)) as learner:
-            for name, lengths in sizes.items():
-                with report.part(f"{name}{suffix}"):
-                    measure(report, f"{name}{suffix}", learner, lengths)
+        with report.part(f"learner{suffix}"):
+            if settings == TRANSFORMER_ENGINE:
+                require_transformer_engine()
+            with learning(surroundings.qwen3(), learner_config(**settings)) as learner:
+                for name, lengths in sizes.items():
+                    with report.part(f"{name}{suffix}"):
+                        measure(report, f"{name}{suffix}", learner, lengths)
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.gpu_check.report import NotPossibleError
@@ -166,6 +167,12 @@ def has_distribution(name: str) -> bool:
 def require_gpu(what: str) -> None:
     if not ON_GPU:
         raise NotPossibleError(f"{what} needs a GPU")
+
+
+def require_transformer_engine() -> None:
+    require_gpu("Transformer Engine")
+    if not gpt_layer_specs.HAVE_TE:  # Megatron 0.19 can be imported without it, and computes with mocks
+        raise NotPossibleError("transformer_engine is not installed")
 
 
 def require_rdma() -> None:

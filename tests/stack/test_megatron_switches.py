@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 from torch.nn.functional import gelu
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
@@ -44,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("rope_fusion", True, "apply_rope_fusion"),
         ("bias_swiglu_fusion", False, "bias_activation_fusion"),
-        ("gradient_accumulation_fusion", False, "gradient_accumulation_fusion"),
+        ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
         ("moe_permute_fusion", True, "moe_permute_fusion"),
         ("moe_router_dtype", "fp64", "moe_router_dtype"),
         ("moe_token_dispatcher_type", "flex", "moe_token_dispatcher_type"),
@@ -76,11 +77,15 @@ def test_transformer_engines_fused_kernels_are_used_unless_they_are_turned_off(
     monkeypatch.setattr(plugin_source, "uses_local_layers", lambda settings: False)
     # Megatron refuses fused kernels where Transformer Engine is not installed.
     monkeypatch.setattr(plugin_source, "TransformerConfig", SimpleNamespace)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
     kind().save_pretrained(tmp_path)
     fused = PluginSource(Learner(), str(tmp_path)).config
     assert (fused.apply_rope_fusion, fused.gradient_accumulation_fusion) == (True, True)
     assert fused.bias_activation_fusion is swiglu
     assert PluginSource(Learner(rope_fusion=False), str(tmp_path)).config.apply_rope_fusion is False
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    without_apex = PluginSource(Learner(), str(tmp_path)).config
+    assert without_apex.gradient_accumulation_fusion is False, "Megatron cannot build an output layer with this fusion"
 
 
 def test_only_the_chosen_attention_kernels_are_allowed() -> None:

@@ -24,8 +24,9 @@ class MegatronSwitches(Section):
     """Compute the activation of feed-forward layers in one kernel. If unset, this is on for SwiGLU with Transformer
     Engine's layers; the local layers have a kernel of their own. Megatron-Bridge decides about its models."""
     gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients to the accumulated ones within the matrix product. If unset, this is on with Transformer
-    Engine's layers; Megatron-Bridge decides about its models."""
+    """Add weight gradients to the accumulated ones within the matrix product. Megatron's output layer does this with a
+    kernel of Apex, so Apex must be installed. If unset and Apex is installed, this is on with Transformer Engine's
+    layers; Megatron-Bridge then decides about its models."""
     moe_permute_fusion: bool | None = None
     """Sort the tokens of a mixture-of-experts layer by expert in one kernel. If unset, this is on with Transformer
     Engine's layers; Megatron-Bridge decides about its models."""

@@ -49,6 +49,9 @@ class OutputLayer:
             # `map` gathers the hidden states, so the layer itself gets whole rows and adds up their gradients.
             self._layer.sequence_parallel = False
             self._layer.allreduce_dgrad = True
+        # Megatron's fused kernel, which is Apex's, looks for the buffer of gradients on the weight that it is given.
+        # The backward pass of a chunk gives it a detached one.
+        self._layer.gradient_accumulation_fusion = False
         self._layer.forward = _return_input
         self.columns = self._layer.output_size_per_partition
         """This rank's part of the (padded) vocabulary."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -115,4 +116,7 @@ def _fusions(settings: Learner) -> dict[str, bool]:
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
         "moe_permute_fusion": settings.moe_permute_fusion,
     }
+    if settings.gradient_accumulation_fusion is None and not layers._grad_accum_fusion_available:
+        # Megatron refuses to build an output layer with this fusion if Apex, which has the kernel, is not installed.
+        wanted["gradient_accumulation_fusion"] = False
     return {field: fused for field, fused in wanted.items() if fused is not None}
