@@ -332,6 +332,27 @@ def test_a_batch_that_fails_in_its_second_step_restores_the_optimizer(tiny: Path
     assert same(weights_after(failing, good), weights_after(good))
 
 
+def test_a_failed_batch_restores_the_step_count_that_fused_optimizers_keep_in_parameter_groups(
+    learner: MegatronLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = learner._model.optimizer
+    step, applied = optimizer.step, []
+
+    def counted_step() -> Any:
+        applied.append(None)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return step()
+
+    monkeypatch.setattr(optimizer, "step", counted_step)
+    for batches in (0, 1):
+        if batches:
+            learner.train(0, shares(batch()))
+        learner.train(1, shares(batch(poison=True), steps=2))
+        assert {group.get("step", 0) for group in optimizer.param_groups} == {batches}
+    assert len(applied) == 3
+
+
 def test_a_saved_checkpoint_loads_in_transformers_with_its_tokenizer(learner: MegatronLearner, tmp_path: Path) -> None:
     learner.train(0, shares(batch()))
     learner.save_hf(str(tmp_path / "saved"))

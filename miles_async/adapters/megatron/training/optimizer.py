@@ -125,11 +125,17 @@ class Snapshot:
         self._storages = list(distinct_storages(model_tensors(model)).values())
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = len(model.optimizer.state) == 0
+        # Fused optimizers count steps here, and torch's in the state of each parameter.
+        self._counts = [group.get("step") for group in model.optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
         self._model.steps_taken = self._steps_taken
+        for group, count in zip(self._model.optimizer.param_groups, self._counts, strict=True):
+            group.pop("step", None)
+            if count is not None:
+                group["step"] = count
         copy_tensors(zip(map(contents, self._storages), self._copies, strict=True))
         if self._is_before_first_step:
             # Adam creates its state in its first step, so the snapshot has none. Zeros, including the step count, are
