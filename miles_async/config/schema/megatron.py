@@ -16,7 +16,8 @@ class MegatronSwitches(Section):
 
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernels of Transformer Engine: flash needs the package flash-attn, fused is cuDNN's. auto lets
-    Transformer Engine choose. Without Transformer Engine, attention is PyTorch's."""
+    Transformer Engine choose. Transformer Engine 2.11 refuses a flash-attn above 2.8.3. Without Transformer Engine,
+    attention is PyTorch's."""
     rope_fusion: bool | None = None
     """Rotate queries and keys of packed sequences in one kernel of Transformer Engine. If unset, this is on with
     Transformer Engine's layers; Megatron-Bridge decides about its models."""
