@@ -150,12 +150,12 @@ def test_a_broadcast_to_an_engine_that_dies_or_takes_no_part_fails(
     }
 
 
-def test_each_transport_is_compared_with_a_bare_copy(
+def test_each_transport_is_compared_with_a_bare_copy_and_sends_beside_steps(
     restored: Stack, tmp_path: Path, report: Report, parts: Callable[[], dict[str, str]]
 ) -> None:
     publish.compare(report, restored.engine, restored.checkpoint, tmp_path / "weights", "fp32")
     found = parts()
-    assert len(found) == 3 * len(publish.TRANSPORTS)
+    assert len(found) == 9 * len(publish.TRANSPORTS)
     assert set(found.values()) == {"pass"}
 
 
