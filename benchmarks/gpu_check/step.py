@@ -1,4 +1,4 @@
-"""Optimizer steps of a model with the shape of Qwen3-0.6B in bfloat16, on sequences of 8k tokens and on one of 32k."""
+"""Optimizer steps in bfloat16: the shape of Qwen3-0.6B on sequences of 8k tokens and on one of 32k, and experts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ RECOMPUTED: dict[str, Any] = {
 
 
 def check(report: Report, surroundings: Surroundings) -> None:
-    """Report speed, memory and kernels of steps, with and without recomputed activations."""
-    for suffix, sizes, settings in (
-        ("", {"short sequences": SHORT, "long sequence": LONG}, {}),
-        (", recomputed", {"long sequence": LONG}, RECOMPUTED),
+    """Report speed, memory and kernels of steps, with and without recomputed activations and with experts."""
+    dense, experts = surroundings.qwen3(), surroundings.experts()
+    for suffix, checkpoint, sizes, settings in (
+        ("", dense, {"short sequences": SHORT, "long sequence": LONG}, {}),
+        (", recomputed", dense, {"long sequence": LONG}, RECOMPUTED),
+        (", experts", experts, {"short sequences": SHORT}, {}),
     ):
-        with report.part(f"learner{suffix}"), learning(surroundings.qwen3(), learner_config(**settings)) as learner:
+        with report.part(f"learner{suffix}"), learning(checkpoint, learner_config(**settings)) as learner:
             for name, lengths in sizes.items():
                 with report.part(f"{name}{suffix}"):
                     measure(report, f"{name}{suffix}", learner, lengths)

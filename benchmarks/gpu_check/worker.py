@@ -17,6 +17,7 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "attention": ("attention", "check", {}),
     "output-layer": ("output_layer", "check", {}),
     "gae": ("gae", "check", {}),
+    "experts": ("experts", "check", {}),
     "step": ("step", "check", {}),
     "state": ("state", "check", {}),
     "ipc": ("ipc", "check", {}),

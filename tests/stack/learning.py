@@ -122,6 +122,18 @@ def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
+def gradients_by_name(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """A copy of the gradients by Hugging Face's names, in the type of the weights: they travel the way weights do."""
+    weights = [(p, p.detach().clone()) for chunk in learner._model.chunks for p in chunk.parameters()]
+    with torch.no_grad():
+        for parameter, _ in weights:
+            parameter.copy_(parameter.main_grad)
+        gradients = weights_of(learner)
+        for parameter, weight in weights:
+            parameter.copy_(weight)
+    return gradients
+
+
 def save_state(learner: MegatronLearner, folder: Path) -> None:
     """Copy, write and finish a checkpoint, on all ranks at once."""
     copy = learner.copy_state(str(folder))

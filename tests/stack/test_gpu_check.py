@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_check import broadcast, engine, ipc, learner, offload, output_layer, publish, state, step
+from benchmarks.gpu_check import broadcast, engine, experts, ipc, learner, offload, output_layer, publish, state, step
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
+from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
@@ -26,6 +27,7 @@ from tests.waiting import START_SECONDS
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 ROOT = Path(__file__).parents[2]
+COMPARED_OF_EXPERTS = ("result", *(f"gradient of the {what}" for what in ("input", "router", "experts")))
 
 
 @pytest.fixture(autouse=True)
@@ -117,9 +119,36 @@ def test_steps_of_short_and_long_sequences_are_measured(
     step.check(report, surroundings)
     assert {part for part, status in parts().items() if status == "pass"} == {
         f"{steps}: {figure}"
-        for steps in ("short sequences", "long sequence", "long sequence, recomputed")
+        for steps in ("short sequences", "long sequence", "long sequence, recomputed", "short sequences, experts")
         for figure in ("time", "speed", "kernels", "time in kernels")
     }
+
+
+def test_experts_are_compared_with_float32(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    experts.check(report, surroundings)
+    assert {part for part, status in parts().items() if status == "pass"} == {
+        f"{variant}: {figure}"
+        for variant in ("one by one", "one by one, recomputed")
+        for figure in (*COMPARED_OF_EXPERTS, "time", "speed")
+    }
+
+
+def test_a_wrong_gradient_of_an_expert_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = experts.gradients_by_name
+
+    def without_one(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+        name = "model.layers.0.mlp.experts.3.up_proj.weight"
+        found = usual(learner)
+        return found | {name: found[name] * (learner._model.config.params_dtype is torch.float32)}
+
+    monkeypatch.setattr(experts, "gradients_by_name", without_one)
+    experts.check(report, surroundings)
+    failed = {row["part"] for row in rows(tmp_path) if row["status"] == "fail"}
+    assert failed == {f"{variant}: gradient of the experts" for variant in ("one by one", "one by one, recomputed")}
 
 
 def test_a_training_state_is_the_same_after_a_rollback_and_from_a_checkpoint(
