@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.measure import report_cost, report_kernels
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings
+from miles_async.adapters.megatron.model.environment import DETERMINISTIC, environment
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.types import Group, Sample
@@ -59,6 +62,24 @@ def measure(report: Report, part: str, learner: MegatronLearner, lengths: tuple[
     seconds = report_cost(report, part, train)
     report.figure(f"{part}: speed", sum(lengths) / seconds, "tokens/s")
     report_kernels(report, part, train)
+
+
+def check_deterministic(report: Report, surroundings: Surroundings) -> None:
+    """Take the same steps twice with `--deterministic-mode`. CUDA's libraries must not have been used before."""
+    with environment(DETERMINISTIC):
+        for name, checkpoint in (("dense", surroundings.qwen3()), ("experts", surroundings.experts())):
+            with report.part(name):
+                first, second = (logprobs_after_steps(checkpoint) for _ in range(2))
+                report.figure(f"{name}: two runs differ by", furthest(first, second), "nats", at_most=0.0)
+
+
+def logprobs_after_steps(checkpoint: Path) -> list[list[float]]:
+    steps = train_steps(SHORT)
+    with learning(checkpoint, learner_config(deterministic_mode=True)) as learner:
+        for rollout in range(2):
+            if not learner.train(rollout, steps).finite:
+                raise RuntimeError("a loss or gradient is not finite")
+        return learner.logprobs(token_lists(SHORT))
 
 
 def learner_config(**settings: Any) -> Any:

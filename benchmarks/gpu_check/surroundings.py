@@ -125,15 +125,16 @@ class Surroundings:
     def qwen3(self) -> Path:
         """A model with random weights in bfloat16: the shape of Qwen3-0.6B on a GPU, a small one on a CPU."""
         shape = QWEN3 if ON_GPU else QWEN3_ON_CPU
-        return self._random_model("qwen3", Qwen3ForCausalLM, Qwen3Config(**shape, **OF_ALL_SHAPES))
+        return self.random_model("qwen3", Qwen3ForCausalLM, Qwen3Config(**shape, **OF_ALL_SHAPES))
 
     def experts(self) -> Path:
         """The same with experts: two layers of Qwen3-30B-A3B on a GPU."""
         shape = QWEN3_MOE if ON_GPU else QWEN3_MOE_ON_CPU
         config = Qwen3MoeConfig(**shape, **OF_ALL_SHAPES, norm_topk_prob=True)
-        return self._random_model("experts", Qwen3MoeForCausalLM, config)
+        return self.random_model("experts", Qwen3MoeForCausalLM, config)
 
-    def _random_model(self, name: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> Path:
+    def random_model(self, name: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> Path:
+        """A model of the class `kind` with random weights in bfloat16."""
         path = self.models / name
         if not path.exists():
             torch.manual_seed(1)

@@ -19,6 +19,8 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gae": ("gae", "check", {}),
     "experts": ("experts", "check", {}),
     "step": ("step", "check", {}),
+    "deterministic": ("step", "check_deterministic", {}),
+    "parallel": ("parallel", "check", {}),
     "state": ("state", "check", {}),
     "ipc": ("ipc", "check", {}),
     "publish-bf16": ("publish", "check", {"precision": "bf16"}),

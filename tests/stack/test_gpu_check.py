@@ -6,13 +6,26 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import broadcast, engine, experts, ipc, learner, offload, output_layer, publish, state, step
+from benchmarks.gpu_check import (
+    broadcast,
+    engine,
+    experts,
+    ipc,
+    learner,
+    offload,
+    output_layer,
+    parallel,
+    publish,
+    state,
+    step,
+)
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
 from miles_async.adapters.megatron.training.learner import MegatronLearner
@@ -122,6 +135,58 @@ def test_steps_of_short_and_long_sequences_are_measured(
         for steps in ("short sequences", "long sequence", "long sequence, recomputed", "short sequences, experts")
         for figure in ("time", "speed", "kernels", "time in kernels")
     }
+
+
+def test_two_deterministic_runs_are_equal(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    try:
+        step.check_deterministic(report, surroundings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert parts() == {"dense: two runs differ by": "pass", "experts: two runs differ by": "pass"}
+
+
+def test_layouts_of_two_ranks_are_compared_with_one_rank(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "RANKS", 2)
+    parallel.check(report, surroundings)
+    found = parts()
+    for name, layout in parallel.LAYOUTS.items():
+        for precision in parallel.PRECISIONS:
+            part = f"{name}, {precision}"
+            if layout.ranks > 2:
+                assert found[part] == "not possible here"
+            else:
+                compared = ("log-probabilities", "gradients", "state loaded", "step")
+                assert {found[f"{part}: {what}"] for what in compared} == {"pass"}
+
+
+def test_a_layout_that_learns_something_else_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "LAYOUTS", {"decayed": parallel.Layout(False, 1, {"weight_decay": 10.0})})
+    monkeypatch.setattr(parallel, "PRECISIONS", ["fp32"])
+    with parallel.Ranks(1) as ranks:
+        parallel.compare(report, surroundings, ranks, experts=False)
+    assert {row["part"] for row in rows(tmp_path) if row["status"] == "fail"} == {"decayed, fp32: step"}
+
+
+def test_ranks_compute_further_tasks_after_one_of_them_failed(surroundings: Surroundings, tmp_path: Path) -> None:
+    task = parallel.Task(parallel.Layout(False, 1, {}), "fp32", surroundings.checkpoint(parallel.DENSE), [])
+    with parallel.Ranks(1) as ranks:
+        with pytest.raises(RuntimeError, match=r"rank 0: .*nowhere"):
+            ranks.compute(replace(task, checkpoint=tmp_path / "nowhere"))
+        assert ranks.compute(task).stepped == []
+
+
+def test_one_gpu_has_no_room_for_two_ranks(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "RANKS", 1)
+    parallel.check(report, surroundings)
+    assert parts() == {"dense": "not possible here", "experts": "not possible here"}
 
 
 def test_experts_are_compared_with_float32(

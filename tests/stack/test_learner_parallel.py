@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.checkpoint import training_state
@@ -31,7 +30,7 @@ from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.learning import create_experts, gradients_by_name, learning, prompted_groups, save_state, uneven_groups
+from tests.stack.learning import create_experts, gradients_of, learning, prompted_groups, save_state, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
@@ -205,13 +204,6 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
         metrics = {"metrics": dict(report.metrics), "of_masked": dict(of_masked.metrics)}
         seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
         (out / "facts.json").write_text(json.dumps(metrics | seen))
-
-
-def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
-    learner._policy_gradients(step, *learner._pre_step_values([step]))
-    with redirect_cuda_to_cpu():
-        finalize_model_grads(learner._model.chunks, force_all_reduce=True)
-    return gradients_by_name(learner)
 
 
 def facts(out: Path) -> dict[str, Any]:
