@@ -148,8 +148,7 @@ def require_ranks(count: int) -> None:
 
 
 def create_experts(surroundings: Surroundings) -> Path:
-    config = Qwen3MoeConfig(**EXPERTS)  # type: ignore[call-arg] # head_dim is read from the keywords
-    return surroundings.random_model("small experts", Qwen3MoeForCausalLM, config)
+    return surroundings.random_model("small experts", Qwen3MoeForCausalLM, Qwen3MoeConfig(**EXPERTS))
 
 
 def distance(ours: Mapping[str, NDArray[np.float32]], exact: Mapping[str, NDArray[np.float32]]) -> float:
@@ -168,6 +167,7 @@ def computed(task: Task, rank: int, port: int) -> Computed:
         lr=1e-4,
         max_tokens_per_gpu=40,
         share_prefixes=False,
+        use_distributed_optimizer=True,  # as by default on GPUs
         actor_num_gpus_per_node=ranks,
         **task.layout.settings,
     )
@@ -214,21 +214,27 @@ class Ranks:
         """Raises RuntimeError if a rank fails. The others may wait for it, so all are ended."""
         if not self._started:
             self._started = [_start(rank) for rank in range(self._count)]
-        waiting, port, results = {}, free_port(), {}
-        for rank, (_, connection) in enumerate(self._started[: task.layout.ranks]):
+        connections = [connection for _, connection in self._started[: task.layout.ranks]]
+        results: dict[int, Computed] = {}
+        port = free_port()
+        for connection in connections:
             connection.send((task, port))
-            waiting[connection] = rank
-        while waiting:
-            for connection in wait(list(waiting)):
-                rank = waiting.pop(connection)
-                try:
-                    error, results[rank] = connection.recv()
-                except EOFError:
-                    error = "its process ended"
-                if error is not None:
-                    self.__exit__()
-                    raise RuntimeError(f"rank {rank}: {error}")
+        while waiting := [rank for rank in range(len(connections)) if rank not in results]:
+            ready = wait([connections[rank] for rank in waiting])
+            for rank in waiting:
+                if connections[rank] in ready:
+                    results[rank] = self._receive(rank)
         return results[0]
+
+    def _receive(self, rank: int) -> Computed:
+        try:
+            error, result = self._started[rank][1].recv()
+        except EOFError:
+            error, result = "its process ended", None
+        if error is not None:
+            self.__exit__()
+            raise RuntimeError(f"rank {rank}: {error}")
+        return result
 
 
 def _start(rank: int) -> tuple[Any, Connection]:
@@ -246,8 +252,7 @@ def _serve(rank: int, connection: Connection) -> None:
     while True:
         task, port = connection.recv()
         try:
-            answer = None, computed(task, rank, port)
+            connection.send((None, computed(task, rank, port)))
         except Exception as error:
             traceback.print_exc()
-            answer = repr(error), None
-        connection.send(answer)
+            connection.send((repr(error), None))

@@ -34,7 +34,7 @@ from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
-from tests.stack.learning import learning
+from tests.stack.learning import gradients_by_name, learning
 from tests.waiting import START_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -203,11 +203,9 @@ def test_experts_are_compared_with_float32(
 def test_a_wrong_gradient_of_an_expert_fails(
     surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = experts.gradients_by_name
-
     def without_one(learner: MegatronLearner) -> dict[str, torch.Tensor]:
         name = "model.layers.0.mlp.experts.3.up_proj.weight"
-        found = usual(learner)
+        found = gradients_by_name(learner)
         return found | {name: found[name] * (learner._model.config.params_dtype is torch.float32)}
 
     monkeypatch.setattr(experts, "gradients_by_name", without_one)
