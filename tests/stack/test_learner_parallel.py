@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.checkpoint import training_state
@@ -31,7 +30,7 @@ from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.learning import create_experts, learning, prompted_groups, save_state, uneven_groups, weights_of
+from tests.stack.learning import create_experts, gradients_of, learning, prompted_groups, save_state, uneven_groups
 from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
@@ -205,22 +204,6 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
         metrics = {"metrics": dict(report.metrics), "of_masked": dict(of_masked.metrics)}
         seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
         (out / "facts.json").write_text(json.dumps(metrics | seen))
-
-
-def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
-    """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, *learner._pre_step_values([step]))
-    chunks = learner._model.chunks
-    with redirect_cuda_to_cpu():
-        finalize_model_grads(chunks, force_all_reduce=True)
-    weights = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters()]
-    with torch.no_grad():
-        for parameter, _ in weights:
-            parameter.copy_(parameter.main_grad)
-        gradients = weights_of(learner)
-        for parameter, weight in weights:
-            parameter.copy_(weight)
-    return gradients
 
 
 def facts(out: Path) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from miles_async.batching.batch import TrainStep, policy_steps
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
 from tests.configuration import run_config
-from tests.stack.learning import create_experts, learning, weights_of
-from tests.stack.test_learner_parallel import gradients_of
+from tests.stack.learning import create_experts, gradients_of, learning, weights_of
 
 ROUNDING = 1e-5
 """Largest relative difference of gradients that rounding explains."""

@@ -25,8 +25,8 @@ from miles_async.rollout.contract import flat_args
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.learning import uneven_groups
-from tests.stack.test_learner_parallel import gradients_of, most_apart
+from tests.stack.learning import gradients_of, uneven_groups
+from tests.stack.test_learner_parallel import most_apart
 
 HERE = "tests.stack.user_losses"
 OF_TOKENS = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HERE}.loss_of_tokens"}
