@@ -90,7 +90,7 @@ class IPCTransport(Transport):
             metadata = list(_metadata(staging, bucket))
             request = {
                 "serialized_named_tensors": [
-                    _serialized({"flattened_tensor": self._window.seen_by(rank, size), "metadata": metadata})
+                    serialized({"flattened_tensor": self._window.seen_by(rank, size), "metadata": metadata})
                     for rank in engine.ranks
                 ],
                 "load_format": "flattened_bucket",
@@ -107,11 +107,11 @@ class Window:
     """Memory of this process that engines read."""
 
     bytes: torch.Tensor
-    seen_by: Callable[[RankMemory, int], _Call]
+    seen_by: Callable[[RankMemory, int], Call]
     """The tensor with the first bytes of the window in the process of an engine's rank."""
 
 
-class _Call:
+class Call:
     """In a pickle, a call of a function of torch that is made when the pickle is read."""
 
     def __init__(self, function: Callable[..., torch.Tensor], *arguments: Any) -> None:
@@ -129,8 +129,8 @@ def window_in_main_memory(size: int) -> Window:
     os.truncate(descriptor, size)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
 
-    def seen_by(rank: RankMemory, size: int) -> _Call:
-        return _Call(partial(torch.from_file, path, shared=False, size=size, dtype=torch.uint8))
+    def seen_by(rank: RankMemory, size: int) -> Call:
+        return Call(partial(torch.from_file, path, shared=False, size=size, dtype=torch.uint8))
 
     window = Window(torch.from_file(path, shared=True, size=size, dtype=torch.uint8), seen_by)
     weakref.finalize(window, os.close, descriptor)
@@ -147,14 +147,14 @@ def window_on_gpu(size: int) -> Window:
     data = empty_bytes(size, "cuda")
     _, handle, length, offset, counter, position, event, _ = data.untyped_storage()._share_cuda_()
 
-    def seen_by(rank: RankMemory, size: int) -> _Call:
+    def seen_by(rank: RankMemory, size: int) -> Call:
         shape = torch.Size([size]), (1,), data.storage_offset()
         # The number of the rank's own GPU: CUDA opens memory of other GPUs, too, also if the process does not see them.
         device = torch.device(rank.device).index
         memory = device, handle, length, offset
         # The last argument: the rank need not wait for this GPU, because `_fill` has waited.
         counted = counter, position, event, False
-        return _Call(
+        return Call(
             rebuild_cuda_tensor,
             torch.Tensor,
             *shape,
@@ -185,5 +185,5 @@ def _metadata(staging: Staging, bucket: Sequence[TensorPlan]) -> Iterator[Simple
         )
 
 
-def _serialized(bucket: dict[str, Any]) -> str:
+def serialized(bucket: dict[str, Any]) -> str:
     return b64encode(pickle.dumps(bucket)).decode()
