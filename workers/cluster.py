@@ -488,8 +488,9 @@ class Cluster:
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
         ranks = RayRanks(self.learner.actors)
+        wanted = self._config.weight_transport(on_gpus=self._placements[0].unit == "GPU")
         try:
-            transports = await find_transports(ranks, self._config.weights.weight_transfer, engines)
+            transports = await find_transports(ranks, wanted, engines)
         except EngineLostError as lost:
             ends = await asyncio.gather(*map(end_of_engine, self._engine_actors.values()))
             for engine, end in zip(self._engine_actors, ends, strict=True):

@@ -16,7 +16,7 @@ from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.weights.engine import call_engine
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
-from miles_async.adapters.weights.transports.ipc import Call, serialized
+from miles_async.adapters.weights.transports.ipc import Call, IPCTransport, serialized
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
 from tests.stack.engine_stack import Stack
@@ -88,6 +88,7 @@ def test_an_engine_that_dies_ends_its_own_send_only_and_receives_again_after_a_r
         with ThreadPoolExecutor() as pool:
             lost = pool.submit(source.send, 1, "e1", "ipc")
             transport = source._transports["ipc"]
+            assert isinstance(transport, IPCTransport)
             wait_until(lambda: transport._turn.locked(), "the engine is asked to load a bucket")
             sent = pool.submit(source.send, 1, "e0", "ipc")
             os.killpg(dying.pid, signal.SIGKILL)

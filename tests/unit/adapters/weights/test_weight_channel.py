@@ -89,7 +89,7 @@ async def test_a_configured_transport_is_first_or_is_refused() -> None:
 
 
 async def test_a_default_run_uses_p2p_even_where_another_transport_is_faster() -> None:
-    assert RunConfig().weights.weight_transfer == "p2p"
+    assert RunConfig().weight_transport(on_gpus=True) == "p2p"
     assert (await transports(TwoSources(p2p=1.0, broadcast=0.0, memory=0.0), "p2p"))[0] == "p2p"
 
 
