@@ -166,7 +166,7 @@ def test_a_model_that_no_two_settings_make_fit_needs_more_devices(tmp_path: Path
 
 
 def test_copies_that_exceed_the_host_memory_are_refused(tmp_path: Path) -> None:
-    shorter = {"colocate": True, "rollout_max_response_len": 4096}
+    shorter = {"colocate": True, "tensor_model_parallel_size": 2}
     config = job(tmp_path, "Qwen3-4B", host_memory_gib=32, **shorter)
     [sentence] = memory_problems(config)
     assert "host_memory_gib is 32" in sentence
