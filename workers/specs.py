@@ -149,7 +149,7 @@ def engine_spec(
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
         colocated=config.cluster.colocate,
-        p2p=TRANSPORTS.needs_transfer_engine(config.weights.weight_transfer),
+        p2p=TRANSPORTS.needs_transfer_engine(config.weight_transport(on_gpus=bool(devices))),
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

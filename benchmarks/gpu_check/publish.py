@@ -42,7 +42,7 @@ from miles_async.config.schema import RunConfig, Weights
 from tests.configuration import run_config
 from tests.stack.learning import learning, uneven_groups
 
-TRANSPORTS = ("disk", "disk_delta", "memory", "p2p", "broadcast")
+TRANSPORTS = ("disk", "disk_delta", "memory", "p2p", "ipc", "broadcast")
 """`broadcast` is the last one: if NCCL fails, the engine may not recover."""
 ROUNDS = 3
 SEND_SECONDS = 120.0

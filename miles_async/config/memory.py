@@ -138,6 +138,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
     """
     learner, algorithm = config.learner, config.algorithm
     width = 4 if precision_on_gpus(learner) == "fp32" else 2
+    transport = config.weight_transport(on_gpus=True)
     copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
     job = LearnerJob(
         model=model,
@@ -155,7 +156,8 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         gathers_on_host=learner.distrib_optim_fully_reshardable_mem_efficient,
         rollback=config.steps_per_rollout > 1,
         offloads=config.cluster.colocate,
-        bucket=config.weights.update_weight_buffer_size * (config.weights.weight_transfer == "broadcast"),
+        bucket=config.weights.update_weight_buffer_size * (transport in ("broadcast", "ipc")),
+        stages_on_device=transport == "ipc",
         engine_width=_engine_width(config) if generates(config) else 0,
         chunk_entries=int(card * LOGITS_FRACTION) // width,
         foreach_adam=learner.transformer_impl != "transformer_engine",

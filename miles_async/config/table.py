@@ -105,6 +105,7 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, obj
             (" gradients", gib_text(one.gradients), "fp32"),
             (" optimizer", gib_text(one.optimizer), f"{shards}; {gib_text(one.step)} more in a step"),
             *([(" others", gib_text(one.others), "reference model and critic")] if one.others else []),
+            *([(" staged", gib_text(one.staged), "weights from which engines read")] if one.staged else []),
             (" layers", gib_text(one.activations), f"activations of {job.tokens} tokens, with {layers}"),
             (" backward", gib_text(one.layer), "in addition, in the backward pass of a layer"),
             (" logits", gib_text(one.logits), "output layer and loss"),

@@ -63,6 +63,8 @@ class LearnerJob:
     """Whether the state moves to host memory while engines use the device."""
     bucket: int = 0
     """Bytes of weights that a rank copies to its device at a time, to send them to the engines."""
+    stages_on_device: bool = False
+    """Whether staged weights and that copy stay on the device."""
     engine_width: int = 2
     """Bytes of a weight in the engines."""
     chunk_entries: int
@@ -95,8 +97,11 @@ class RankMemory:
     """In addition while weights are copied for the engines."""
     checkpoint: int
     """In addition while the state is gathered for a checkpoint."""
+    staged: int
+    """Weights that are staged on the device, and the buffer from which engines read them."""
     host: int
-    """Host memory: staged weights, and a copy of the state for rollbacks or for engines that use the device."""
+    """Host memory: weights that are staged there, and a copy of the state for rollbacks or for engines that use the
+    device."""
     saved: int
     """Host memory for a checkpoint, on the first data-parallel rank."""
     gathered: int
@@ -105,7 +110,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What the rank keeps all the time."""
-        return self.weights + self.gradients + self.optimizer + self.others
+        return self.weights + self.gradients + self.optimizer + self.others + self.staged
 
     @property
     def peak(self) -> int:
@@ -142,7 +147,8 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     activations, layer = (elements * job.width for elements in _activations(job, stage))
     if measured is not None and measured.kept is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
-    host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
+    copied = (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
+    host = staged * (not job.stages_on_device) + copied
     # The first data-parallel rank copies weights and state. Before, all of these ranks, or only this one, gather the
     # state if they divide it: all three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of
     # Megatron's optimizer).
@@ -159,7 +165,8 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
         step=MASTER * sharded * job.foreach_adam,
-        publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket,
+        publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket * (not job.stages_on_device),
+        staged=(staged + min(job.bucket, staged)) * job.stages_on_device,
         # One value of all weights in float32, gathered on the device.
         checkpoint=MASTER * max(weights.dense, weights.expert) * (shares and not job.gathers_on_host),
         host=host,

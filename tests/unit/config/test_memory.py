@@ -166,11 +166,26 @@ def test_a_model_that_no_two_settings_make_fit_needs_more_devices(tmp_path: Path
 
 
 def test_copies_that_exceed_the_host_memory_are_refused(tmp_path: Path) -> None:
-    config = job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=32)
+    shorter = {"colocate": True, "tensor_model_parallel_size": 2}
+    config = job(tmp_path, "Qwen3-4B", host_memory_gib=32, **shorter)
     [sentence] = memory_problems(config)
     assert "host_memory_gib is 32" in sentence
     assert "unset colocate" in sentence
-    assert list(memory_problems(job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=512))) == []
+    assert list(memory_problems(job(tmp_path, "Qwen3-4B", host_memory_gib=512, **shorter))) == []
+
+
+def test_a_colocated_learner_stages_weights_on_its_device_unless_another_transport_reads_them(tmp_path: Path) -> None:
+    plans = [
+        memory_plan(job(tmp_path, "Qwen3-4B", colocate=True, **transport))
+        for transport in ({}, {"weight_transfer": "disk"})
+    ]
+    ipc, disk = (plan for plan in plans if plan is not None)
+    assert ipc.learner is not None
+    assert disk.learner is not None
+    share = disk.host - ipc.host
+    window = 512 << 20
+    assert (ipc.learner.staged, disk.learner.staged) == (share // EIGHT["actor_num_gpus_per_node"] + window, 0)
+    assert ipc.learner.peak > disk.learner.peak
 
 
 def test_recomputing_more_layers_than_a_stage_has_is_refused(tmp_path: Path) -> None:

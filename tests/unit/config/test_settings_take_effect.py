@@ -73,6 +73,22 @@ def test_an_engine_setting_is_on_the_command_line_of_the_server(
     assert f"{words} " not in command_line(weight_transfer="disk")
 
 
+@pytest.mark.parametrize(
+    "settings, on_gpus, transport",
+    [
+        ({}, True, "p2p"),
+        ({"colocate": True}, True, "ipc"),
+        ({"colocate": True}, False, "p2p"),
+        ({"colocate": True, "actor_num_nodes": 2}, True, "p2p"),
+        ({"colocate": True, "weight_transfer": "disk"}, True, "disk"),
+    ],
+)
+def test_weights_go_to_colocated_engines_by_ipc_on_the_gpus_of_one_node_unless_a_transport_is_set(
+    settings: dict[str, Any], on_gpus: bool, transport: str
+) -> None:
+    assert run_config(**settings).weight_transport(on_gpus=on_gpus) == transport
+
+
 @pytest.mark.parametrize("cuda, dtypes", [(True, ("bfloat16", "bfloat16", "auto")), (False, ("float32",) * 3)])
 def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, cuda: bool, dtypes: tuple[str, ...]
