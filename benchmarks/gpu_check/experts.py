@@ -80,7 +80,8 @@ def computed(learner: MegatronLearner) -> dict[str, Tensor]:
     result, of_input = forward_backward(learner)
     gradients = {name: one for name, one in gradients_by_name(learner).items() if name.startswith("model.layers.0.mlp")}
     router = gradients.pop("model.layers.0.mlp.gate.weight")
-    of_experts = torch.cat([one.flatten() for one in gradients.values()])
+    # Grouped experts are exported in another order.
+    of_experts = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
     return {
         "result": result,
         "gradient of the input": of_input,
