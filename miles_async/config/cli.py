@@ -56,12 +56,21 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
-    for note in notes(config, entry):
+    for note in [*notes(config, entry), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
         translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]
         _print_and_exit("\n".join([*translations, table(config, entry)]))
     return config
+
+
+def _idle_notes(flags: Flags) -> list[str]:
+    """What the run ignores of another project's command line, with the reasons if the command line is only checked."""
+    if flags.check:
+        return [f"{flag} {why}" for flag, why in flags.idle.items()]
+    if not flags.idle:
+        return []
+    return [f"{', '.join(flags.idle)} have no effect here; --check-config says why"]
 
 
 def _suggest_and_exit(flags: Flags, entry: str, program: str) -> NoReturn:

@@ -148,11 +148,11 @@ def _read(path: Path, found: list[str]) -> list[Assignment]:
     content = _content(path)
     if (project := project_of(content)) is None:
         return _flatten(content, (), path, found)
-    translation, refused = translate(content, project)
-    found += [f"{path}: {sentence}" for sentence in refused]
+    outcome = translate(content, project)
+    found += [f"{path}: {sentence}" for sentence in outcome.problems]
     return [
         Assignment(tuple(setting.split(".")), translated.value, f"{path}: {translated.key}")
-        for setting, translated in translation.items()
+        for setting, translated in outcome.translation.items()
     ]
 
 
@@ -164,8 +164,11 @@ def translation_table(path: Path) -> str | None:
     content = _content(path)
     if (project := project_of(content)) is None:
         return None
-    settings, _ = translate(content, project)
-    lines = [f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in settings.items()]
+    outcome = translate(content, project)
+    lines = [
+        f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in outcome.translation.items()
+    ]
+    lines += [f"  {key} {why}" for key, why in outcome.idle.items()]
     return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])
 
 

@@ -86,9 +86,10 @@ class Algorithm(Section):
     policy."""
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL loss that use_kl_loss adds."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL divergence, for both the KL loss and the KL penalty on rewards: k1 is the log-ratio, k2 half
-    of its square, k3 the unbiased estimator of low variance."""
+    of its square, k3 the unbiased estimator of low variance, and
+    low_var_kl is k3 with at most 10 per token, as in slime."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty that is subtracted from the reward of each token. With advantage_estimator ppo,
     reinforce_plus_plus and reinforce_plus_plus_baseline this happens before advantages are estimated and normalized,

@@ -356,13 +356,16 @@ NAMED: dict[str, str] = {
     "drain_seconds": "sim/test_drain.py::test_groups_that_take_longer_than_the_drain_are_interrupted",
     # model and warm start
     "hf_checkpoint": "unit/workers/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
-    "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "init_std": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "megatron_model_flags": (
+        "unit/compat/test_guest_flags.py::test_a_flag_that_describes_another_model_is_refused_with_both_values"
+    ),
+    "tiny_num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_init_std": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
     "warm_start_max_steps": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
     "warm_start_accuracy": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
     "warm_start_lr": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
@@ -458,6 +461,7 @@ NAMED: dict[str, str] = {
     "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[critic_load]",
     "num_critic_only_steps": f"{CRITIC}::test_the_policy_is_frozen_while_only_the_critic_learns",
     "attention_backend": f"{SWITCHES}::test_only_the_chosen_attention_kernels_are_allowed",
+    "megatron_args": f"{SWITCHES}::test_fields_that_users_set_reach_the_model_the_gradients_and_the_optimizer",
     "rope_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[rope_fusion]",
     "bias_swiglu_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[bias_swiglu_fusion]",
     "gradient_accumulation_fusion": f"{SWITCHES}::"

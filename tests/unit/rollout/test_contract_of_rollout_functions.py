@@ -52,7 +52,7 @@ def test_args_has_an_attribute_for_every_setting_and_every_value_of_the_run() ->
     config = run_config(rollout_batch_size=7)
     args = flat_args(config, sglang_router_ip="127.0.0.1")
     assert args.rollout_batch_size == 7
-    assert args.hidden_size == config.model.tiny_model.hidden_size
+    assert args.tiny_hidden_size == config.model.tiny_model.hidden_size
     assert args.sglang_router_ip == "127.0.0.1"
 
 

@@ -58,6 +58,7 @@ from miles_async.batching.batch import PackedBatch, TrainStep, supervised_step
 from miles_async.columns.spans import NO_VERSION
 from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
+from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
 from miles_async.losses.objectives.objective import StepTokens
@@ -133,7 +134,7 @@ class MegatronLearner:
             self._critic = Critic(config, hf_checkpoint)
         self._reference = None
         if config.keeps_reference:
-            reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
+            reference = Path(reference_of(config.algorithm.ref_load, hf_checkpoint)).expanduser()
             self._reference = build_reference(config.learner.reference_batching, str(reference))
         self._offloaded: list[Offloaded] = []
         self.version = 0
