@@ -35,7 +35,7 @@ def fields_by_class() -> dict[str, str]:
     """The class, such as `ddp`, of each field of Megatron's configuration. The first class wins."""
     found: dict[str, str] = {}
     for name, kind in CLASSES.items():
-        for one in fields(kind):  # type: ignore[arg-type]
+        for one in fields(kind):
             found.setdefault(one.name, name)
     return found
 

@@ -56,7 +56,7 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
-    for note in [*notes(config, entry), *_idle_notes(flags)]:
+    for note in [*flags.notes, *notes(config, entry), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
         translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]

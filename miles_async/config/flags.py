@@ -64,12 +64,15 @@ class Flags:
     """One sentence for each argument that is unknown, lacks a value or is not valid YAML."""
     idle: dict[str, str] = field(default_factory=dict)
     """Arguments of other projects that have no effect here, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """One sentence for each valid value that another value takes the place of."""
     guests: GuestFlags = field(default_factory=GuestFlags)
 
 
 def parse_flags(argv: Sequence[str]) -> Flags:
     """Parse a command line without checking the values against the schema."""
-    flags, overrides, words = Flags(), [], list(argv)
+    flags, words = Flags(), list(argv)
+    overrides: list[Assignment] = []
     while words:
         word = words.pop(0)
         values: list[str] = []

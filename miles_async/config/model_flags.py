@@ -25,7 +25,7 @@ def _rope(name: str) -> _Reader:
     """A parameter of the rotary embedding, which newer files keep in a dictionary of their own."""
 
     def read(config: Config) -> Any:
-        nested = config.get("rope_parameters") or {}
+        nested: Config = config.get("rope_parameters") or {}
         nested = nested.get("full_attention", nested)
         return config.get(name, nested.get(name))
 

@@ -36,7 +36,7 @@ class PolicyLossSettings:
     """Coefficient of the KL penalty that is added to the loss."""
     kl_reward_coef: float
     """Coefficient of the KL penalty that is subtracted from advantages which compare the samples of a group."""
-    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"]
 
     @classmethod
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:

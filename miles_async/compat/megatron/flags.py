@@ -29,7 +29,6 @@ _RULES: Mapping[str, Rule] = {
     "lr_decay_iters": sets("learner.lr_decay_steps"),
     "lr_warmup_iters": sets("learner.lr_warmup_steps"),
     "lr_wsd_decay_iters": sets("learner.lr_wsd_decay_steps"),
-    "lr_warmup_fraction": Refused("set lr_warmup_steps to a number of optimizer steps"),
     "lr_warmup_init": Only((0, 0.0), "the warm-up starts at 0"),
     "use_checkpoint_opt_param_scheduler": Idle("has no effect: learning rates always follow the settings of the run"),
     "override_opt_param_scheduler": Idle("has no effect: learning rates always follow the settings of the run"),
@@ -49,6 +48,7 @@ _RULES: Mapping[str, Rule] = {
     "moe_router_load_balancing_type": Idle("has no effect: no loss that balances the experts is added"),
     "moe_aux_loss_coeff": Only((0, 0.0), "no loss that balances the experts is added; set it to 0"),
     "moe_use_upcycling": Refused("train the checkpoint that upcycling made: set hf_checkpoint"),
+    "spec": Idle("names the layers of a model, which hf_checkpoint defines"),
     "mtp_num_layers": Combined(),
     "mtp_loss_scaling_factor": Idle("has no effect: heads that predict further tokens are not trained"),
     "recompute_activations": converts("learner.recompute_granularity", {True: "selective"}),
@@ -106,7 +106,13 @@ _LOW_PRECISION = ("fp8", "fp4", "megatron_fsdp", "kitchen")
 @cache
 def flags() -> Mapping[str, Flag]:
     """All flags by name."""
-    return {name: Flag(_rule(name, flag), flag.takes) for name, flag in megatron_flags().items()}
+    return {name: _flag(name, flag) for name, flag in megatron_flags().items()}
+
+
+def _flag(name: str, flag: MegatronFlag) -> Flag:
+    rule = _rule(name, flag)
+    # Megatron takes a list in which each value would have to be the same.
+    return Flag(rule, "value" if isinstance(rule, Only) and flag.takes == "values" else flag.takes)
 
 
 def _rule(name: str, flag: MegatronFlag) -> Rule:

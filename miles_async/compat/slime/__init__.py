@@ -11,6 +11,7 @@ from miles_async.section import Section
 from miles_async.types import Group
 
 if TYPE_CHECKING:
+    from miles_async.config.schema import RunConfig
     from miles_async.config.translation import Flag, Translator
 
 
@@ -34,6 +35,11 @@ class Slime(Guest):
         from miles_async.compat.slime.flags import combine
 
         combine(values, translator)
+
+    def resolve(self, config: RunConfig) -> RunConfig:
+        from miles_async.compat.slime.resolution import resolve
+
+        return resolve(config)
 
     def load_batch(self, path: Path) -> tuple[int, list[Group]] | None:
         from miles_async.compat.slime.saved_batches import load_batch

@@ -17,7 +17,6 @@ _TEST = Idle("belongs to slime's own tests")
 _OFFLOAD = Idle(
     "has no effect: colocate lets learner and engines release their devices in turns, and nothing else does"
 )
-_DISK = Refused("set weight_transfer to disk or disk_delta, which write into the folder of the run")
 
 _SWITCHES: Mapping[str, Rule] = {
     "disable_grpo_std_normalization": converts("algorithm.grpo_std_normalization", {True: False}),
@@ -28,13 +27,17 @@ _SWITCHES: Mapping[str, Rule] = {
     "offload": _OFFLOAD,
     "offload_train": _OFFLOAD,
     "offload_rollout": _OFFLOAD,
-    "no_offload_train": Refused("colocate always offloads: remove it"),
-    "no_offload_rollout": Refused("colocate always offloads: remove it"),
+    "no_offload_train": _OFFLOAD,
+    "no_offload_rollout": _OFFLOAD,
     "release_train": _OFFLOAD,
     "use_fault_tolerance": Idle("has no effect: engines that fail are always restarted"),
     "log_multi_turn": _LOGS,
     "log_passrate": _LOGS,
     "log_correct_samples": _LOGS,
+    **dict.fromkeys(
+        ("use_gated_attention", "post_self_attn_layernorm", "post_mlp_layernorm"),
+        Idle("describes a part of the model, which hf_checkpoint defines"),
+    ),
     "ci_test": _TEST,
     "ci_disable_kl_checker": _TEST,
     "disable_compute_advantages_and_returns": Idle("has no effect: loss_type sft_loss needs no advantages"),
@@ -58,8 +61,7 @@ _SWITCHES: Mapping[str, Rule] = {
     "enable_mtp_training": Refused("heads that predict further tokens are not trained: remove it"),
     "allgather_cp": Idle("has no effect: context parallelism exchanges keys and values as Megatron does"),
     "freeze_indexer": Refused("all parameters are trained: remove it"),
-    "update_weight_disk_keep_files": _DISK,
-    "record_memory_history": Refused("use PyTorch's profiler: remove it"),
+    "update_weight_disk_keep_files": Refused("the files of a publish are removed after the next one: set save_hf"),
 }
 _VALUES: Mapping[str, Rule] = {
     "train_backend": Only(("megatron",), "the learner runs Megatron-core"),
@@ -74,13 +76,12 @@ _VALUES: Mapping[str, Rule] = {
     "rollout_health_check_first_wait": Idle("has no effect: an engine is checked once it has answered"),
     "rollout_data_transport": Only(("object-store",), "samples travel through Ray's object store"),
     "start_rollout_id": Refused("load continues after the last checkpoint: remove it"),
-    "num_epoch": Refused("set num_rollout to the number of training batches"),
     "update_weight_mode": Combined(),
     "update_weight_transport": Combined(),
     "update_weight_disk_dir": Combined(),
-    "update_weight_local_checkpoint_dir": _DISK,
-    "update_weight_delta_encoding": _DISK,
-    "update_weight_delta_checksum": _DISK,
+    "update_weight_local_checkpoint_dir": Idle("has no effect: engines change their weights in place"),
+    "update_weight_delta_encoding": Idle("has no effect: disk_delta writes the changed values"),
+    "update_weight_delta_checksum": Idle("has no effect: weights are always compared with their checksums"),
     "data_pad_size_multiplier": Idle("has no effect: sequences are packed without padding"),
     "loss_mask_type": Idle("has no effect: the chat template marks what is trained"),
     "ref_ckpt_step": Refused("set ref_load to a Hugging Face checkpoint"),
@@ -92,10 +93,7 @@ _VALUES: Mapping[str, Rule] = {
     "opd_kl_coef": _DISTILLATION,
     "opd_teacher_load": _DISTILLATION,
     "opd_teacher_ckpt_step": _DISTILLATION,
-    "wandb_key": Combined(),
     "wandb_dir": Idle("has no effect: the files of Weights & Biases are in the folder of the run"),
-    "wandb_host": Refused("set the environment variable WANDB_BASE_URL"),
-    "wandb_team": Refused("set the environment variable WANDB_ENTITY"),
     "wandb_run_id": Refused("set the environment variable WANDB_RUN_ID"),
     "log_reward_category": _LOGS,
     "tb_project_name": sets("observability.project_name"),
@@ -197,12 +195,8 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
         translator.set("algorithm.off_policy_correction", "none", "--use-rollout-logprobs")
     if "eps_clip_c" in values:
         translator.problems.append("--eps-clip-c has no counterpart: set it with policy_objective dual_clip")
-    if "wandb_key" in values:
-        translator.problems.append(
-            "--wandb-key would show the key in the list of processes: set the environment variable WANDB_API_KEY"
-        )
     if "custom_config_path" in values:
-        translator.problems.append("--custom-config-path has no counterpart: pass its settings with --config")
+        _custom_config(Path(str(values["custom_config_path"])).expanduser(), translator)
 
 
 def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:
@@ -221,19 +215,18 @@ def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:
     if datasets:
         entries = {name: {"n_samples": 1, **common, **fields} for name, fields in datasets.items()}
         translator.set("rollout.eval_datasets", entries, key)
-    elif common and not translator.problems:
-        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in _EVAL_FIELDS if flag in values)
-        translator.problems.append(f"{flags} has no effect without a data set: set --eval-prompt-data, or remove it")
+    elif key == "--eval-prompt-data":
+        for flag in _EVAL_FIELDS:
+            if flag in values:
+                translator.idle[f"--{flag.replace('_', '-')}"] = "has no effect without --eval-prompt-data"
 
 
 def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, Any]]:
     """The data sets of slime's file for evaluations, which has `defaults` and `datasets`."""
-    try:
-        content = parse_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        translator.problems.append(f"--eval-config {path} cannot be read: {error}")
+    content = _read(path, f"--eval-config {path}", translator)
+    if not content:
         return {}
-    section = content.get("eval", content) if isinstance(content, Mapping) else {}
+    section = content.get("eval", content)
     defaults, listed = section.get("defaults") or {}, section.get("datasets") or []
     found: dict[str, Mapping[str, Any]] = {}
     for dataset in _named(listed):
@@ -247,6 +240,38 @@ def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, 
     if not found:
         translator.problems.append(f"--eval-config {path} names no data sets: write them below eval.datasets")
     return found
+
+
+def _custom_config(path: Path, translator: Translator) -> None:
+    """slime sets an attribute of `args` for each key of the file. Keys that are settings or flags set these, too."""
+    from miles_async.config.fields import SETTINGS
+
+    key = f"--custom-config-path {path}"
+    content = _read(path, key, translator)
+    own = {}
+    for name, value in content.items():
+        if name in SETTINGS:
+            translator.set(SETTINGS[name].dotted, value, f"{key}: {name}")
+        else:
+            own[name] = value
+            if name in FLAGS and value is not False:
+                translator.follow(FLAGS[name].rule, f"{key}: {name}", value)
+    if own:
+        translator.set("rollout.custom_args", own, key)
+
+
+def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:
+    """The content of a YAML file; empty after a problem."""
+    try:
+        content = parse_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        translator.problems.append(f"{key} cannot be read: {reason}")
+        return {}
+    if not isinstance(content, Mapping):
+        translator.problems.append(f"{key} holds no keys with values: write name: value")
+        return {}
+    return content
 
 
 def _named(listed: Any) -> Iterable[Mapping[str, Any]]:
