@@ -293,7 +293,8 @@ def _weights(values: Mapping[str, Any], translator: Translator) -> None:
             "weight_transfer"
         )
         return
-    key = "--update-weight-mode" if carrier is None else "--update-weight-transport"
+    names = {"--update-weight-mode": mode, "--update-weight-transport": carrier}
+    key = " ".join(name for name, value in names.items() if value is not None)
     translator.set("weights.weight_transfer", chosen, key)
     if "update_weight_disk_dir" in values:
         translator.idle["--update-weight-disk-dir"] = "has no effect: weights are written into the folder of the run"
