@@ -76,7 +76,7 @@ def _read_values(flags: Flags) -> tuple[RunConfig, list[str], bool]:
             found += str(error).splitlines()
             all_files_read = False
     config, invalid = _validated([*assignments, *flags.assignments], flags.notes)
-    return config, [*found, *invalid], all_files_read
+    return _resolve_layout(config, flags.notes), [*found, *invalid], all_files_read
 
 
 def _settings_in(text: str) -> set[str]:
@@ -117,7 +117,6 @@ def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[Run
     config = _resolve_reward_key(config)
     with collected(found):
         config = _resolve_epochs(config, named=_NUM_ROLLOUT in sources)
-    config = _resolve_layout(config, notes)
     config = _resolve_server_arguments(config, notes)
     for guest in GUESTS.usable().values():
         with collected(found), errors_of(guest, "resolve its settings"):

@@ -110,6 +110,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_loss_type": ("k1", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
     "kl_coef": (1.0, {}),
     "entropy_coef": (0.1, {}),
+    "use_rollout_logprobs": (True, {}),
+    "lr_warmup_fraction": (0.5, {"lr_decay_steps": 6}),
     "loss_aggregation": ("constant", {}),
     "lr": (2e-3, {}),
     "lr_warmup_steps": (3, {}),

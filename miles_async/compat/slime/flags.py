@@ -48,7 +48,6 @@ _SWITCHES: Mapping[str, Rule] = {
     "balance_by_flops": converts("learner.balance_data", {True: True}),
     "skip_eval_before_train": Refused("an evaluation before training is part of every run that evaluates: remove it"),
     "use_unbiased_kl": Refused("the KL loss is not weighted by the ratio of probabilities: remove it"),
-    "use_rollout_logprobs": Combined(),
     "use_rollout_entropy": Refused("entropies are not computed before the training step: remove it"),
     "get_mismatch_metrics": Idle("has no effect: the gap between engine and learner is always measured"),
     "reset_optimizer_states": Refused("the optimizer keeps its state between batches: remove it"),
@@ -191,8 +190,6 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
             translator.set("engine.sglang_server_args.context_length", values[name], flag)
     if "log_probs_max_tokens_per_gpu" in values:
         translator.idle["--log-probs-max-tokens-per-gpu"] = "has no effect: max_tokens_per_gpu limits all passes"
-    if "use_rollout_logprobs" in values:
-        translator.set("algorithm.off_policy_correction", "none", "--use-rollout-logprobs")
     if "eps_clip_c" in values:
         translator.problems.append("--eps-clip-c has no counterpart: set it with policy_objective dual_clip")
     if "custom_config_path" in values:

@@ -48,8 +48,12 @@ def install_slime_imports() -> None:
     if importlib.util.find_spec("slime") is None:
         for name in ("slime", "slime.rollout", "slime.rollout.filter_hub", "slime.utils"):
             sys.modules[name] = _package(name)
-    elif (found := importlib.util.find_spec("slime.rollout.rm_hub")) is not None:
-        rewards.__path__ = list(found.submodule_search_locations or ())
+    else:
+        if importlib.util.find_spec("slime.rollout.filter_hub") is None:
+            sys.modules["slime.rollout.filter_hub"] = _package("slime.rollout.filter_hub")
+        found = importlib.util.find_spec("slime.rollout.rm_hub")
+        if found is not None:
+            rewards.__path__ = list(found.submodule_search_locations or ())
     stand_ins = {
         "slime.rollout.sglang_rollout": sglang_rollout,
         "slime.rollout.rm_hub": rewards,

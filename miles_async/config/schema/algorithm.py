@@ -73,6 +73,10 @@ class Algorithm(Section):
     off_policy_correction: Annotated[str, CORRECTIONS] = "tis"
     """Importance weight of tokens that older weights or a different engine sampled, by the ratio of their
     probabilities."""
+    use_rollout_logprobs: bool = False
+    """Take the log-probabilities of the engines as those of the policy before the batch's first step. The policy ratio
+    then corrects for older weights and other engines too, so off_policy_correction has no effect, and a batch of
+    several steps needs no further forward pass. Training and engines must compute nearly equal log-probabilities."""
     overlong_buffer_len: int | None = Field(None, ge=1)
     """Number of tokens before rollout_max_response_len over which the penalty on long responses grows from 0 to
     overlong_penalty (soft overlong punishment, DAPO, arXiv 2503.14476). If unset, long responses are not penalized."""

@@ -150,7 +150,6 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
         ({"tiny_hidden_size": 130}, "tiny_hidden_size 130 is not divisible by tiny_num_attention_heads 4"),
         ({"tiny_num_query_groups": 3}, "tiny_num_attention_heads 4 is not divisible by tiny_num_query_groups 3"),
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
-        ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
         ({"warm_start_accuracy": [0.5, 0.2]}, "is not a range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],

@@ -216,7 +216,9 @@ class MegatronLearner:
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
-        old = self._logprobs(self._model, step) if needs_old else None
+        old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
+        if self._algorithm.use_rollout_logprobs:
+            old = [to_device(batch.columns["rollout_log_probs"], self._device) for batch in step.micro_batches]
         advantages = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
