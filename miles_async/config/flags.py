@@ -55,6 +55,8 @@ class Flags:
     assignments: list[Assignment] = field(default_factory=list)
     """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
+    help_of: str | None = None
+    """The project whose flags are to be explained, such as `slime` of `--help-slime`."""
     check: bool = False
     model: str | None = None
     """The model of `--suggest-layout`; None if no layout is asked for."""
@@ -82,6 +84,8 @@ def parse_flags(argv: Sequence[str]) -> Flags:
                 flags.help = True
             elif word == "--check-config":
                 flags.check = True
+            elif word.startswith("--help-"):
+                flags.help_of = word.removeprefix("--help-")
             elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
                 del words[: _read_flag(flags, word, values)]
             elif _OVERRIDE.match(word):
