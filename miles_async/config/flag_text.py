@@ -29,9 +29,8 @@ def meaning(name: str, flag: Flag) -> tuple[str, str]:
             ours = values.get(True)
             return "mapped", f"sets {', '.join(settings)}" + (f" to {ours}" if ours is not None else f": {pairs}")
         case Only(values, instead):
-            allowed = ", ".join(
-                dict.fromkeys(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-            )
+            texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+            allowed = ", ".join(dict.fromkeys(texts))
             return "compared", f"may only be {allowed}: {instead}"
         case Idle(why):
             return "without effect", why
@@ -44,8 +43,7 @@ def meaning(name: str, flag: Flag) -> tuple[str, str]:
 
 def guest_help(project: str) -> str:
     """A line for each flag of a project that is no flag of this project. Raises UserError for an unknown project."""
-    by_name = {name.lower(): name for name in GUESTS.names}
-    known = by_name | {"megatron": "Megatron-LM"}
+    known = {name.lower().removesuffix("-lm"): name for name in GUESTS.names}
     if project.lower() not in known:
         names = ", ".join(f"--help-{name}" for name in sorted(known) if GUESTS.find(known[name]).flags())
         raise UserError(f"--help-{project} names no project whose flags are known: use one of {names}")

@@ -13,6 +13,7 @@ from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
+from miles_async.config.flag_text import meaning
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
 from miles_async.config.translation import Flag, Sets
@@ -220,3 +221,25 @@ def test_fields_that_the_run_sets_are_fields_of_megatron() -> None:
 
 def test_a_switch_of_megatron_takes_no_word() -> None:
     assert {flag.takes for flag in megatron_flags().values() if flag.value is not None} == {"nothing"}
+
+
+def test_the_flags_of_another_project_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--help-slime"], "train.py")
+    assert exited.value.code == 0
+    explained = capsys.readouterr().out.splitlines()
+    assert "  --use-tis sets algorithm.off_policy_correction to tis" in explained
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--help-nobody"], "train.py")
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == (
+        "train.py: --help-nobody names no project whose flags are known: use one of --help-megatron, --help-slime\n"
+    )
+
+
+@pytest.mark.parametrize("rules", [SLIME, megatron_rules()], ids=["slime", "Megatron-LM"])
+def test_every_flag_has_a_meaning_in_words(rules: dict[str, Flag]) -> None:
+    for name, flag in rules.items():
+        kind, text = meaning(name, flag)
+        assert kind
+        assert text.strip()
