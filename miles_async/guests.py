@@ -20,7 +20,7 @@ from miles_async.plugins import Kind, Plugin, errors_of
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
-    from miles_async.config.translation import Translation
+    from miles_async.config.translation import Flag, Outcome, Translator
     from miles_async.rollout.recordings import RecordingContext
     from miles_async.types import Group
 
@@ -39,20 +39,21 @@ class Guest(Plugin):
         """Whether `key=value` on the command line sets a key of the project."""
         return False
 
-    def translate(self, content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
-        """Return our settings for the content of a file, or for a key of the command line.
+    def translate(self, content: Mapping[str, Any]) -> Outcome:
+        """Return what the content of a file, or a key of the command line, means here.
 
-        The list has one sentence per key that is refused: because it is unknown, has no counterpart, or contradicts
-        another key.
+        A key is refused because it is unknown, has no counterpart, or contradicts another key.
         """
-        return {}, []
+        from miles_async.config.translation import Outcome
 
-    def advice(self, flag: str) -> str | None:
-        """Return what to do instead of a flag of the project that has no counterpart; None for any other flag.
+        return Outcome()
 
-        `flag` has underscores and no leading hyphens.
-        """
-        return None
+    def flags(self) -> Mapping[str, Flag]:
+        """Return the flags of the project's command line that differ from ours, by name, with underscores."""
+        return {}
+
+    def combine(self, values: Mapping[str, Any], translator: Translator) -> None:
+        """Translate the flags whose rule is `Combined`; `values` are those on the command line, by name."""
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """Return the configuration in which the guest's own settings have set what they stand for."""

@@ -110,6 +110,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_loss_type": ("k1", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
     "kl_coef": (1.0, {}),
     "entropy_coef": (0.1, {}),
+    "use_rollout_logprobs": (True, {}),
+    "lr_warmup_fraction": (0.5, {"lr_decay_steps": 6}),
     "loss_aggregation": ("constant", {}),
     "lr": (2e-3, {}),
     "lr_warmup_steps": (3, {}),
@@ -263,7 +265,8 @@ def test_the_tiny_model_has_the_configured_shape(tmp_path: Path, setting: str, t
 def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
     """The model after a warm start whose first check succeeds, and the number of its steps."""
     short = {"warm_start_max_steps": 8, "warm_start_check_every": 2, "warm_start_accuracy": [0.0, 1.0]}
-    run = config(**SMALL, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
+    tiny = {f"tiny_{name}": value for name, value in SMALL.items()}
+    run = config(**tiny, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
     problems = [Example(f"{i}=", str(i)) for i in range(8)]
     made = warm_start(run, problems, problems, lambda step, loss, accuracy: None)
     return Path(made.path), made.steps

@@ -15,12 +15,15 @@ from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
 from miles_async.adapters.megatron.model import local_layers, plugin_source
 from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
+from miles_async.adapters.megatron.model.factory import build_model
 from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_long_masks, uses_local_layers
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.megatron.model.source import run_fields
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.config.schema import Learner
+from miles_async.config.megatron import SET_BY_THE_RUN
+from miles_async.config.schema import Learner, TinyModel
 from miles_async.errors import UserError
 from miles_async.models.dense import Llama
 
@@ -57,6 +60,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_switch_reaches_megatron_under_its_own_name(setting: str, value: Any, field: str) -> None:
     assert run_fields(Learner(**{setting: value}))[field] == value
     assert run_fields(Learner()).get(field) != value
+
+
+@pytest.mark.usefixtures("process_groups")
+def test_fields_that_users_set_reach_the_model_the_gradients_and_the_optimizer(tmp_path: Path) -> None:
+    create_tiny_model(TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32), tmp_path / "model", seed=1)
+    given = {"attention_softmax_in_fp32": False, "check_for_large_grads": True, "adam_eps": 1e-15}
+    model = build_model(Learner(megatron_args=given), str(tmp_path / "model"))
+    assert model.config.attention_softmax_in_fp32 is False
+    assert model.chunks[0].ddp_config.check_for_large_grads is True
+    assert {group["eps"] for group in model.optimizer.param_groups} == {1e-15}
+
+
+@pytest.mark.usefixtures("process_groups")
+def test_users_cannot_set_a_field_that_the_run_sets() -> None:
+    assert SET_BY_THE_RUN.keys() >= run_fields(Learner()).keys()
 
 
 @pytest.mark.usefixtures("process_groups")

@@ -105,10 +105,10 @@ def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
     expert_parallel, tensor = learner.expert_model_parallel_size, learner.tensor_model_parallel_size
     expert_tensor = learner.expert_tensor_parallel_size
     if shape.experts is None:
-        if expert_parallel > 1 or expert_tensor is not None:
+        if max(expert_parallel, expert_tensor or 1) > 1:
             yield (
                 "expert_model_parallel_size and expert_tensor_parallel_size need a mixture-of-experts model, but this "
-                "model is dense: unset them"
+                "model is dense: set them to 1, or unset them"
             )
         return
     if shape.experts % expert_parallel:

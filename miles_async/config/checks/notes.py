@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import rollout_mode, schedule_of, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
+from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
@@ -18,6 +19,17 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
+        )
+
+
+def _reference(config: RunConfig, entry: str) -> Iterator[str]:
+    folder = config.algorithm.ref_load
+    if folder is not None and not config.keeps_reference:
+        yield "ref_load has no effect, because no reference model is used: set use_kl_loss or kl_coef, or unset it"
+    elif folder is not None and is_of_megatron(folder):
+        yield (
+            f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint, of which it is "
+            "taken to be a conversion: set ref_load to a Hugging Face checkpoint if it is another model"
         )
 
 
@@ -159,6 +171,7 @@ NOTES = (
     _unused_over_sampling_filter,
     _unused_skip,
     _policy_notes,
+    _reference,
     _unlike_the_paper,
     unused_settings,
     _training_notes,

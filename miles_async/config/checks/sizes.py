@@ -89,19 +89,6 @@ def _smaller_groups(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _lengths(config: RunConfig) -> Iterator[str]:
-    rollout, learner = config.rollout, config.learner
-    longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    if longest > (room := learner.micro_batch_tokens):
-        ranks = learner.context_parallel_size
-        factor = f" * context_parallel_size {ranks}" if ranks > 1 else ""
-        yield (
-            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), but a "
-            f"micro-batch holds at most {room} (max_tokens_per_gpu {learner.max_tokens_per_gpu}{factor}); set "
-            f"max_tokens_per_gpu to {learner.least_tokens_per_gpu(longest)} or more"
-        )
-
-
 def _ranges(config: RunConfig) -> Iterator[str]:
     low, high = config.warm_start.warm_start_accuracy
     if not 0 <= low < high <= 1:
@@ -184,7 +171,6 @@ CHECKS = (
     _batch_sizes,
     _over_sampling,
     _smaller_groups,
-    _lengths,
     _ranges,
     _learning_rates,
     _critic_only,

@@ -134,7 +134,11 @@ NEEDS = (
         "use_pytorch_profiler",
     ),
     Needs("trace_max_bytes", lambda c: c.observability.trace, "trace"),
-    Needs("wandb_mode wandb_project wandb_group", lambda c: c.observability.use_wandb, "use_wandb"),
+    Needs(
+        "wandb_key wandb_host wandb_team wandb_mode wandb_project wandb_group",
+        lambda c: c.observability.use_wandb,
+        "use_wandb",
+    ),
     Needs(
         "wandb_always_use_train_step",
         lambda c: c.observability.use_wandb or c.observability.use_tensorboard,

@@ -73,6 +73,10 @@ class Algorithm(Section):
     off_policy_correction: Annotated[str, CORRECTIONS] = "tis"
     """Importance weight of tokens that older weights or a different engine sampled, by the ratio of their
     probabilities."""
+    use_rollout_logprobs: bool = False
+    """Take the log-probabilities of the engines as those of the policy before the batch's first step. The policy ratio
+    then corrects for older weights and other engines too, so off_policy_correction has no effect, and a batch of
+    several steps needs no further forward pass. Training and engines must compute nearly equal log-probabilities."""
     overlong_buffer_len: int | None = Field(None, ge=1)
     """Number of tokens before rollout_max_response_len over which the penalty on long responses grows from 0 to
     overlong_penalty (soft overlong punishment, DAPO, arXiv 2503.14476). If unset, long responses are not penalized."""
@@ -86,9 +90,10 @@ class Algorithm(Section):
     policy."""
     kl_loss_coef: float = Field(0.001, ge=0)
     """Coefficient of the KL loss that use_kl_loss adds."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
     """Estimator of the KL divergence, for both the KL loss and the KL penalty on rewards: k1 is the log-ratio, k2 half
-    of its square, k3 the unbiased estimator of low variance."""
+    of its square, k3 the unbiased estimator of low variance, and
+    low_var_kl is k3 with at most 10 per token, as in slime."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty that is subtracted from the reward of each token. With advantage_estimator ppo,
     reinforce_plus_plus and reinforce_plus_plus_baseline this happens before advantages are estimated and normalized,

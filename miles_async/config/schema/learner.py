@@ -27,6 +27,8 @@ class Learner(MegatronSwitches):
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
+    lr_warmup_fraction: float | None = Field(None, ge=0, le=1)
+    """Part of lr_decay_steps over which the learning rate rises, in place of lr_warmup_steps."""
     lr_decay_style: DecayStyle = "constant"
     """Shape of the learning rate after the warm-up. constant keeps lr; linear and cosine fall to min_lr at
     lr_decay_steps; inverse-square-root falls until the end of the run; WSD (warm-up, stable, decay; MiniCPM, arXiv

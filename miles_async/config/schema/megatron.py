@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,9 @@ Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", 
 class MegatronSwitches(Section):
     """Settings that the learner passes on to Megatron-core. Megatron decides which of them a model supports."""
 
+    megatron_args: dict[str, Any] = {}
+    """Any other field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, under its
+    name. Megatron's flags, which `--help-megatron` lists, set single fields: `--adam-eps 1e-15`."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernels of Transformer Engine: flash needs the package flash-attn, fused is cuDNN's. auto lets
     Transformer Engine choose. Transformer Engine 2.11 refuses a flash-attn above 2.8.3. Without Transformer Engine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -58,6 +58,9 @@ class Rollout(Section):
     declaration. --check-config prints which applies."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
+    num_epoch: int | None = Field(None, ge=1)
+    """Number of passes over prompt_data, which must be a file. num_rollout is then num_epoch times the number of rows,
+    divided by rollout_batch_size. If num_rollout is set too, num_epoch has no effect."""
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
     """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
     flight."""
@@ -161,6 +164,9 @@ class Rollout(Section):
     rollout_sample_filter_path: str | None = None
     """Function that inspects a batch before training, as module.function with the signature fn(args, groups). It sets
     sample.remove_sample to exclude a sample from the loss. If unset, all samples are trained."""
+    custom_args: dict[str, Any] = {}
+    """Attributes of `args` for functions of users, in addition to all settings. slime's `--custom-config-path FILE`
+    sets them from a file."""
     partial_rollout: bool = False
     """Continue groups that were aborted at the end of a batch from the tokens generated so far. If off, such groups are
     generated from scratch. This applies to rollout functions that return batches."""

@@ -8,6 +8,7 @@ import pytest
 from miles_async.config.checks import notes, problems
 from miles_async.config.generation import bounds_of, schedule_of, takes_from_queue
 from miles_async.config.learning_rate import learning_rate
+from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.errors import UserError
@@ -146,10 +147,9 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "rollout_num_gpus 3 is not divisible by"),
         ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "global_batch_size": 8, "rollout_batch_size": 4,
           "n_samples_per_prompt": 2}, "set global_batch_size to 16 or more"),
-        ({"hidden_size": 130}, "hidden_size 130 is not divisible by num_attention_heads 4"),
-        ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
+        ({"tiny_hidden_size": 130}, "tiny_hidden_size 130 is not divisible by tiny_num_attention_heads 4"),
+        ({"tiny_num_query_groups": 3}, "tiny_num_attention_heads 4 is not divisible by tiny_num_query_groups 3"),
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
-        ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
         ({"warm_start_accuracy": [0.5, 0.2]}, "is not a range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],
@@ -338,12 +338,22 @@ def test_one_sample_per_prompt_is_accepted_if_the_estimator_does_not_compare_gro
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
 
 
-def test_a_reference_model_must_exist_and_be_used(tmp_path: Path) -> None:
+def test_a_reference_model_must_exist(tmp_path: Path) -> None:
     (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
     assert "is not a Hugging Face checkpoint" in sentence
     (tmp_path / "config.json").write_text("{}")
     assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
-    assert "is not used" in refusals(ref_load=str(tmp_path))[0]
+    assert refusals(ref_load=str(tmp_path)) == []
+    config = run_config(ref_load=str(tmp_path))
+    assert any("ref_load has no effect" in note for note in notes(config, "train.py"))
+
+
+def test_a_reference_model_in_the_format_of_megatron_is_the_checkpoint_itself(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert refusals(ref_load=str(tmp_path), use_kl_loss=True) == []
+    config = run_config(ref_load=str(tmp_path), use_kl_loss=True)
+    assert any("has the format of Megatron-LM" in note for note in notes(config, "train.py"))
+    assert reference_of(str(tmp_path), "checkpoint") == "checkpoint"
 
 
 def test_critic_settings_need_an_estimator_with_a_critic(tmp_path: Path) -> None:

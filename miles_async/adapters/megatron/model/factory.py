@@ -24,7 +24,7 @@ from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_s
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
-from miles_async.adapters.megatron.model.source import ModelSource
+from miles_async.adapters.megatron.model.source import ModelSource, passed_on
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
 
@@ -103,6 +103,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=sharded,
             overlap_grad_reduce=settings.overlap_grad_reduce,
+            **passed_on(settings, "ddp"),
         )
         wrapped = [DistributedDataParallel(source.config, ddp_config, chunk) for chunk in chunks]
         if settings.overlap_grad_reduce:
@@ -120,6 +121,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             bf16=dtype_of(settings) is torch.bfloat16,
             params_dtype=dtype_of(settings),
             use_distributed_optimizer=sharded,
+            **passed_on(settings, "optimizer"),
         )
         optimizer = get_megatron_optimizer(optimizer_config, wrapped)
         fields = (settings, variables, source, wrapped, output_layer, *positions)

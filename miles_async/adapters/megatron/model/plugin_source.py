@@ -22,6 +22,7 @@ from miles_async.adapters.megatron.model.source import (
     CPU_EXPERT_FIELDS,
     CPU_FIELDS,
     ModelSource,
+    passed_on,
     run_fields,
 )
 from miles_async.config.schema import Learner
@@ -127,7 +128,7 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
-    arguments |= run_fields(settings) | of_the_model
+    arguments |= run_fields(settings) | of_the_model | passed_on(settings, "transformer")
     local = uses_local_layers(settings)
     if not local:
         fused = {

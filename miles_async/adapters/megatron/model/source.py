@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.local_layers import dtype_of
+from miles_async.config.megatron import megatron_fields
 from miles_async.config.schema import Learner
 from miles_async.models.plugin import ModelShape
 
@@ -106,6 +107,12 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
         **_fusions(settings),
     }
+
+
+def passed_on(settings: Learner, kind: str) -> dict[str, Any]:
+    """Fields that a user sets in one of Megatron's classes: `transformer`, `optimizer` or `ddp`."""
+    known = megatron_fields()
+    return {name: value for name, value in settings.megatron_args.items() if known[name] == kind}
 
 
 def _fusions(settings: Learner) -> dict[str, bool]:

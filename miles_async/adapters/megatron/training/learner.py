@@ -58,6 +58,7 @@ from miles_async.batching.batch import PackedBatch, TrainStep, supervised_step
 from miles_async.columns.spans import NO_VERSION
 from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
+from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
 from miles_async.losses.objectives.objective import StepTokens
@@ -133,7 +134,7 @@ class MegatronLearner:
             self._critic = Critic(config, hf_checkpoint)
         self._reference = None
         if config.keeps_reference:
-            reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
+            reference = Path(reference_of(config.algorithm.ref_load, hf_checkpoint)).expanduser()
             self._reference = build_reference(config.learner.reference_batching, str(reference))
         self._offloaded: list[Offloaded] = []
         self.version = 0
@@ -215,7 +216,9 @@ class MegatronLearner:
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
-        old = self._logprobs(self._model, step) if needs_old else None
+        old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
+        if self._algorithm.use_rollout_logprobs:
+            old = [to_device(batch.columns["rollout_log_probs"], self._device) for batch in step.micro_batches]
         advantages = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
