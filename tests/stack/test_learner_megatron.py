@@ -336,7 +336,8 @@ def test_a_failed_batch_restores_the_step_count_that_fused_optimizers_keep_in_pa
     learner: MegatronLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = learner._model.optimizer
-    step, applied = optimizer.step, []
+    step = optimizer.step
+    applied: list[None] = []
 
     def counted_step() -> Any:
         applied.append(None)
