@@ -42,11 +42,10 @@ class Guest(Plugin):
     def translate(self, content: Mapping[str, Any]) -> Outcome:
         """Return what the content of a file, or a key of the command line, means here.
 
-        A key is refused because it is unknown, has no counterpart, or contradicts another key.
+        A key is refused because it is unknown, has no counterpart, or contradicts another key. Called only for files
+        and keys that the guest recognises.
         """
-        from miles_async.config.translation import Outcome
-
-        return Outcome()
+        raise NotImplementedError
 
     def flags(self) -> Mapping[str, Flag]:
         """Return the flags of the project's command line that differ from ours, by name, with underscores."""
