@@ -20,6 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from miles_async.compat.megatron.flags import flags as megatron_rules
+from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import meaning
@@ -137,7 +138,7 @@ def flags_page() -> str:
     """What each flag of the recorded launch scripts means here, and the scripts themselves."""
     recorded = [script for project in ("slime", "miles") for script in scripts(project)]
     used = Counter(flag for script in recorded for flag in {row[0] for row in script.arguments})
-    rules = {shown(name): (name, rule) for name, rule in {**megatron_rules(), **SLIME}.items()}
+    rules = {shown(name): (name, rule) for name, rule in {**megatron_rules(), **MILES, **SLIME}.items()}
     lines = [
         "# Flags of slime and Miles",
         "",

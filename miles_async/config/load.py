@@ -322,10 +322,14 @@ def _resolve_layout(config: RunConfig, notes: list[str]) -> RunConfig:
 
 
 def _resolve_server_arguments(config: RunConfig, notes: list[str]) -> RunConfig:
-    """The configuration with SGLang's arguments under the names that the installed version has."""
-    given = config.engine.sglang_server_args
+    """The configuration with SGLang's arguments under the names that the installed version has, and without a tensor
+    parallelism that says what rollout_num_gpus_per_engine says."""
+    given = dict(config.engine.sglang_server_args)
+    for name in ("tp_size", "tensor_parallel_size"):
+        if given.get(name) == config.engine.rollout_num_gpus_per_engine:
+            del given[name]
     renamed = {name: current_name(name) for name in given if current_name(name) != name}
-    if not renamed:
+    if not renamed and len(given) == len(config.engine.sglang_server_args):
         return config
     notes += [f"--sglang-{old} is {new} in the installed SGLang".replace("_", "-") for old, new in renamed.items()]
     arguments = {renamed.get(name, name): value for name, value in given.items()}

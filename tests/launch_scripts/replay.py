@@ -22,6 +22,7 @@ _MODELS: Mapping[str, tuple[str, str]] = {
     "GLM-4.5": ("glm4_moe", "Glm4MoeForCausalLM"),
     "GLM-4.7-Flash": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "Kimi K2": ("kimi_k2", "KimiK2ForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "Llama": ("llama", "LlamaForCausalLM"),
     "MiniMax-M2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
     "Qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -40,6 +41,7 @@ _KEYS = {
     "--num-query-groups": "num_key_value_heads",
     "--kv-channels": "head_dim",
     "--vocab-size": "vocab_size",
+    "--max-position-embeddings": "max_position_embeddings",
     "--norm-epsilon": "rms_norm_eps",
     "--rotary-base": "rope_theta",
     "--rotary-percent": "partial_rotary_factor",
@@ -51,6 +53,14 @@ _KEYS = {
     "--moe-ffn-hidden-size": "moe_intermediate_size",
     "--moe-router-topk": "num_experts_per_tok",
 }
+_SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+"""Of a script that leaves the shape to the checkpoint."""
 _PATHS = {
     "--ref-load": "torch_dist",
     "--load": "save",
@@ -111,6 +121,7 @@ class Script:
         kind, architecture = _MODELS[self.family]
         numbers = {key: json.loads(self.words(flag)[0]) for flag, key in _KEYS.items() if self.words(flag)}
         config = {
+            **_SHAPE,
             "hidden_act": "silu",
             "max_position_embeddings": 262_144,
             "tie_word_embeddings": not self.has("--untie-embeddings-and-output-weights"),

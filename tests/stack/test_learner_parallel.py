@@ -66,6 +66,7 @@ DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
 LAYOUTS = {
     "data parallel": Layout("dense", "usual", 2, {"overlap_grad_reduce": True}),
     "tensor parallel": Layout("dense", "usual", 2, TENSOR),
+    "tensor parallel beyond the key and value heads": Layout("dense", "usual", 4, {"tensor_model_parallel_size": 4}),
     "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
     "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
     "returns, context and data parallel, in rows": Layout("dense", "returns", 4, CONTEXT | ROWS),

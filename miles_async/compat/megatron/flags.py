@@ -72,7 +72,7 @@ _RULES: Mapping[str, Rule] = {
     "no_load_rng": Refused("load continues a run with its random numbers: remove it"),
     "finetune": Refused("load continues a run: to begin another run with its weights, set hf_checkpoint"),
     "ckpt_step": Refused("load continues from the newest checkpoint: remove it"),
-    "save_retain_interval": Refused("set save_keep to the number of checkpoints to keep"),
+    "save_retain_interval": Idle("has no effect: save_keep says how many checkpoints are kept"),
     # What follows from the checkpoint or from the data.
     "tokenizer_type": Idle("has no effect: the tokenizer is that of hf_checkpoint"),
     "tokenizer_model": Idle("has no effect: the tokenizer is that of hf_checkpoint"),

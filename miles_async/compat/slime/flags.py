@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Translator, converts, sets
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 
-_LORA = Refused("LoRA is not supported: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 _HOOK = Refused("this project has no such hook: remove it")
 _LOGS = Idle("has no effect: the metrics of a run are always complete")
@@ -127,9 +127,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_megatron_init_path": _HOOK,
     "custom_megatron_before_log_prob_hook_path": _HOOK,
     "custom_megatron_before_train_step_hook_path": _HOOK,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_target_modules": _LORA,
     # The evaluation, which `_evaluation` reads.
     **dict.fromkeys(
         (
@@ -260,8 +257,8 @@ def _custom_config(path: Path, translator: Translator) -> None:
 def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:
     """The content of a YAML file; empty after a problem."""
     try:
-        content = parse_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        content = parse_yaml(_text_of(path))
+    except (OSError, ValueError, YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         translator.problems.append(f"{key} cannot be read: {reason}")
         return {}
@@ -269,6 +266,14 @@ def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:
         translator.problems.append(f"{key} holds no keys with values: write name: value")
         return {}
     return content
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file, or of `base64:TEXT`, as Miles' launchers pass it."""
+    inline = str(path)
+    if inline.startswith("base64:"):
+        return b64decode(inline.removeprefix("base64:"), validate=True).decode()
+    return path.read_text()
 
 
 def _named(listed: Any) -> Iterable[Mapping[str, Any]]:

@@ -59,7 +59,9 @@ def _ranks(learner: Learner, ranks: int) -> Iterator[str]:
 def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
     tensor = learner.tensor_model_parallel_size
     for count, name in ((shape.heads, "attention heads"), (shape.query_groups, "key/value heads")):
-        if count % tensor:
+        # Ranks beyond the key/value heads share heads.
+        shares = name == "key/value heads" and tensor % count == 0
+        if count % tensor and not shares:
             yield (
                 f"the model's {count} {name} are not divisible by tensor_model_parallel_size {tensor}; set "
                 f"tensor_model_parallel_size to a divisor of {count}"

@@ -96,9 +96,9 @@ def _reward(config: RunConfig) -> Iterator[str]:
     environment = config.data.environment is not None
     if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
-    by_generate = rollout.custom_generate_function_path is not None  # it may set the reward of its samples
+    by_user = generates_by_user(config)  # the function may set the reward of its samples
     has_none = rollout.rm_type is None and rollout.custom_rm_path is None
-    if has_none and not environment and not by_generate and generates(config):
+    if has_none and not environment and not by_user and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     reward = usable_reward(rollout.rm_type)
     if reward is not None and reward.keys and rollout.reward_key not in reward.keys:

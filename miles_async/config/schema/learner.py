@@ -23,7 +23,7 @@ class Learner(MegatronSwitches):
     num_steps_per_rollout: int | None = Field(None, ge=1)
     """Optimizer steps per training batch. If unset, it is rollout_batch_size * n_samples_per_prompt /
     global_batch_size, or 1 if global_batch_size is unset too."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, ge=0)
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0 to lr."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.compat.megatron.flags import flags as megatron_rules
+from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
@@ -17,6 +18,7 @@ from miles_async.config.flag_text import meaning
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
 from miles_async.config.translation import Flag, Sets
+from tests.configuration import run_config
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -63,7 +65,7 @@ def checked(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tu
     return int(exited.value.code or 0), capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rules", [SLIME, megatron_rules()], ids=["slime", "Megatron-LM"])
+@pytest.mark.parametrize("rules", [SLIME, MILES, megatron_rules()], ids=["slime", "Miles", "Megatron-LM"])
 def test_every_flag_sets_a_setting_that_exists(rules: dict[str, Flag]) -> None:
     dicts = [path for path, setting in BY_PATH.items() if dict in setting.kinds]
     for name, flag in rules.items():
@@ -233,13 +235,24 @@ def test_the_flags_of_another_project_are_explained(capsys: pytest.CaptureFixtur
         parse_or_exit(["--help-nobody"], "train.py")
     assert exited.value.code == 2
     assert capsys.readouterr().err == (
-        "train.py: --help-nobody names no project whose flags are known: use one of --help-megatron, --help-slime\n"
+        "train.py: --help-nobody names no project whose flags are known: use one of --help-megatron, --help-miles, "
+        "--help-slime\n"
     )
 
 
-@pytest.mark.parametrize("rules", [SLIME, megatron_rules()], ids=["slime", "Megatron-LM"])
+@pytest.mark.parametrize("rules", [SLIME, MILES, megatron_rules()], ids=["slime", "Miles", "Megatron-LM"])
 def test_every_flag_has_a_meaning_in_words(rules: dict[str, Flag]) -> None:
     for name, flag in rules.items():
         kind, text = meaning(name, flag)
         assert kind
         assert text.strip()
+
+
+def test_the_buffer_of_miles_counts_finished_groups() -> None:
+    config = run_config("--async-data-buffer-capacity-factor", "2.5", rollout_batch_size=8)
+    assert config.rollout.queue_capacity == 8 + 20
+
+
+def test_fully_async_of_miles_selects_the_rollout_function() -> None:
+    path = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+    assert values("--fully-async") == {"rollout.rollout_function_path": path}

@@ -417,6 +417,9 @@ NAMED: dict[str, str] = {
     "tool_max_turns": f"{GENERATE}::test_a_response_ends_after_the_maximum_number_of_tool_calls",
     "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
+    "async_data_buffer_capacity_factor": (
+        "unit/compat/test_guest_flags.py::test_the_buffer_of_miles_counts_finished_groups"
+    ),
     "num_epoch": "unit/config/test_resolved_settings.py::test_epochs_become_a_number_of_batches",
     "custom_args": "unit/rollout/test_contract_of_rollout_functions.py::test_args_has_the_attributes_that_users_add",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",

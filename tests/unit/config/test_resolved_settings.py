@@ -90,3 +90,8 @@ def test_arguments_of_older_versions_of_sglang_have_their_new_names() -> None:
     config, flags = resolved("--sglang-cuda-graph-max-bs 16")
     assert config.engine.sglang_server_args == {"cuda_graph_max_bs_decode": 16}
     assert flags.notes == ["--sglang-cuda-graph-max-bs is cuda-graph-max-bs-decode in the installed SGLang"]
+
+
+def test_a_tensor_parallelism_of_engines_may_be_repeated() -> None:
+    config, _ = resolved("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --sglang-tp-size 4")
+    assert config.engine.sglang_server_args == {}
