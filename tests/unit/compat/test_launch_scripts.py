@@ -87,7 +87,7 @@ def test_no_flag_of_a_script_is_ignored_silently(tmp_path: Path) -> None:
     """Each flag sets a setting, is compared with the checkpoint, is refused, or is named as without effect."""
     rules = {**megatron_rules(), **SLIME, **MILES}
     for script in ALL:
-        folder = tmp_path / script.name
+        folder = tmp_path / f"{script.repository.partition('/')[2]} {script.name}"
         folder.mkdir()
         parsed = parse_flags(script.command(folder))
         said = " ".join([*parsed.problems, *parsed.idle])
