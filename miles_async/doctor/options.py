@@ -37,6 +37,7 @@ def transports(machine: Machine) -> Iterator[Option]:
         linked = all(known(gpu.nvlinks) for gpu in gpus)
         route = "NVLink" if linked else "PCIe, because not all GPUs have an active NVLink"
         yield Option(name="broadcast", works=True, why=f"by NCCL, over {route}", setting=broadcast)
+    yield _ipc(bool(gpus))
     for name in ("disk", "disk_delta"):
         why = "all processes see the run folder; on several nodes it has to be a shared folder"
         yield Option(name=name, works=True, why=why, setting=f"--weight-transfer {name}")
@@ -52,6 +53,13 @@ def _memory_transport(machine: Machine, on_gpus: bool) -> Option:
         why = "the system call process_vm_writev is forbidden here"
         return Option(name="memory", works=False, why=why, setting="docker run --cap-add=SYS_PTRACE …")
     return Option(name="memory", works=True, why="on one machine", setting="--weight-transfer memory")
+
+
+def _ipc(on_gpus: bool) -> Option:
+    if not on_gpus:
+        return Option(name="ipc", works=True, why="through shared memory", setting="--weight-transfer ipc")
+    why = "by CUDA IPC, to engines on the learner's node; nobody has run it on a GPU"
+    return Option(name="ipc", works=None, why=why, setting="--weight-transfer ipc (the default with --colocate)")
 
 
 def _p2p(machine: Machine, on_gpus: bool) -> Option:

@@ -15,7 +15,7 @@ def test_a_colocated_engine_starts_before_the_learner_and_resumes_with_the_right
     tmp_path: Path,
 ) -> None:
     surroundings = Surroundings(folder=tmp_path, models=tmp_path / "models")
-    events = job.play(surroundings, "train.py", *job.COLOCATED)
+    events = job.play(surroundings, "train.py", *job.COLOCATED, precision="fp32")
     job.judge(Report("job", tmp_path / "job.jsonl"), "run", events, "fp32")
     rows = [json.loads(line)["row"] for line in (tmp_path / "job.jsonl").read_text().splitlines()]
     assert {row["part"]: row["status"] for row in rows} == {

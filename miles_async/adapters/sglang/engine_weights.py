@@ -3,7 +3,7 @@
 SGLang passes `/weights_checker` to every tensor-parallel rank and collects one answer per rank. This module adds
 actions to it: the addresses of all parameters, where the loader puts the tensors of a checkpoint, and checksums of the
 parameters and of what the loader received. `miles_async.adapters.weights` calls them. It also adds a load format for
-files that hold only the changed bytes of the weights.
+files that hold only the changed bytes of the weights, and an answer if memory of another process cannot be read.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Ranks(Protocol):
         ...
 
 
-class Turns(Protocol):
+class DeviceTurns(Protocol):
     """Gives devices that learner and engines share to one of them; see `pipeline.devices.SharedDevices`."""
 
     async def to_learner(self) -> None: ...
@@ -104,7 +104,9 @@ class Channel:
         return self._transports[self._fallbacks.get(engine, 0)]
 
 
-async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInfo], devices: Turns) -> tuple[str, ...]:
+async def find_transports(
+    ranks: Ranks, wanted: str, engines: Sequence[EngineInfo], devices: DeviceTurns
+) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
     `wanted` is `auto` or the name of a transport. The first fallback that works replaces an optional transport that

@@ -152,7 +152,7 @@ def window_on_gpu(size: int) -> Window:
         # The number of the rank's own GPU: CUDA opens memory of other GPUs, too, also if the process does not see them.
         device = torch.device(rank.device).index
         memory = device, handle, length, offset
-        # The last argument: the rank need not wait for this GPU, because `_fill` has waited.
+        # The last argument: the rank need not wait for this GPU, because `_send_bucket` has waited.
         counted = counter, position, event, False
         return Call(
             rebuild_cuda_tensor,
