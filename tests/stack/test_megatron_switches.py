@@ -14,7 +14,7 @@ from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
 from miles_async.adapters.megatron.model import local_layers, plugin_source
 from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
-from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_for_local_layers, uses_local_layers
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.megatron.model.source import run_fields
@@ -104,7 +104,7 @@ def test_a_gpu_computes_in_bfloat16_with_transformer_engine_unless_float32_is_as
 
 
 def test_masks_of_context_parallelism_are_refused_above_a_size() -> None:
-    refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=16384))
-    refuse_long_masks(Learner(max_tokens_per_gpu=65536))
+    refuse_for_local_layers(Learner(context_parallel_size=2, max_tokens_per_gpu=16384))
+    refuse_for_local_layers(Learner(max_tokens_per_gpu=65536))
     with pytest.raises(UserError, match=r"may hold 65536 tokens: install Transformer Engine .* to 16384 or less"):
-        refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=32768))
+        refuse_for_local_layers(Learner(context_parallel_size=2, max_tokens_per_gpu=32768))

@@ -114,5 +114,6 @@ def _fusions(settings: Learner) -> dict[str, bool]:
         "bias_activation_fusion": settings.bias_swiglu_fusion,
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
         "moe_permute_fusion": settings.moe_permute_fusion,
+        "moe_router_fusion": settings.moe_router_fusion,
     }
     return {field: fused for field, fused in wanted.items() if fused is not None}
