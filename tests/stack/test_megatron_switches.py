@@ -46,6 +46,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bias_swiglu_fusion", False, "bias_activation_fusion"),
         ("gradient_accumulation_fusion", False, "gradient_accumulation_fusion"),
         ("moe_permute_fusion", True, "moe_permute_fusion"),
+        ("moe_router_fusion", True, "moe_router_fusion"),
         ("moe_router_dtype", "fp64", "moe_router_dtype"),
         ("moe_token_dispatcher_type", "flex", "moe_token_dispatcher_type"),
         ("decoder_first_pipeline_num_layers", 3, "num_layers_in_first_pipeline_stage"),
@@ -101,6 +102,13 @@ def test_a_gpu_computes_in_bfloat16_with_transformer_engine_unless_float32_is_as
     assert not uses_local_layers(Learner())
     assert dtype_of(Learner(precision="fp32")) is torch.float32
     assert uses_local_layers(Learner(precision="fp32")), "Transformer Engine has no packed attention in float32"
+
+
+def test_local_layers_refuse_what_only_those_of_transformer_engine_can_do() -> None:
+    with pytest.raises(UserError, match=r"only those of Transformer Engine have moe_router_fusion: unset"):
+        refuse_for_local_layers(Learner(moe_router_fusion=True))
+    with pytest.raises(UserError, match=r"have recompute_modules layernorm and recompute_modules moe_act"):
+        refuse_for_local_layers(Learner(recompute_modules=["layernorm", "moe_act"]))
 
 
 def test_masks_of_context_parallelism_are_refused_above_a_size() -> None:

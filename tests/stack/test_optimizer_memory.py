@@ -186,6 +186,30 @@ def test_a_part_of_the_state_is_offloaded(model: Path) -> None:
     assert on_host > 12 / 2 * weights / 2
 
 
+def test_each_parameter_has_an_optimizer_of_its_own_beside_copies(model: Path) -> None:
+    """So that the CPU computes the step of one while others are copied."""
+    numbers = []
+    for name in ("offloaded", "offloaded, overlapped"):
+        with KINDS[name].where(), learning(model, config(KINDS[name])) as learner:
+            numbers.append(len(learner._model.inner_optimizers))
+    assert numbers[0] == 1 < numbers[1]
+
+
+def test_the_optimizer_holds_what_the_settings_say(model: Path) -> None:
+    small = SMALLER["precision-aware, small"]
+    settings = small.settings | {"main_grads_dtype": "bf16"}
+    with small.where(), learning(model, config(Kind(settings))) as learner:
+        train(learner, 0)
+        [inner] = learner._model.inner_optimizers
+        types = {(name, value.dtype) for state in inner.state.values() for name, value in state.items()}
+        assert types == {
+            ("master_param", torch.float16),
+            ("exp_avg", torch.bfloat16),
+            ("exp_avg_sq", torch.float16),
+        }
+        assert learner._model.chunks[0].buffers[0].grad_data.dtype is torch.bfloat16
+
+
 def test_a_loaded_state_holds_no_memory_of_other_ranks(model: Path, tmp_path: Path) -> None:
     kind = EXACT["offloaded"]
     with kind.where(), learning(model, config(kind)) as learner:

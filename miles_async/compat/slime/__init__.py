@@ -12,6 +12,8 @@ from miles_async.types import Group
 
 _ADVICE = {
     "lora_": "LoRA is not supported, remove it",
+    "tp_comm_overlap": "Transformer Engine has buffers for micro-batches of one size only, and packed ones differ in "
+    "size: remove it",
     "eval_prompt_data": "set eval_datasets to the name and the path of each data set",
     "n_samples_per_eval_prompt": "set n_samples of each data set in eval_datasets",
 }

@@ -17,14 +17,21 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     chosen = learner.model_dump(include={*_MOMENTS, "main_grads_dtype"}, exclude_defaults=True)
     if not learner.optimizer_holds_masters:
-        if chosen:
-            wanted = "optimizer_cpu_offload or " if chosen.keys() == {"main_grads_dtype"} else ""
-            yield f"{_named(chosen)} needs {wanted}use_precision_aware_optimizer: set it, or unset {', '.join(chosen)}"
+        if chosen.keys() == {"main_grads_dtype"}:
+            yield (
+                f"use_precision_aware_optimizer and optimizer_cpu_offload are off, but {_named(chosen)}: set one of "
+                "them, or unset main_grads_dtype"
+            )
+        elif chosen:
+            yield (
+                f"use_precision_aware_optimizer is off, but {_named(chosen)}: set it, or unset {' and '.join(chosen)}"
+            )
         return
-    if learner.optimizer_cpu_offload and (ignored := {name: chosen[name] for name in _MOMENTS if name in chosen}):
+    ignored = {name: value for name, value in chosen.items() if name in _MOMENTS}
+    if learner.optimizer_cpu_offload and ignored:
         yield (
-            f"{_named(ignored)} has no effect on the CPU, which keeps the optimizer's state in fp32: unset "
-            f"{', '.join(ignored)}, or unset optimizer_cpu_offload"
+            f"optimizer_cpu_offload keeps the state of the optimizer in fp32, but {_named(ignored)}: unset "
+            f"{' and '.join(ignored)}, or unset optimizer_cpu_offload"
         )
     name = "optimizer_cpu_offload" if learner.optimizer_cpu_offload else "use_precision_aware_optimizer"
     if learner.precision == "fp32":
@@ -37,7 +44,7 @@ def _optimizer(config: RunConfig) -> Iterator[str]:
 
 
 def _named(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return " and ".join(f"{name} is {value}" for name, value in values.items())
 
 
 def _overlap(config: RunConfig) -> Iterator[str]:
@@ -66,8 +73,8 @@ def _layers(config: RunConfig) -> Iterator[str]:
         is_local = learner.transformer_impl == "local" or learner.precision == "fp32"
         if is_local:
             yield (
-                f"{' and '.join(needs)} need the layers of Transformer Engine: unset this, or set transformer_impl to "
-                "transformer_engine and precision to bf16"
+                f"only the layers of Transformer Engine have {' and '.join(needs)}: unset this, or set "
+                "transformer_impl to transformer_engine and precision to bf16"
             )
     if learner.recompute_granularity != "selective":
         return

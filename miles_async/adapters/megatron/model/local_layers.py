@@ -312,8 +312,8 @@ def refuse_for_local_layers(settings: Learner) -> None:
     """Raise UserError if local layers cannot follow the settings, or if their masks would be too large."""
     if needs := settings.of_transformer_engine:
         raise UserError(
-            f"this learner uses Megatron's local layers, but {' and '.join(needs)} need those of Transformer Engine: "
-            "unset this, or install Transformer Engine on a machine with GPUs (make setup-gpu)"
+            f"this learner uses Megatron's local layers, and only those of Transformer Engine have "
+            f"{' and '.join(needs)}: unset this, or install Transformer Engine on a machine with GPUs (make setup-gpu)"
         )
     tokens = settings.micro_batch_tokens
     if settings.context_parallel_size > 1 and tokens > _MOST_MASKED:
