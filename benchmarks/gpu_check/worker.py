@@ -19,6 +19,7 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gae": ("gae", "check", {}),
     "step": ("step", "check", {}),
     "state": ("state", "check", {}),
+    "optimizer": ("optimizer", "check", {}),
     "ipc": ("ipc", "check", {}),
     "publish-bf16": ("publish", "check", {"precision": "bf16"}),
     "publish-fp32": ("publish", "check", {"precision": "fp32"}),
