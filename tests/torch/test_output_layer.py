@@ -89,6 +89,17 @@ def test_the_gradient_of_many_chunks_is_added_to_megatrons_buffer_in_float32() -
     assert relative(weight.main_grad - 1, expected.float()) < 4e-3
 
 
+def test_a_buffer_in_bfloat16_gets_the_gradient_that_was_added_up_in_float32() -> None:
+    _, _, expected = gradients(torch.bfloat16, 2)
+    model = Model(torch.bfloat16)
+    hidden = torch.randn(TOKENS, HIDDEN).bfloat16().requires_grad_()
+    weight: Any = model.output_layer.weight
+    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    loss_of(model, hidden, 2).backward()
+    assert torch.equal(weight.grad, expected), "Megatron adds it to the buffer"
+    assert not weight.main_grad.any()
+
+
 def test_without_an_entropy_bonus_no_gradient_of_the_entropy_is_computed() -> None:
     taken: list[Tensor | None] = []
 
