@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import optimizer
+from megatron.core import optimizer, utils
 from megatron.core.optimizer import distrib_optimizer
+from packaging.version import Version
 from torch import Tensor
 
 from miles_async.adapters.megatron.model import factory
@@ -33,6 +34,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float,
         *,
         adam_w_mode: bool,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -40,8 +42,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        assert adam_w_mode
-        assert not store_param_remainders
+        assert (adam_w_mode, capturable, store_param_remainders) == (True, False, False)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._dtypes = dict(zip(STATES, (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype), strict=True))
         self._master_weights, self._decoupled = master_weights, use_decoupled_grad
@@ -126,6 +127,7 @@ def transformer_engines_adam() -> Iterator[None]:
             patch.setitem(sys.modules, name, module)
         for module in (optimizer, distrib_optimizer):
             patch.setattr(module, "Adam", FusedAdam)
+        patch.setattr(utils, "_te_version", Version("2.11"))
         patch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
         patch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
         patch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
