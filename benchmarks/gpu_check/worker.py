@@ -22,6 +22,7 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deterministic": ("step", "check_deterministic", {}),
     "parallel": ("parallel", "check", {}),
     "state": ("state", "check", {}),
+    "optimizer": ("optimizer", "check", {}),
     "ipc": ("ipc", "check", {}),
     "publish-bf16": ("publish", "check", {"precision": "bf16"}),
     "publish-fp32": ("publish", "check", {"precision": "fp32"}),

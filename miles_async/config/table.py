@@ -9,7 +9,7 @@ from miles_async.config.memory import MemoryPlan, gib_text, memory_plan, precisi
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
-from miles_async.planning.plan import GIB
+from miles_async.planning.plan import GIB, GRADIENT
 from miles_async.scheduling.bounds import Schedule
 
 
@@ -99,10 +99,12 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, obj
         stage = f" (pipeline stage {one.stage})" if job.pipeline > 1 else ""
         layers = "Transformer Engine" if job.split.transformer_engine else "the local layers"
         shards = "divided among data-parallel ranks" if job.sharded_optimizer else "whole on each data-parallel rank"
+        if job.offloaded:
+            shards += f", and {job.offloaded:.0%} of it in main memory"
         rows = [
             ("memory", gib_text(one.peak), f"at most on a learner rank{stage}, of {card}"),
             (" weights", gib_text(one.weights), precision),
-            (" gradients", gib_text(one.gradients), "fp32"),
+            (" gradients", gib_text(one.gradients), "fp32" if job.gradient == GRADIENT else "bf16"),
             (" optimizer", gib_text(one.optimizer), f"{shards}; {gib_text(one.step)} more in a step"),
             *([(" others", gib_text(one.others), "reference model and critic")] if one.others else []),
             *([(" staged", gib_text(one.staged), "weights from which engines read")] if one.staged else []),

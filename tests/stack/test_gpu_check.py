@@ -20,6 +20,7 @@ from benchmarks.gpu_check import (
     ipc,
     learner,
     offload,
+    optimizer,
     output_layer,
     parallel,
     publish,
@@ -29,12 +30,14 @@ from benchmarks.gpu_check import (
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
 from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.megatron.training.optimizer import Snapshot
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
 from tests.stack.learning import gradients_by_name, learning
+from tests.stack.pretended_device import pretended_gpu
 from tests.waiting import START_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
@@ -226,6 +229,34 @@ def test_a_training_state_is_the_same_after_a_rollback_and_from_a_checkpoint(
     assert (
         found["rollback: log-probabilities changed by"] == found["checkpoint: log-probabilities changed by"] == "pass"
     )
+
+
+def test_optimizers_are_compared_with_one_on_the_gpu(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "require_gpu", lambda what: None)
+    with pretended_gpu():
+        optimizer.check(report, surroundings)
+    found = parts()
+    assert found["moments in bf16"] == found["offloaded: step, memory"] == "not possible here"
+    compared = [part for part, status in found.items() if "rollback" in part and status == "pass"]
+    assert len(compared) == len(optimizer.VARIANTS) - 1
+
+
+def test_an_optimizer_that_forgets_its_moments_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_moments(snapshot: Snapshot) -> None:
+        restore(snapshot)
+        for inner in snapshot._model.inner_optimizers:
+            for one in inner.state.values():
+                one["exp_avg"].zero_()
+
+    restore = Snapshot.restore
+    monkeypatch.setattr(Snapshot, "restore", without_moments)
+    optimizer.check(report, surroundings)
+    failed = [row["part"] for row in rows(tmp_path) if row["status"] == "fail"]
+    assert failed == ["on the GPU: weights, after a rollback and a checkpoint"]
 
 
 def test_another_process_gets_the_weights_of_this_one(

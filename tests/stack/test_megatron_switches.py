@@ -16,7 +16,7 @@ from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 from miles_async.adapters.megatron.model import local_layers, plugin_source
 from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
 from miles_async.adapters.megatron.model.factory import build_model
-from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_for_local_layers, uses_local_layers
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
 from miles_async.adapters.megatron.model.source import run_fields
@@ -50,6 +50,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bias_swiglu_fusion", False, "bias_activation_fusion"),
         ("gradient_accumulation_fusion", True, "gradient_accumulation_fusion"),
         ("moe_permute_fusion", True, "moe_permute_fusion"),
+        ("moe_router_fusion", True, "moe_router_fusion"),
         ("moe_router_dtype", "fp64", "moe_router_dtype"),
         ("moe_token_dispatcher_type", "flex", "moe_token_dispatcher_type"),
         ("decoder_first_pipeline_num_layers", 3, "num_layers_in_first_pipeline_stage"),
@@ -126,8 +127,15 @@ def test_a_gpu_computes_in_bfloat16_with_transformer_engine_unless_float32_is_as
     assert uses_local_layers(Learner(precision="fp32")), "Transformer Engine has no packed attention in float32"
 
 
+def test_local_layers_refuse_what_only_those_of_transformer_engine_can_do() -> None:
+    with pytest.raises(UserError, match=r"only those of Transformer Engine have moe_router_fusion: unset"):
+        refuse_for_local_layers(Learner(moe_router_fusion=True))
+    with pytest.raises(UserError, match=r"have recompute_modules layernorm and recompute_modules moe_act"):
+        refuse_for_local_layers(Learner(recompute_modules=["layernorm", "moe_act"]))
+
+
 def test_masks_of_context_parallelism_are_refused_above_a_size() -> None:
-    refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=16384))
-    refuse_long_masks(Learner(max_tokens_per_gpu=65536))
+    refuse_for_local_layers(Learner(context_parallel_size=2, max_tokens_per_gpu=16384))
+    refuse_for_local_layers(Learner(max_tokens_per_gpu=65536))
     with pytest.raises(UserError, match=r"may hold 65536 tokens: install Transformer Engine .* to 16384 or less"):
-        refuse_long_masks(Learner(context_parallel_size=2, max_tokens_per_gpu=32768))
+        refuse_for_local_layers(Learner(context_parallel_size=2, max_tokens_per_gpu=32768))

@@ -108,6 +108,17 @@ def test_chunks_do_not_leave_the_gradient_of_the_weight_to_a_fused_kernel() -> N
     assert weight.main_grad.any()
 
 
+def test_a_buffer_in_bfloat16_gets_the_gradient_that_was_added_up_in_float32() -> None:
+    _, _, expected = gradients(torch.bfloat16, 2)
+    model = Model(torch.bfloat16)
+    hidden = torch.randn(TOKENS, HIDDEN).bfloat16().requires_grad_()
+    weight: Any = model.output_layer.weight
+    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    loss_of(model, hidden, 2).backward()
+    assert torch.equal(weight.grad, expected), "Megatron adds it to the buffer"
+    assert not weight.main_grad.any()
+
+
 def test_without_an_entropy_bonus_no_gradient_of_the_entropy_is_computed() -> None:
     taken: list[Tensor | None] = []
 

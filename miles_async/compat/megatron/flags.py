@@ -35,8 +35,11 @@ _RULES: Mapping[str, Rule] = {
     # Precision.
     "bf16": converts("learner.precision", {True: "bf16"}),
     "fp16": _PRECISION,
-    "accumulate_allreduce_grads_in_fp32": Idle("has no effect: gradients are always added up in float32"),
-    "grad_reduce_in_bf16": Refused("gradients are always added up in float32: remove it"),
+    "accumulate_allreduce_grads_in_fp32": converts("learner.main_grads_dtype", {True: "fp32"}),
+    "grad_reduce_in_bf16": converts("learner.main_grads_dtype", {True: "bf16"}),
+    "tp_comm_overlap": Refused(
+        "Transformer Engine has buffers for micro-batches of one size only, and packed ones differ in size: remove it"
+    ),
     "fp16_lm_cross_entropy": _PRECISION,
     # Parts of the model that the run sets.
     "hidden_dropout": Only((0, 0.0), "models are trained without dropout; set it to 0"),

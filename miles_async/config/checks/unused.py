@@ -100,6 +100,11 @@ NEEDS = (
         "lr_decay_style linear, cosine or WSD",
     ),
     Needs("lr_wsd_decay_steps lr_wsd_decay_style", lambda c: c.learner.lr_decay_style == "WSD", "lr_decay_style WSD"),
+    Needs(
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
+        lambda c: c.learner.optimizer_cpu_offload,
+        "optimizer_cpu_offload",
+    ),
     Needs("micro_batch_size", lambda c: not c.learner.use_dynamic_batch_size, "use_dynamic_batch_size turned off"),
     Needs(
         "max_tokens_per_microbatch_in_train sequence_length_round_in_train",

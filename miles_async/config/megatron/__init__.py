@@ -65,6 +65,8 @@ _OWN = f"""
     {_LAYOUT} expert_tensor_parallel_size virtual_pipeline_model_parallel_size sequence_parallel
     moe_token_dispatcher_type moe_router_dtype recompute_granularity recompute_method recompute_num_layers
     recompute_modules moe_permute_fusion gradient_accumulation_fusion overlap_grad_reduce
+    moe_router_fusion overlap_param_gather use_precision_aware_optimizer main_grads_dtype main_params_dtype
+    exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
     lr weight_decay adam_beta1 adam_beta2 clip_grad use_distributed_optimizer attention_backend deterministic_mode
 """.split()
 _MODEL = "the checkpoint defines the model, set hf_checkpoint"
@@ -77,7 +79,9 @@ SET_BY_THE_RUN: Mapping[str, str] = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "set precision"),
     **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm", "variable_seq_lengths"), "it follows from the layout"),
     "calculate_per_token_loss": "set loss_aggregation",
-    "grad_reduce_in_fp32": "gradients are always added up in float32",
+    "grad_reduce_in_fp32": "set main_grads_dtype",
+    "store_param_remainders": "checkpoints hold whole weights",
+    "tp_comm_overlap": "micro-batches differ in size",
     "optimizer": "the learner uses AdamW",
     **dict.fromkeys(
         (

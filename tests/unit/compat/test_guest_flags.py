@@ -203,12 +203,12 @@ def test_flags_without_effect_are_named_with_the_reason() -> None:
 
 
 def test_all_problems_of_a_command_line_are_listed_at_once() -> None:
-    found = problems("--swigluu --fp8-format e4m3 --optimizer sgd --use-opd --grad-reduce-in-bf16")
+    found = problems("--swigluu --fp8-format e4m3 --optimizer sgd --use-opd --use-torch-fsdp2")
     assert found == [
         "unknown flag --swigluu; did you mean --swiglu?",
         "--fp8-format has no counterpart: the learner computes in bf16 or fp32: set precision",
         "--optimizer 'sgd' is not supported: the learner uses AdamW; set it to adam",
-        "--grad-reduce-in-bf16 has no counterpart: gradients are always added up in float32: remove it",
+        "--use-torch-fsdp2 has no counterpart: the learner shards the optimizer only: set use_distributed_optimizer",
         "--use-opd has no counterpart: on-policy distillation is not supported: remove it",
     ]
 

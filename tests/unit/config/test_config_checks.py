@@ -15,6 +15,7 @@ from miles_async.errors import UserError
 from miles_async.modes.shipped import External, Stream, Supervised
 from miles_async.scheduling.bounds import Schedule
 from tests.configuration import run_config
+from tests.planned_models import checkpoint
 
 RUNNABLE: dict[str, Any] = {
     "reasoning_gym_task": "chain_sum",
@@ -389,6 +390,43 @@ def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp
 )
 def test_recomputation_must_be_configured_completely(settings: dict[str, Any], said: str) -> None:
     assert said in refusal(**settings)
+
+
+@pytest.mark.parametrize(
+    "model, module, lack",
+    [
+        ("Qwen3-4B", "mla_up_proj", "multi-head latent attention"),
+        ("Qwen3-4B", "layernorm", "experts or latent attention"),
+        ("Qwen3-4B", "moe_act", "experts"),
+        ("Qwen3-30B-A3B", "mlp", "dense feed-forward layers"),
+        ("Qwen3-30B-A3B", "shared_experts", "shared experts"),
+    ],
+)
+def test_modules_that_the_model_does_not_have_are_not_recomputed(
+    tmp_path: Path, model: str, module: str, lack: str
+) -> None:
+    given = {"hf_checkpoint": checkpoint(model, tmp_path), "recompute_granularity": "selective"}
+    assert f"because this model has no {lack}" in refusal(**given, recompute_modules=["core_attn", module])
+
+
+def test_the_modules_that_a_model_has_may_be_recomputed(tmp_path: Path) -> None:
+    for model, modules in (
+        ("Qwen3-4B", ["core_attn", "mlp"]),
+        ("Qwen3-30B-A3B", ["moe", "moe_act", "layernorm"]),
+        ("DeepSeek-V3", ["mla_up_proj", "mlp", "moe", "shared_experts", "layernorm"]),
+    ):
+        given = {"hf_checkpoint": checkpoint(model, tmp_path), "recompute_granularity": "selective"}
+        assert [one for one in refusals(**given, recompute_modules=modules) if "recompute" in one] == []
+
+
+def test_some_switches_need_the_layers_of_transformer_engine(tmp_path: Path) -> None:
+    given = {"hf_checkpoint": checkpoint("Qwen3-30B-A3B", tmp_path), "moe_router_fusion": True}
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    assert refusals(**given, **recomputed) == []
+    for local in ({"transformer_impl": "local"}, {"precision": "fp32"}):
+        assert refusal(**given, **recomputed, **local).startswith(
+            "only the layers of Transformer Engine have recompute_modules layernorm and moe_router_fusion: unset this"
+        )
 
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:

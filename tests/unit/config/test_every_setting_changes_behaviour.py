@@ -334,6 +334,7 @@ SWITCHES = "stack/test_megatron_switches.py"
 LAYOUTS = "unit/batching/test_layouts.py"
 STORAGE = "unit/adapters/storage"
 PARALLEL = "stack/test_learner_parallel.py"
+OPTIMIZER = "stack/test_optimizer_memory.py"
 
 FAULTS = "unit/pipeline/test_fault_points.py"
 
@@ -474,11 +475,21 @@ NAMED: dict[str, str] = {
     "gradient_accumulation_fusion": f"{SWITCHES}::"
     "test_a_switch_reaches_megatron_under_its_own_name[gradient_accumulation_fusion]",
     "moe_permute_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_permute_fusion]",
+    "moe_router_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_router_fusion]",
     "moe_router_dtype": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_router_dtype]",
     "moe_token_dispatcher_type": f"{SWITCHES}::"
     "test_a_switch_reaches_megatron_under_its_own_name[moe_token_dispatcher_type]",
     "overlap_grad_reduce": f"{PARALLEL}::"
     "test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank[data parallel]",
+    "overlap_param_gather": f"{PARALLEL}::test_weights_are_gathered_beside_the_forward_pass_if_that_is_asked_for",
+    "optimizer_cpu_offload": f"{OPTIMIZER}::test_a_part_of_the_state_is_offloaded",
+    "optimizer_offload_fraction": f"{OPTIMIZER}::test_a_part_of_the_state_is_offloaded",
+    "overlap_cpu_optimizer_d2h_h2d": f"{OPTIMIZER}::test_each_parameter_has_an_optimizer_of_its_own_beside_copies",
+    "use_precision_aware_optimizer": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "main_grads_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "main_params_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "exp_avg_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "exp_avg_sq_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
     "recompute_modules": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored[feed-forward layers]",
     "decoder_first_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
     "decoder_last_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",

@@ -48,6 +48,8 @@ EIGHT: dict[str, Any] = {
     "gpu_memory_gib": 80,
 }
 
+EIGHT_PARTS: dict[str, Any] = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
+
 
 def job(tmp_path: Path, model: str, **settings: Any) -> RunConfig:
     return run_config(hf_checkpoint=checkpoint(model, tmp_path), **EIGHT | settings)
@@ -132,11 +134,13 @@ def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout:
 @pytest.mark.parametrize(
     "model, settings, reason",
     [
-        ("Qwen3-32B", {}, "tensor_model_parallel_size 8 with sequence_parallel true, and actor_num_nodes 2"),
+        ("Qwen3-32B", {}, "tensor_model_parallel_size 8 with sequence_parallel true, and optimizer_cpu_offload true"),
         ("Qwen3-4B", {"max_tokens_per_gpu": 131_072}, "mostly for activations"),
         ("Qwen3-4B", {"max_tokens_per_gpu": 32_768, "rollout_max_response_len": 16_384}, "recompute_granularity full"),
         ("Qwen3-30B-A3B", {"actor_num_nodes": 2}, "mostly for gradients and weights"),
         ("Llama-3.1-70B", {"rollout_num_gpus": 8, "actor_num_nodes": 8}, "an engine rank needs 133.9 GiB"),
+        ("Qwen3-32B", EIGHT_PARTS, "set optimizer_cpu_offload true, or actor_num_nodes 2"),
+        ("Qwen3-32B", EIGHT_PARTS | {"host_memory_gib": 512}, "set actor_num_nodes 2"),
         (
             "Qwen3-32B",
             {"use_distributed_optimizer": False, "tensor_model_parallel_size": 8},
@@ -186,6 +190,46 @@ def test_a_colocated_learner_stages_weights_on_its_device_unless_another_transpo
     window = 512 << 20
     assert (ipc.learner.staged, disk.learner.staged) == (share // EIGHT["actor_num_gpus_per_node"] + window, 0)
     assert ipc.learner.peak > disk.learner.peak
+
+
+def test_an_optimizer_that_does_not_fit_into_the_host_memory_is_refused(tmp_path: Path) -> None:
+    offloaded = EIGHT_PARTS | {"optimizer_cpu_offload": True, "host_memory_gib": 512}
+    [sentence] = memory_problems(job(tmp_path, "Qwen3-32B", **offloaded))
+    assert "need 549.3 GiB of host memory, but host_memory_gib is 512: lower optimizer_offload_fraction" in sentence
+    assert list(memory_problems(job(tmp_path, "Qwen3-32B", **offloaded, optimizer_offload_fraction=0.5))) == []
+
+
+@pytest.mark.parametrize(
+    "settings, optimizer, gradients, step, host",
+    [
+        ({}, 12, 4, 0, 0),
+        ({"optimizer_cpu_offload": True}, 0, 4, 0, 16),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 9, 4, 0, 4),
+        ({"optimizer_cpu_offload": True, "main_grads_dtype": "bf16"}, 0, 2, 0, 16),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}, 8, 4, 8, 0),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, 10, 4, 4, 0),
+    ],
+)
+def test_the_plan_counts_the_bytes_of_the_optimizer_for_each_weight(
+    tmp_path: Path, settings: dict[str, Any], optimizer: int, gradients: int, step: int, host: int
+) -> None:
+    config = job(tmp_path, "Qwen3-32B", transformer_impl="transformer_engine", **EIGHT_PARTS | settings)
+    model = planned_model(config)
+    assert model is not None
+    job_of_ranks = learner_job(config, model, 80 * GIB)
+    [plan] = plan_learner(job_of_ranks)
+    weights, staged = model.weights(job_of_ranks.split).total, model.weights(Split()).total * 2 // 8
+    assert (plan.optimizer, plan.gradients, plan.step, plan.host - staged) == pytest.approx(
+        [weights * size for size in (optimizer, gradients, step, host)], abs=16
+    )
+
+
+def test_the_optimizer_first_copies_the_weights_of_all_ranks_to_main_memory(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-4B", actor_num_nodes=8, optimizer_cpu_offload=True)
+    model = planned_model(config)
+    assert model is not None
+    [plan] = plan_learner(learner_job(config, model, 80 * GIB))
+    assert plan.host == pytest.approx(4 * (1 + 1 / 64) * model.weights(Split()).total, rel=0.001)
 
 
 def test_recomputing_more_layers_than_a_stage_has_is_refused(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ class _InChunks(torch.autograd.Function):
     """`compute(hidden[chunk], weight, chunk)` of chunks of `size` rows, concatenated along the last dimension.
 
     The backward pass computes each chunk again. It adds up the gradients of the weights in float32, in Megatron's
-    buffer if there is one. Autograd would add them in the precision of the weights: with 168 chunks in bfloat16 this
-    loses 1 % of the gradient.
+    buffer if that is in float32. Autograd would add them in the precision of the weights: with 168 chunks in bfloat16
+    this loses 1 % of the gradient.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         (hidden,), weight = ctx.saved_tensors, ctx.weight
         hidden_gradient = torch.empty_like(hidden)
-        has_buffer = hasattr(weight, "main_grad")
+        has_buffer = hasattr(weight, "main_grad") and weight.main_grad.dtype is torch.float32
         total = weight.main_grad if has_buffer else torch.zeros_like(weight, dtype=torch.float32)
         for chunk in _chunks(hidden, ctx.size):
             inputs = hidden[chunk].detach().requires_grad_(), weight.detach().requires_grad_()

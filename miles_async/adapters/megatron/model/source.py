@@ -122,6 +122,7 @@ def _fusions(settings: Learner) -> dict[str, bool]:
         "bias_activation_fusion": settings.bias_swiglu_fusion,
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
         "moe_permute_fusion": settings.moe_permute_fusion,
+        "moe_router_fusion": settings.moe_router_fusion,
     }
     if settings.gradient_accumulation_fusion is None and not layers._grad_accum_fusion_available:
         # Megatron refuses to build an output layer with this fusion if Apex, which has the kernel, is not installed.

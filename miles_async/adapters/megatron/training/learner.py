@@ -26,7 +26,7 @@ from miles_async.adapters.megatron.checkpoint.training_state import copy_state, 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
 from miles_async.adapters.megatron.model.host_memory import to_device
-from miles_async.adapters.megatron.model.local_layers import refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import refuse_for_local_layers, uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -51,6 +51,7 @@ from miles_async.adapters.megatron.training.optimizer import (
     apply_gradients,
     clear_gradients,
     complete_gradients,
+    complete_weights,
     reduce_gradients,
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
@@ -124,7 +125,7 @@ class MegatronLearner:
             learner=config.learner,
         )
         if local := uses_local_layers(config.learner):
-            refuse_long_masks(config.learner)
+            refuse_for_local_layers(config.learner)
         self._model = build_model(config.learner, hf_checkpoint)
         if rank == 0 and local and not on_cpu() and self._model.source.shape.experts:
             log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
@@ -189,6 +190,8 @@ class MegatronLearner:
                 break
             for one in gradients:
                 one.apply()
+        for model in self._trained.values():
+            complete_weights(model)
         for snapshot in () if finite else snapshots:
             snapshot.restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
@@ -371,6 +374,7 @@ class MegatronLearner:
         total = broadcast_from_last_stage(step_loss).item()
         if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
             apply_gradients(self._model, lr)
+        complete_weights(self._model)
         return total
 
     def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
