@@ -77,11 +77,11 @@ def with_detours(learner: MegatronLearner, folder: Path) -> dict[str, Tensor]:
 def cost(report: Report, part: str, learner: MegatronLearner) -> None:
     """Report memory and time of a step."""
     step(learner, 0)  # creates the state
-    sizes = {"the GPU": 0, "main memory": 0}
+    sizes = {"the memory of the GPU": 0, "main memory": 0}
     for storage in distinct_storages(model_tensors(learner._model)).values():
-        sizes["main memory" if storage.device.type == "cpu" else "the GPU"] += storage.nbytes()
-    for place, size in sizes.items():
-        report.figure(f"{part}: weights and state in {place}", size / 2**30, "GiB")
+        sizes["main memory" if storage.device.type == "cpu" else "the memory of the GPU"] += storage.nbytes()
+    for memory, size in sizes.items():
+        report.figure(f"{part}: weights and state in {memory}", size / 2**30, "GiB")
     fill_gradients(learner, 1)
     before = start_peak()
     seconds = timed(partial(apply_gradients, learner._model, LEARNING_RATE))

@@ -28,12 +28,12 @@ class FusedAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
         *,
-        adam_w_mode: bool,
+        adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Optimizer):
         return [(n, param) for n, param in zip(numbers, params, strict=True) if n in state_dict["state"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -102,7 +102,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._update(group, param)
 
     def _update(self, group: dict[str, Any], param: Tensor) -> None:
-        first, second, eps, step = *group["betas"], group["eps"], group["step"]
+        (first, second), eps, step = group["betas"], group["eps"], group["step"]
         gradient = (param.decoupled_grad if self._decoupled else param.grad).float()  # type: ignore[attr-defined, union-attr]
         states = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
         master = states.get("master_param", param)

@@ -5,8 +5,8 @@ The main memory of the machine stands for that of a GPU, and a copy of its compu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,17 +38,25 @@ class Kind(NamedTuple):
     where: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+@contextmanager
+def both() -> Iterator[None]:
+    with pretended_gpu(), transformer_engines_adam():
+        yield
+
+
 OFFLOADED = {"optimizer_cpu_offload": True}
+HALF = OFFLOADED | {"optimizer_offload_fraction": 0.5}
 AWARE = {"use_precision_aware_optimizer": True}
 USUAL = Kind()
 EXACT = {
     "offloaded": Kind(OFFLOADED, pretended_gpu),
-    "half offloaded": Kind(OFFLOADED | {"optimizer_offload_fraction": 0.5}, pretended_gpu),
+    "half offloaded": Kind(HALF, pretended_gpu),
+    "half offloaded, half Transformer Engine's": Kind(HALF, both),
     "offloaded, overlapped": Kind(OFFLOADED | {"overlap_cpu_optimizer_d2h_h2d": True}, pretended_gpu),
     "Transformer Engine's": Kind({}, transformer_engines_adam),
     "precision-aware": Kind(AWARE, transformer_engines_adam),
 }
-"""They compute what torch's Adam computes."""
+"""They compute what torch's Adam computes, up to rounding."""
 SMALLER = {
     "precision-aware, small": Kind(
         AWARE | {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"},
@@ -73,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(kind: Kind, **settings: Any) -> RunConfig:
-    return run_config(precision="bf16", lr=1e-3, max_tokens_per_gpu=40, **kind.settings | settings)
+    return run_config(precision="bf16", lr=1e-3, weight_decay=0.1, max_tokens_per_gpu=40, **kind.settings | settings)
 
 
 def train(learner: MegatronLearner, *batches: int) -> None:
@@ -92,9 +100,16 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+def almost_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    """Up to a rounding to bfloat16."""
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(tensor, theirs[name], rtol=2**-7, atol=1e-8) for name, tensor in ours.items()
+    )
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_steps_are_the_same_wherever_the_state_is(model: Path, name: str) -> None:
-    assert same(learned(model, EXACT[name], 0, 1, 2), learned(model, USUAL, 0, 1, 2))
+    assert almost_same(learned(model, EXACT[name], 0, 1, 2), learned(model, USUAL, 0, 1, 2))
 
 
 @pytest.mark.parametrize("name", SMALLER)
@@ -148,7 +163,7 @@ def test_a_run_resumes_with_another_optimizer(model: Path, tmp_path: Path, name:
         with other.where(), learning(model, config(other)) as learner:
             learner.load_state(str(tmp_path / str(number)))
             train(learner, 2)
-            assert same(weights_of(learner), expected)
+            assert almost_same(weights_of(learner), expected)
 
 
 def sizes(learner: MegatronLearner) -> tuple[int, int]:
@@ -236,7 +251,7 @@ def test_what_is_in_main_memory_stays_there_while_engines_use_the_gpu(
         assert sizes(learner) == (on_device, on_host)
         train(learner, 1)
         continued = weights_of(learner)
-    assert same(continued, learned(model, USUAL, 0, 1))
+    assert same(continued, learned(model, kind, 0, 1))
 
 
 @pytest.mark.parametrize("settings, said", [(OFFLOADED, "runs on CPUs"), (AWARE, "needs a GPU")])
