@@ -23,12 +23,15 @@ from miles_async.planning.plan import GIB, LearnerJob
 from miles_async.types import Group, Sample
 
 
-def measure(learner: MegatronLearner, steps: Sequence[TrainStep]) -> dict[str, int | None]:
+def measure(
+    learner: MegatronLearner, first: Sequence[TrainStep], steps: Sequence[TrainStep]
+) -> dict[str, int | None]:
     """Bytes of a rank by the names of `RankMemory`: of its state, and of a step in addition.
 
-    `activations` are those before the output layer; None before the last pipeline stage.
+    `first` is a step that creates the state of the optimizer. `activations` are those before the output layer; None
+    before the last pipeline stage.
     """
-    learner.train(0, steps)  # creates the state of the optimizer
+    learner.train(0, first)
     chunks = learner._model.chunks
     buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]

@@ -34,9 +34,9 @@ def test_the_plan_agrees_with_the_tensors_of_a_learner(family: str, widths: int,
         rollout_max_prompt_len=8,
         rollout_max_response_len=SAMPLE - 8,
     )
-    [steps] = rank_batches([full_group(4, SAMPLE)], settings, 1)
+    [first], [steps] = (rank_batches([full_group(4, tokens)], settings, 1) for tokens in (16, SAMPLE))
     with learning(folder, settings) as learner:
-        found = measure(learner, steps)
+        found = measure(learner, first, steps)
     [plan] = plan_learner(cpu_job(settings, widths=widths))
     for line in ("weights", "gradients", "optimizer"):
         assert getattr(plan, line) == pytest.approx(found[line], rel=0.01), line
