@@ -119,8 +119,8 @@ class MeasuredStage:
     """What the modules of a rank of a pipeline stage have, in place of what the plan computes."""
 
     weights: Weights
-    kept: float | None
-    """Bytes that a micro-batch keeps until its backward pass, per token; None if unknown."""
+    kept: float
+    """Bytes that a micro-batch keeps until its backward pass, per token."""
 
 
 def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> list[RankMemory]:
@@ -140,7 +140,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = (elements * job.width for elements in _activations(job, stage))
-    if measured is not None and measured.kept is not None:
+    if measured is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
     # The first data-parallel rank copies weights and state. Before, all of these ranks, or only this one, gather the

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from miles_async.adapters.megatron.model.fake_ranks import measure_stages
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
@@ -145,6 +146,20 @@ def test_the_plan_agrees_with_the_tensors_of_real_ranks(measured: Path, name: st
         # On CPUs the dispatcher of expert parallelism keeps the tokens that it gathered, which that of GPUs does not.
         if plan.logits and job.split.expert == 1:
             assert plan.activations == pytest.approx(fmean(one["activations"] for one in found), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", "bf16, tensor and sequence parallel", "context parallel", "bf16, experts"]
+)
+def test_modules_with_fake_tensors_keep_what_real_ones_keep(measured: Path, name: str) -> None:
+    settings = config(measured, LAYOUTS[name])
+    job = cpu_job(settings)
+    # On CPUs activations are not fused.
+    learner = settings.learner.model_copy(update={"bias_swiglu_fusion": False})
+    modules = measure_stages(learner, str(settings.model.hf_checkpoint), job.tokens)
+    [plan] = plan_learner(job, modules)
+    real = [json.loads((measured / f"{name} {rank}.json").read_text()) for rank in range(LAYOUTS[name].ranks)]
+    assert plan.activations == pytest.approx(fmean(one["activations"] for one in real), rel=0.03)
 
 
 def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
