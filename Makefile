@@ -60,7 +60,7 @@ doctor: ## Show what this machine has, what works on it, and what to set (ARGS=-
 	    $$python -m workers.doctor $(ARGS)
 
 plan: $(READY) ## Show the memory plan of a job from Megatron's modules (ARGS="--config my.yaml --gpu-memory-gib 80")
-	@$(VENV_PYTHON) -m workers.memory_plan $(ARGS)
+	@CUDA_VISIBLE_DEVICES= $(VENV_PYTHON) -m workers.memory_plan $(ARGS)
 
 run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a few minutes
 	@$(VENV_PYTHON) train_async.py --config configs/smollm2-cpu.yaml $(ARGS)

@@ -6,7 +6,6 @@ It handles one request after the other, as SGLang's scheduler does, with the cal
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,11 +35,10 @@ from miles_async.adapters.sglang.engine_weights import (
 )
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import call_engine
+from tests.forked import forked_from
 from tests.waiting import PATIENCE_SECONDS
 
-_processes = multiprocessing.get_context("forkserver")
-# Importing torch takes seconds, so all engines are forked from one process that has imported it.
-_processes.set_forkserver_preload([__name__])
+_processes = forked_from(__name__)
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
 
 

@@ -18,17 +18,17 @@ from miles_async.batching.batch import TrainStep
 from miles_async.config.memory import learner_job, planned_model
 from miles_async.config.schema import RunConfig
 from miles_async.losses.logprobs import PART_ENTRIES
-from miles_async.planning.layers import Experts
 from miles_async.planning.plan import GIB, LearnerJob
 from miles_async.types import Group, Sample
 
 
-def measure(learner: MegatronLearner, steps: Sequence[TrainStep]) -> dict[str, int | None]:
+def measure(learner: MegatronLearner, first: Sequence[TrainStep], steps: Sequence[TrainStep]) -> dict[str, int | None]:
     """Bytes of a rank by the names of `RankMemory`: of its state, and of a step in addition.
 
-    `activations` are those before the output layer; None before the last pipeline stage.
+    `first` is a step that creates the state of the optimizer. `activations` are those before the output layer; None
+    before the last pipeline stage.
     """
-    learner.train(0, steps)  # creates the state of the optimizer
+    learner.train(0, first)
     chunks = learner._model.chunks
     buffers = [one.grad_data for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -54,22 +54,14 @@ def measure(learner: MegatronLearner, steps: Sequence[TrainStep]) -> dict[str, i
     }
 
 
-def cpu_job(settings: RunConfig, *, widths: int = 6) -> LearnerJob:
-    """What the plan is computed from, on a CPU: smaller parts of logits, a fused Adam, and experts without fusions.
-
-    `widths` are those of `Experts`.
-    """
+def cpu_job(settings: RunConfig) -> LearnerJob:
+    """What the plan is computed from, on a CPU: smaller parts of logits, a fused Adam, and activations without it."""
     model = planned_model(settings)
     assert model is not None
-    kinds = tuple(
-        kind._replace(feed_forward=replace(kind.feed_forward, widths=widths))
-        if isinstance(kind.feed_forward, Experts)
-        else kind
-        for kind in model.kinds
-    )
+    job = learner_job(settings, model, GIB)
     return replace(
-        learner_job(settings, model, GIB),
-        model=replace(model, kinds=kinds),
+        job,
+        split=replace(job.split, fusion=False),
         chunk_entries=CHUNK_ENTRIES,
         softmax=2 * 4 * PART_ENTRIES["cpu"],
         foreach_adam=False,

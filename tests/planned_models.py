@@ -1,11 +1,11 @@
-"""The dimensions of published models, as their `config.json` has them."""
+"""The dimensions of published models, as their `config.json` has them, and how well both memory plans of them agree."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -15,6 +15,8 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
@@ -39,6 +41,15 @@ def _dense(kind: str, hidden: int, width: int, layers: int, heads: int, groups: 
 
 _QWEN3 = {"head_dim": 128}
 _QWEN3_MOE = _QWEN3 | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_DELTA_RULE = {
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4}
 MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3-0.6B": _dense("qwen3", 1024, 3072, 28, 16, 8, 151_936) | _QWEN3 | {"tie_word_embeddings": True},
@@ -58,18 +69,15 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "gpt-oss-20b": _dense("gpt_oss", 2880, 2880, 24, 64, 8, 201_088) | _GPT_OSS | {"num_local_experts": 32},
     "gpt-oss-120b": _dense("gpt_oss", 2880, 2880, 36, 64, 8, 201_088) | _GPT_OSS | {"num_local_experts": 128},
     "Qwen3-Next-80B-A3B": _dense("qwen3_next", 2048, 5120, 48, 16, 2, 151_936)
-    | {
-        "head_dim": 256,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    | _DELTA_RULE
+    | _SHARED_EXPERT
+    | {"num_experts": 512, "num_experts_per_tok": 10},
+    # The sizes that transformers' configurations of these families have by default.
+    "Qwen3.5-9B": _dense("qwen3_5_text", 4096, 12_288, 32, 16, 4, 248_320) | _DELTA_RULE,
+    "Qwen3.5-35B-A3B": _dense("qwen3_5_moe_text", 2048, 512, 40, 16, 2, 248_320)
+    | _DELTA_RULE
+    | _SHARED_EXPERT
+    | {"num_experts": 256, "num_experts_per_tok": 8},
     "DeepSeek-V3": _dense("deepseek_v3", 7168, 18_432, 61, 128, 128, 129_280)
     | {
         "q_lora_rank": 1536,
@@ -86,9 +94,48 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def checkpoint(name: str, folder: Path) -> str:
+class Planned(NamedTuple):
+    """A job whose memory plan from the settings is compared with that from Megatron's modules."""
+
+    layout: str
+    settings: Mapping[str, Any]
+    """Of the layout, on 8 ranks."""
+    differences: tuple[float, ...]
+    """How much more the plan from the settings has for the activations of each pipeline stage, in percent."""
+    changes: Mapping[str, Any] = {}
+    """Of `config.json`: fewer layers where building all of them takes long."""
+
+
+_TENSOR = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+_TWO = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+_SHARED = _TWO | {"expert_model_parallel_size": 4}
+_DEALT = _SHARED | {"expert_tensor_parallel_size": 1}
+_VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+_FOUR = {"num_hidden_layers": 4}
+PLANNED: Mapping[str, Planned] = {
+    "Qwen3-0.6B": Planned("data parallel", {}, (0.1,)),
+    "Qwen3-4B": Planned("context parallel 2", {"context_parallel_size": 2}, (0.1,)),
+    "Qwen2.5-7B": Planned("pipeline of 2 stages with 2 chunks each", _VIRTUAL, (-0.4, 0.4)),
+    "Llama-3.1-8B": Planned(
+        "tensor parallel 4, pipeline of 2 stages", _TENSOR | {"pipeline_model_parallel_size": 2}, (-1.6, -0.1)
+    ),
+    "Gemma-7B": Planned("tensor parallel 4", _TENSOR, (-0.2,)),
+    "Mixtral-8x7B": Planned("tensor parallel 2, expert parallel 4, experts shared", _SHARED, (0.0,)),
+    "Qwen3-30B-A3B": Planned("tensor parallel 2, expert parallel 4", _DEALT, (-0.4,), _FOUR),
+    "gpt-oss-20b": Planned("tensor parallel 2, expert parallel 4", _DEALT, (-0.1,), _FOUR),
+    "gpt-oss-120b": Planned("tensor parallel 2, expert parallel 4", _DEALT, (-0.1,), _FOUR),
+    "DeepSeek-V3": Planned(
+        "tensor parallel 2, expert parallel 4", _DEALT, (-0.2,), _FOUR | {"first_k_dense_replace": 1}
+    ),
+    "Qwen3-Next-80B-A3B": Planned("tensor parallel 2, expert parallel 4", _DEALT, (0.5,), _FOUR),
+    "Qwen3.5-9B": Planned("tensor parallel 4", _TENSOR, (-0.1,), _FOUR),
+    "Qwen3.5-35B-A3B": Planned("tensor parallel 2, expert parallel 4", _DEALT, (0.5,), _FOUR),
+}
+
+
+def checkpoint(name: str, folder: Path, changes: Mapping[str, Any] | None = None) -> str:
     """A folder with the `config.json` of a model, and nothing else."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(MODELS[name]))
+    (path / "config.json").write_text(json.dumps(MODELS[name] | (changes or {})))
     return str(path)

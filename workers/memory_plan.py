@@ -24,11 +24,8 @@ def main(argv: Sequence[str]) -> int:
     learner = config.learner.model_copy(update={"precision": precision})
     measured = measure_stages(learner, str(config.model.hf_checkpoint), tokens)
     print(f"from the settings:\n\n{memory_table(plan_of(config, model, card), precision)}\n")
-    known = all(one.kept is not None for one in measured)
-    parts = "weights and activations" if known else "weights"
-    print(
-        f"with the {parts} of Megatron's modules:\n\n{memory_table(plan_of(config, model, card, measured), precision)}"
-    )
+    from_modules = memory_table(plan_of(config, model, card, measured), precision)
+    print(f"with the weights and activations of Megatron's modules, with the local layers:\n\n{from_modules}")
     return 0
 
 

@@ -121,6 +121,7 @@ def split_of(learner: Learner) -> Split:
         first=learner.decoder_first_pipeline_num_layers,
         last=learner.decoder_last_pipeline_num_layers,
         transformer_engine=learner.transformer_impl == "transformer_engine",
+        fusion=learner.bias_swiglu_fusion,
     )
 
 

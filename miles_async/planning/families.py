@@ -49,9 +49,14 @@ def _attention(config: HfConfig, **features: bool) -> Attention:
     )
 
 
-def _dense(config: HfConfig) -> FeedForward:
+def _dense(config: HfConfig, *, is_fused: bool = True) -> FeedForward:
     is_silu = config.get("hidden_act", "silu") == "silu"
-    return FeedForward(hidden=config["hidden_size"], width=config["intermediate_size"], is_silu=is_silu)
+    return FeedForward(
+        hidden=config["hidden_size"],
+        width=config["intermediate_size"],
+        is_silu=is_silu,
+        is_fused=is_fused and is_silu,
+    )
 
 
 def _experts(config: HfConfig, **features: Any) -> Experts:
@@ -78,7 +83,7 @@ def _qwen3(config: HfConfig, number: int) -> Layer:
 
 
 def _mixtral(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config), _experts(config, widths=6))
+    return Layer(_attention(config), _experts(config, is_fused_locally=False))
 
 
 def _qwen3_moe(config: HfConfig, number: int) -> Layer:
@@ -87,7 +92,7 @@ def _qwen3_moe(config: HfConfig, number: int) -> Layer:
 
 def _gpt_oss(config: HfConfig, number: int) -> Layer:
     attention = _attention(config, has_biases=True, has_output_bias=True, has_sinks=True)
-    return Layer(attention, _experts(config, has_biases=True))
+    return Layer(attention, _experts(config, has_biases=True, is_clamped=True))
 
 
 def _deepseek(config: HfConfig, number: int) -> Layer:
@@ -107,7 +112,7 @@ def _deepseek(config: HfConfig, number: int) -> Layer:
 
 
 def _qwen3_5(config: HfConfig, number: int) -> Layer:
-    """Each fourth layer has full attention, unless `layer_types` says otherwise."""
+    """Each fourth layer has full attention, unless `layer_types` says otherwise. No activation is fused."""
     interval = config.get("full_attention_interval", 4)
     default = "full_attention" if (number + 1) % interval == 0 else "linear_attention"
     kind = (config.get("layer_types") or {number: default})[number]
@@ -122,8 +127,9 @@ def _qwen3_5(config: HfConfig, number: int) -> Layer:
             convolution=config["linear_conv_kernel_dim"],
         )
     if not config.get("num_experts"):
-        return Layer(attention, _dense(config))
-    return Layer(attention, _experts(config, shared=config["shared_expert_intermediate_size"], has_shared_gate=True))
+        return Layer(attention, _dense(config, is_fused=False))
+    shared: dict[str, Any] = {"shared": config["shared_expert_intermediate_size"], "has_shared_gate": True}
+    return Layer(attention, _experts(config, **shared, is_fused=False, is_fused_locally=False))
 
 
 _FAMILIES: Mapping[str, Callable[[HfConfig, int], Layer]] = {

@@ -31,6 +31,8 @@ class Split:
     """Layers of the last pipeline stage, likewise."""
     transformer_engine: bool = False
     """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
+    fusion: bool | None = None
+    """Whether Megatron's fused kernel computes activations; None if each model decides."""
 
     def layers_of_stages(self, layers: int, stages: int) -> list[int]:
         """The number of layers of each pipeline stage, of `layers` in all."""
@@ -132,9 +134,12 @@ class LatentAttention:
         return Weights(hidden + queries + keys + heads * self.value * hidden)
 
     def kept(self, split: Split) -> float:
-        """The input and its norm, the latent vectors before and after their norms, queries, keys, values and output."""
+        """The input and its norm, the latent vectors before and after their norms, queries, keys, values and output.
+
+        Values are padded to the width of keys.
+        """
         heads, latent = self.heads / split.tensor, 2 * (self.query_rank or 0) + 2 * self.latent
-        attended = heads * (3 * (self.plain + self.rotated) + 2 * self.value)
+        attended = heads * (3 * (self.plain + self.rotated) + self.value)
         return 2 * self.hidden / split.sequence + latent / split.sequence + attended + 6 * self.rotated
 
     def cache(self, split: Split) -> float:
@@ -169,7 +174,8 @@ class DeltaRule:
         """The input and its norm, the projection, its convolution, and what the rule keeps in its chunks.
 
         The rule of the local layers is composed of torch's operations. It solves a triangular system of each chunk row
-        by row and keeps a third of its cube; what is in float32 is counted twice. The kernels of FLA keep a matrix.
+        by row and keeps a third of its cube, and it keeps the state after each chunk; what is in float32 is counted
+        twice. The kernels of FLA keep a matrix.
         """
         keys = self.key_heads * self.key_width / split.tensor
         values, heads = self.value_heads * self.value_width / split.tensor, self.value_heads / split.tensor
@@ -177,7 +183,9 @@ class DeltaRule:
         between = 2 * self.hidden / split.sequence
         if split.transformer_engine:
             return between + 2 * (2 * keys + 2 * values) + 2 * repeated + 4 * values + heads * _CHUNK
-        return between + 7 * keys + 16 * values + 12 * repeated + heads * (12 * _CHUNK + 2 * _CHUNK**2 / 3)
+        states = 2 * repeated * self.value_width / _CHUNK
+        of_chunks = heads * (12 * _CHUNK + 2 * _CHUNK**2 / 3) + states
+        return between + 6 * keys + 16 * values + 14 * repeated + of_chunks
 
     def cache(self, split: Split) -> float:
         """Nothing per token: an engine keeps one state per request."""
@@ -192,6 +200,8 @@ class FeedForward:
     width: int
     is_silu: bool = True
     """Whether the gate is SiLU, for which the local layers have a function that keeps only its input."""
+    is_fused: bool = True
+    """Whether the activation is Megatron's fused kernel with Transformer Engine's layers, if `Split` leaves it open."""
 
     def weights(self, split: Split) -> Weights:
         return Weights(3 * self.hidden * self.width // split.tensor + self.hidden)
@@ -200,8 +210,11 @@ class FeedForward:
         return 2 * self.hidden / split.sequence + self.widths(split) * self.width / split.tensor
 
     def widths(self, split: Split) -> int:
-        """Kept elements per unit of width: gate and up, and without that function two factors and their product."""
-        return 2 if self.is_silu and not split.transformer_engine else 5
+        """Kept elements per unit of width: gate and up, the result, and without a fused kernel its two factors."""
+        if not split.transformer_engine:
+            return 2 if self.is_silu else 5
+        is_fused = self.is_fused if split.fusion is None else split.fusion
+        return 3 if is_fused else 5
 
     def working(self, split: Split) -> float:
         """Elements per token of the backward pass: gradients of gate and up, of their product, and their factors."""
@@ -222,9 +235,12 @@ class Experts:
     """Width of the experts that all tokens use."""
     has_shared_gate: bool = False
     has_biases: bool = False
-    widths: int = 3
-    """Kept elements per unit of width. A fused kernel keeps gate, up and its result. Composed of torch's operations,
-    the activation keeps 6: also its factors, and their product before the router's weight scales it."""
+    is_clamped: bool = False
+    """Whether the activation limits its two factors (gpt-oss), which keeps two more."""
+    is_fused: bool = True
+    """As in `FeedForward`."""
+    is_fused_locally: bool = True
+    """The same with the local layers."""
 
     def weights(self, split: Split) -> Weights:
         hidden, width = self.hidden, self.width // split.expert_tensor
@@ -234,10 +250,19 @@ class Experts:
         return Weights(hidden + router + shared, self.count // split.expert * expert)
 
     def kept(self, split: Split) -> float:
+        """The input and its norm, what each expert keeps of its tokens, and the same of the shared experts.
+
+        A fused kernel keeps gate, up and its result. Composed of torch's operations, the activation also keeps its
+        factors, and their product before the router's weight scales it.
+        """
+        is_fused = self.is_fused if split.transformer_engine else self.is_fused_locally
+        is_fused = is_fused if split.fusion is None else split.fusion
+        widths = (3 if is_fused else 6) + 2 * self.is_clamped
         # The tensor-parallel ranks of an expert gather the tokens of the others.
         tokens = self.active * split.expert_tensor / split.sequence
-        routed = tokens * (self.widths * self.width / split.expert_tensor + self.hidden)
-        return 2 * self.hidden / split.sequence + routed + min(self.widths, 5) * self.shared / split.tensor
+        routed = tokens * (widths * self.width / split.expert_tensor + self.hidden)
+        shared = (3 if is_fused else 5) * self.shared / split.tensor
+        return (2 + self.has_shared_gate) * self.hidden / split.sequence + routed + shared
 
     def working(self, split: Split) -> float:
         """Elements per token of the backward pass: gradients of what tokens bring to their experts."""

@@ -134,8 +134,8 @@ class MeasuredStage:
     """What the modules of a rank of a pipeline stage have, in place of what the plan computes."""
 
     weights: Weights
-    kept: float | None
-    """Bytes that a micro-batch keeps until its backward pass, per token; None if unknown."""
+    kept: float
+    """Bytes that a micro-batch keeps until its backward pass, per token."""
 
 
 def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> list[RankMemory]:
@@ -157,7 +157,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = (elements * job.width for elements in _activations(job, stage))
-    if measured is not None and measured.kept is not None:
+    if measured is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     in_host = (1 + job.critics) * sharded * job.offloaded
     copied = weights.total * job.width + sharded * max(job.rollback * state, job.offloads * on_device)

@@ -32,7 +32,7 @@ from miles_async.models.experts import Qwen3Moe
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
-from tests.stack.forked_ranks import fork_ranks, run_ranks
+from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
 from tests.stack.learning import create_experts, gradients_of, learning, prompted_groups, save_state, uneven_groups
 from tests.stack.pretended_device import pretended_gpu
 from tests.waiting import PATIENCE_SECONDS
@@ -420,22 +420,8 @@ def test_one_rank_resumes_a_checkpoint_of_two_data_parallel_ranks(runs: Path) ->
         assert learner.train(1, steps).finite
 
 
-def layouts_by_process() -> list[list[tuple[str, int]]]:
-    """For each process, the layouts that it takes part in and its rank there, in order.
-
-    Layouts with more ranks come first, and those of fewer ranks are divided among the processes. Ranks of a layout thus
-    reach it together. A rank that arrives early retries the connection to rank 0 at intervals that grow to seconds.
-    """
-    processes: list[list[tuple[str, int]]] = [[] for _ in range(RANKS)]
-    for name, layout in sorted(ALL.items(), key=lambda named: -named[1].ranks):
-        first = min(range(0, RANKS, layout.ranks), key=lambda process: len(processes[process]))
-        for rank in range(layout.ranks):
-            processes[first + rank].append((name, rank))
-    return processes
-
-
 def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
-    for name, rank in layouts_by_process()[process]:
+    for name, rank in layouts_by_process({name: layout.ranks for name, layout in ALL.items()})[process]:
         learn(root, name, rank, ports[name])
 
 

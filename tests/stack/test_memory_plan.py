@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from miles_async.adapters.megatron.model.fake_ranks import measure_stages
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
@@ -23,7 +25,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.planning.plan import plan_learner
 from tests.configuration import run_config
 from tests.learner_memory import cpu_job, full_group, measure
-from tests.stack.forked_ranks import fork_ranks, run_ranks
+from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
 
 RANKS = 4
 SAMPLE = 192
@@ -77,8 +79,12 @@ LAYOUTS = {
 
 
 def config(root: Path, layout: Layout) -> RunConfig:
+    """Each replica of the model takes two micro-batches of two samples, or four in a pipeline, so that all of a virtual
+    pipeline's stages are in flight."""
     checkpoint = root / ("experts" if layout.experts else "dense")
     given = {"precision": "fp32", "use_distributed_optimizer": False, "use_kl_loss": False} | layout.settings
+    sizes = [given.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
+    replicas = layout.ranks // (prod(sizes) * given.get("context_parallel_size", 1))
     return run_config(
         hf_checkpoint=str(checkpoint),
         actor_num_gpus_per_node=layout.ranks,
@@ -86,7 +92,7 @@ def config(root: Path, layout: Layout) -> RunConfig:
         share_prefixes=False,
         max_tokens_per_gpu=2 * SAMPLE,
         rollout_batch_size=1,
-        n_samples_per_prompt=8 * layout.ranks,
+        n_samples_per_prompt=4 * replicas * sizes[1],
         rollout_max_prompt_len=8,
         rollout_max_response_len=SAMPLE - 8,
         **given,
@@ -99,8 +105,11 @@ def measure_rank(root: Path, name: str, rank: int, port: int) -> None:
     layout = LAYOUTS[name]
     settings = config(root, layout)
     learner = MegatronLearner(settings, str(settings.model.hf_checkpoint), rank, layout.ranks, "127.0.0.1", port)
-    steps = rank_batches([full_group(8 * layout.ranks, SAMPLE)], settings, layout.ranks)[rank]
-    (root / f"{name} {rank}.json").write_text(json.dumps(measure(learner, steps)))
+    first, steps = (
+        rank_batches([full_group(settings.rollout.n_samples_per_prompt, tokens)], settings, layout.ranks)[rank]
+        for tokens in (16, SAMPLE)
+    )
+    (root / f"{name} {rank}.json").write_text(json.dumps(measure(learner, first, steps)))
     learner.close()
 
 
@@ -139,10 +148,23 @@ def test_the_plan_agrees_with_the_tensors_of_real_ranks(measured: Path, name: st
             assert plan.activations == pytest.approx(fmean(one["activations"] for one in found), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "name", ["one rank", "bf16, tensor and sequence parallel", "context parallel", "bf16, experts"]
+)
+def test_modules_with_fake_tensors_keep_what_real_ones_keep(measured: Path, name: str) -> None:
+    settings = config(measured, LAYOUTS[name])
+    job = cpu_job(settings)
+    # On CPUs activations are not fused.
+    learner = settings.learner.model_copy(update={"bias_swiglu_fusion": False})
+    modules = measure_stages(learner, str(settings.model.hf_checkpoint), job.tokens)
+    [plan] = plan_learner(job, modules)
+    real = [json.loads((measured / f"{name} {rank}.json").read_text()) for rank in range(LAYOUTS[name].ranks)]
+    assert plan.activations == pytest.approx(fmean(one["activations"] for one in real), rel=0.03)
+
+
 def run_layouts(process: int, root: Path, ports: dict[str, int]) -> None:
-    for name, layout in LAYOUTS.items():
-        if process < layout.ranks:
-            measure_rank(root, name, process, ports[name])
+    for name, rank in layouts_by_process({name: layout.ranks for name, layout in LAYOUTS.items()})[process]:
+        measure_rank(root, name, rank, ports[name])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from miles_async.adapters.megatron.model.cpu import numbered_device, on_cpu, red
 from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage, open_tensors
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import gather_json
-from miles_async.adapters.megatron.model.source import CPU_EXPERT_FIELDS, CPU_FIELDS, ModelSource, passed_on, run_fields
+from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, passed_on, run_fields
 from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
@@ -79,7 +79,7 @@ class BridgeSource(ModelSource):
 
     takes_positions: ClassVar[bool] = False
 
-    def __init__(self, settings: Learner, hf_checkpoint: str) -> None:
+    def __init__(self, settings: Learner, hf_checkpoint: str, *, fuses: bool = False) -> None:
         self._path = Path(hf_checkpoint).expanduser()
         self._local = uses_local_layers(settings)
         self._library = _library(local=self._local)
@@ -91,7 +91,7 @@ class BridgeSource(ModelSource):
                 self._take_text_part()
             self._bridge = self._auto._model_bridge
             self.config = self._auto.to_megatron_provider(load_weights=False)
-            self._change_config(settings)
+            self._change_config(settings, fuses=fuses)
         except _REFUSALS as error:
             raise self._refusal(error) from error
         self.shape = _shape(self.config)
@@ -118,13 +118,13 @@ class BridgeSource(ModelSource):
             "parallel layout or use another model"
         )
 
-    def _change_config(self, settings: Learner) -> None:
+    def _change_config(self, settings: Learner, *, fuses: bool) -> None:
         config = self.config
         fields = run_fields(settings) | _BRIDGE_FIELDS | passed_on(settings, "transformer")
         if self._local:
             fields |= _LOCAL_FIELDS
         if on_cpu():
-            fields |= CPU_FIELDS | _BRIDGE_CPU_FIELDS | (CPU_EXPERT_FIELDS if config.num_moe_experts else {})
+            fields |= cpu_fields(has_experts=bool(config.num_moe_experts), fuses=fuses) | _BRIDGE_CPU_FIELDS
         known = {field.name for field in dataclasses.fields(config)}
         for name in known & fields.keys():
             setattr(config, name, fields[name])

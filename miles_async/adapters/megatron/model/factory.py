@@ -199,14 +199,17 @@ def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, li
     return source, chunks
 
 
-def open_source(settings: Learner, hf_checkpoint: str) -> ModelSource:
-    """Where the model of a checkpoint comes from, in the layout of the process groups, which must exist."""
+def open_source(settings: Learner, hf_checkpoint: str, *, fuses: bool = False) -> ModelSource:
+    """Where the model of a checkpoint comes from, in the layout of the process groups, which must exist.
+
+    With `fuses` activations are those of a GPU also on a CPU.
+    """
     if source_of(settings.megatron_to_hf_mode, hf_checkpoint) == "raw":
-        return PluginSource(settings, hf_checkpoint)
+        return PluginSource(settings, hf_checkpoint, fuses=fuses)
     # Imported here, because its imports need Megatron-Bridge.
     from miles_async.adapters.megatron.model.bridge_source import BridgeSource
 
-    return BridgeSource(settings, hf_checkpoint)
+    return BridgeSource(settings, hf_checkpoint, fuses=fuses)
 
 
 def _finish_chunk(chunk: Any, config: TransformerConfig, *, local: bool) -> torch.nn.Module:

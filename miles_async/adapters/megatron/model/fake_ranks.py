@@ -19,12 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.even_experts import distribute_evenly
 from miles_async.adapters.megatron.model.factory import open_source, use_positions
 from miles_async.adapters.megatron.model.local_layers import replace_swiglu
 from miles_async.adapters.megatron.model.packed_params import packed_params
@@ -34,6 +35,8 @@ from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.schema import Learner
 from miles_async.planning.layers import Weights
 from miles_async.planning.plan import MeasuredStage
+
+_MOST_TOKENS = 1024
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,30 +70,41 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+class _KnownContents(TorchDispatchMode):
+    """Computes with the tensors that have contents, such as the bounds of sequences, on which shapes depend."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 def measure_stages(settings: Learner, hf_checkpoint: str, tokens: int) -> list[MeasuredStage]:
     """The first rank of each pipeline stage, with the local layers and a micro-batch of `tokens` tokens per rank.
 
-    No process groups may exist. What the layers keep is unknown for models of Megatron-Bridge, and for models with
-    experts, where the contents of tokens decide where they go.
+    No process groups may exist. Experts get equally many tokens.
     """
     settings = settings.model_copy(update={"transformer_impl": "local"})
+    # What layers keep is proportional to the tokens. More of them would take longer with linear attention, which
+    # computes its chunks one by one.
+    tokens = min(tokens, _MOST_TOKENS)
     stages = settings.pipeline_model_parallel_size
     return [_measure_rank(settings, hf_checkpoint, stage * settings.ranks // stages, tokens) for stage in range(stages)]
 
 
 def _measure_rank(settings: Learner, hf_checkpoint: str, rank: int, tokens: int) -> MeasuredStage:
     with _fake_groups(settings, rank), redirect_cuda_to_cpu():
-        source = open_source(settings, hf_checkpoint)
-        with torch.device("meta"):
-            chunks = source.build_chunks()
-        named = [pair for chunk in chunks for pair in chunk.named_parameters()]
-        expert = sum(parameter.numel() for name, parameter in named if ".experts." in name)
-        weights = Weights(sum(parameter.numel() for _, parameter in named) - expert, expert)
-        if source.shape.experts or not source.takes_positions:
-            return MeasuredStage(weights, None)
+        source = open_source(settings, hf_checkpoint, fuses=True)
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            return MeasuredStage(weights, _kept(source.build_chunks(), settings, source, tokens))
+            chunks = source.build_chunks()
+            named = [pair for chunk in chunks for pair in chunk.named_parameters()]
+            expert = sum(parameter.numel() for name, parameter in named if ".experts." in name)
+            weights = Weights(sum(parameter.numel() for _, parameter in named) - expert, expert)
+            with torch.compiler.set_stance("force_eager"), _KnownContents():
+                return MeasuredStage(weights, _kept(chunks, settings, source, tokens))
 
 
 def _kept(chunks: Sequence[Any], settings: Learner, source: ModelSource, tokens: int) -> float:
@@ -112,6 +126,7 @@ def _kept(chunks: Sequence[Any], settings: Learner, source: ModelSource, tokens:
     with LiveBytes([*parameters, ids, positions]) as live:
         for chunk in chunks:
             replace_swiglu(chunk)
+            distribute_evenly(chunk)
             model = unwrap_model(chunk)
             if model.post_process:
                 model.output_layer.forward = _return_input

@@ -197,8 +197,10 @@ class LocalNorm(torch.nn.RMSNorm):
     `_RmsNorm` keeps the input and one number per token.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps)
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float = 1e-5, dtype: torch.dtype | None = None, **_: Any
+    ) -> None:
+        super().__init__(hidden_size, eps, dtype=dtype)
         self._zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 

@@ -41,8 +41,9 @@ class TENorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float | None = None, **_: Any) -> Any:
         _needs_rms_norm(config)
-        norm = LocalNorm(config, hidden_size, config.layernorm_epsilon if eps is None else eps)
-        return norm.to(config.params_dtype)
+        return LocalNorm(
+            config, hidden_size, config.layernorm_epsilon if eps is None else eps, dtype=config.params_dtype
+        )
 
 
 def _needs_rms_norm(config: Any) -> None:

@@ -15,16 +15,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 from transformers import AutoConfig
 
-from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, export_weights, load_weights
 from miles_async.adapters.megatron.model.local_layers import dtype_of, local_layer_spec, uses_local_layers
-from miles_async.adapters.megatron.model.source import (
-    CPU_EXPERT_FIELDS,
-    CPU_FIELDS,
-    ModelSource,
-    passed_on,
-    run_fields,
-)
+from miles_async.adapters.megatron.model.source import ModelSource, chosen_fusions, cpu_fields, passed_on, run_fields
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, plugin_errors
@@ -43,11 +36,11 @@ class PluginSource(ModelSource):
 
     takes_positions: ClassVar[bool] = True
 
-    def __init__(self, settings: Learner, hf_checkpoint: str) -> None:
+    def __init__(self, settings: Learner, hf_checkpoint: str, *, fuses: bool = False) -> None:
         self._plugin, self._hf_config = _read_checkpoint(hf_checkpoint)
         self._checkpoint = hf_checkpoint
         self._local = uses_local_layers(settings)
-        self.config = _transformer_config(self._plugin, self._hf_config, settings)
+        self.config = _transformer_config(self._plugin, self._hf_config, settings, fuses=fuses)
         self.shape = self._plugin.shape(self._hf_config)
         # Tensor-parallel ranks hold equal parts of the vocabulary.
         self._padded = self.shape.vocabulary + -self.shape.vocabulary % settings.tensor_model_parallel_size
@@ -104,7 +97,9 @@ def _read_checkpoint(hf_checkpoint: str) -> tuple[ModelPlugin, HfConfig]:
         raise UserError(f"{hf_checkpoint}: {error}") from error
 
 
-def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Learner) -> TransformerConfig:
+def _transformer_config(
+    plugin: ModelPlugin, hf_config: HfConfig, settings: Learner, *, fuses: bool
+) -> TransformerConfig:
     with plugin_errors(plugin, "describe its shape and Megatron's configuration"):
         shape, of_the_model = plugin.shape(hf_config), plugin.transformer_config(hf_config)
     arguments: dict[str, Any] = {
@@ -128,7 +123,7 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
-    arguments |= run_fields(settings) | of_the_model | passed_on(settings, "transformer")
+    arguments |= run_fields(settings) | of_the_model | chosen_fusions(settings) | passed_on(settings, "transformer")
     local = uses_local_layers(settings)
     if not local:
         fused = {
@@ -141,8 +136,7 @@ def _transformer_config(plugin: ModelPlugin, hf_config: HfConfig, settings: Lear
         arguments = fused | arguments
     if shape.experts and local:
         arguments["moe_grouped_gemm"] = False
-    if on_cpu():
-        arguments |= CPU_FIELDS | (CPU_EXPERT_FIELDS if shape.experts else {})
+    arguments |= cpu_fields(has_experts=shape.experts is not None, fuses=fuses)
     try:
         config = TransformerConfig(**arguments)
     except (AssertionError, TypeError, ValueError) as error:

@@ -15,30 +15,28 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.local_layers import dtype_of
 from miles_async.config.megatron import megatron_fields
 from miles_async.config.schema import Learner
 from miles_async.models.plugin import ModelShape
 
-CPU_FIELDS = {
+_CPU_FIELDS = {
     # Fused kernels need CUDA.
     "use_cpu_initialization": True,
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
-    "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""Fields of Megatron's `TransformerConfig` without which a model does not work on a CPU."""
-CPU_EXPERT_FIELDS = {
+_CPU_EXPERT_FIELDS = {
     # The all-to-all dispatcher needs CUDA streams.
     "moe_token_dispatcher_type": "allgather",
     # Megatron refuses variable lengths together with the all-gather dispatcher, which cannot gather unequal parts.
     # A source sets it after that check; `model_inputs` makes the parts equal.
     "variable_seq_lengths": False,
 }
-"""The same for a model with experts."""
 
 
 class ModelSource(ABC):
@@ -77,6 +75,18 @@ class ModelSource(ABC):
         """
 
 
+def cpu_fields(*, has_experts: bool, fuses: bool) -> dict[str, Any]:
+    """Fields of Megatron's `TransformerConfig` without which a model does not work on a CPU; none if CUDA is there.
+
+    With `fuses` activations are computed as on a GPU, by functions that torch compiles there.
+    """
+    if not on_cpu():
+        return {}
+    return (
+        _CPU_FIELDS | ({} if fuses else {"bias_activation_fusion": False}) | (_CPU_EXPERT_FIELDS if has_experts else {})
+    )
+
+
 def run_fields(settings: Learner) -> dict[str, Any]:
     """Fields of Megatron's `TransformerConfig` that follow from the settings of a run, for any model."""
     dtype, stages = dtype_of(settings), settings.virtual_pipeline_model_parallel_size
@@ -105,7 +115,7 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "recompute_modules": None if settings.recompute_modules is None else list(settings.recompute_modules),
         "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
-        **_fusions(settings),
+        **chosen_fusions(settings),
     }
 
 
@@ -115,7 +125,7 @@ def passed_on(settings: Learner, kind: str) -> dict[str, Any]:
     return {name: value for name, value in settings.megatron_args.items() if known[name] == kind}
 
 
-def _fusions(settings: Learner) -> dict[str, bool]:
+def chosen_fusions(settings: Learner) -> dict[str, bool]:
     """The fused kernels that the settings turn on or off. A source decides about the others."""
     wanted = {
         "apply_rope_fusion": settings.rope_fusion,
