@@ -89,10 +89,8 @@ PROJECTS = {
                 "",
                 "--pause-generation-mode retract --update-weight-transfer-mode p2p",
             ],
-            "examples/infra_features/p2p_weight_transfer/run.py": [
-                f"run {model} --mode p2p --node-rank 0 --head-ip 127.0.0.1"
-                for model in ("Qwen3-4B", "Qwen3-30B-A3B", "GLM-4.7-Flash", "GLM-4.5-Air", "Kimi-K2-Instruct")
-            ],
+            "examples/infra_features/p2p_weight_transfer/run.py": ["run Qwen3-4B --mode p2p"],
+            "examples/swe-agent-harbor-docker/run-glm47-flash-agentic-async.py": ["--num-nodes 2"],
             "scripts/run_deepseek.py": ["train"],
             "scripts/run_glm45_355b_a32b.py": ["train"],
             "scripts/run_nemotron_3_nano.py": [
