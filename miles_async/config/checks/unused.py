@@ -178,6 +178,11 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
             yield f"{_listed(names)} {have} no effect{exception}: {need} {needs.condition}"
 
 
+def has_effect(config: RunConfig, name: str) -> bool:
+    """Whether no other setting of the run keeps a setting from having an effect."""
+    return all(needs.used(config) for needs in NEEDS if name in needs.settings.split())
+
+
 def _listed(names: list[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
