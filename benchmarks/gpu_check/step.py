@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_check.measure import report_cost, report_kernels
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings
+from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.types import Group, Sample
@@ -60,7 +61,7 @@ def measure(report: Report, part: str, learner: MegatronLearner, lengths: tuple[
 
 
 def learner_config(**settings: Any) -> Any:
-    return run_config(precision="bf16", lr=1e-6, share_prefixes=False, **settings)
+    return run_config(**TRAINING, precision="bf16", lr=1e-6, share_prefixes=False, **settings)
 
 
 def train_steps(lengths: tuple[int, ...]) -> list[TrainStep]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from miles_async.config import presets
 from miles_async.config.checks import notes
+from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.load import checked_config, config_of_values, translation_table
@@ -58,7 +59,7 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
     noted = config if flags.preset is None else presets.without_idle(config, flags.preset)
-    for note in [*flags.notes, *notes(noted, entry), *_idle_notes(flags)]:
+    for note in [*flags.notes, *notes(noted, entry), *lost_model(config), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
         preset = [] if flags.preset is None else [presets.described(flags.preset)]

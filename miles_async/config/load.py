@@ -84,7 +84,9 @@ def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
     if flags.preset is not None:
         with collected(found):
             source = f"--preset {flags.preset}"
-            assignments += [Assignment(SETTINGS[name].path, value, source) for name, value in preset(flags.preset).items()]
+            assignments += [
+                Assignment(SETTINGS[name].path, value, source) for name, value in preset(flags.preset).items()
+            ]
     for path in flags.config_files:
         try:
             assignments += _read(Path(path), found)

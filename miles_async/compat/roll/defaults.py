@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULTS: Mapping[str, Any] = {
-    # max_steps, rollout_batch_size, prompt_length, num_return_sequences_in_group; the length of responses has to be set.
+    # max_steps, rollout_batch_size, prompt_length, num_return_sequences_in_group; response_length has to be set.
     "num_rollout": 500,
     "rollout_batch_size": 128,
     "rollout_max_prompt_len": 1024,

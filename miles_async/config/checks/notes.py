@@ -43,7 +43,8 @@ def _kl_loss(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _lost_model(config: RunConfig, entry: str) -> Iterator[str]:
+def lost_model(config: RunConfig) -> Iterator[str]:
+    """A sentence if a run trains a model and keeps it nowhere."""
     learner, debug = config.learner, config.debug
     if learner.save is None and learner.save_hf is None and not debug.debug_rollout_only and not trains_only(config):
         yield (
@@ -209,5 +210,4 @@ NOTES = (
     _saved_format,
     _plugins,
     _whole_texts,
-    _lost_model,
 )
