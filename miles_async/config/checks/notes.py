@@ -16,8 +16,13 @@ _COMPARE_WHOLE_TEXTS = ("exact", "f1", "reasoning_gym")
 
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    is_corrected = corrects(config.algorithm) or objective_of(config.algorithm).corrects
-    if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+    algorithm = config.algorithm
+    is_corrected = corrects(algorithm) or objective_of(algorithm).corrects
+    if (
+        algorithm.off_policy_correction is not None
+        and not is_corrected
+        and schedule_of(config, entry) is Schedule.FULLY_ASYNC
+    ):
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"

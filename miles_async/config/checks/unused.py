@@ -86,8 +86,7 @@ NEEDS = (
     ),
     *_of_plugins(),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
-    # Scripts for slime often set it to 0 and leave the loss off.
-    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
+    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
     Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
