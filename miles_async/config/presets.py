@@ -30,7 +30,7 @@ _HAS_EFFECT: Mapping[str, Callable[[RunConfig], bool]] = {
 
 def names() -> list[str]:
     """What `--preset` accepts."""
-    return [name.lower() for name, defaults in _of_guests().items() if defaults]
+    return sorted(name.lower() for name, defaults in _of_guests().items() if defaults)
 
 
 def preset(name: str) -> Mapping[str, Any]:

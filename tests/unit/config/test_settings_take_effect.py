@@ -15,6 +15,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
 from miles_async.config.generation import generates
+from miles_async.config.schema import EvalDataset
 from miles_async.config.table import table
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
