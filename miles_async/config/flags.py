@@ -136,9 +136,10 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
 def _read_preset(flags: Flags, values: Sequence[str]) -> None:
     if not values or not values[0]:
         raise UserError("--preset needs the name of a project, such as slime")
-    if flags.preset is not None:
-        raise UserError(f"--preset {flags.preset} and --preset {values[0]:.80} exclude each other: choose one")
-    flags.preset = values[0].lower()
+    first, flags.preset = flags.preset, values[0].lower()
+    if first is not None:
+        flags.preset = None
+        raise UserError(f"--preset {first} and --preset {values[0]:.80} exclude each other: choose one")
 
 
 def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:

@@ -208,8 +208,13 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
 
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
-    """By Hugging Face names: they travel the way that weights do."""
+    """By Hugging Face names."""
     learner._policy_gradients(step, *learner._pre_step_values([step]))
+    return gradients_now(learner)
+
+
+def gradients_now(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """Those that a learner has computed: they travel the way that weights do."""
     chunks = learner._model.chunks
     with redirect_cuda_to_cpu():
         finalize_model_grads(chunks, force_all_reduce=True)
