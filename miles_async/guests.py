@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from miles_async.plugins import Kind, Plugin, errors_of
 
@@ -30,6 +30,9 @@ T = TypeVar("T")
 
 class Guest(Plugin):
     """Another project. Its `Settings` are added to the section `rollout`."""
+
+    is_compared: ClassVar[bool] = False
+    """Whether each run names its defaults that differ from the project's."""
 
     def recognises(self, content: Mapping[str, Any]) -> bool:
         """Whether a configuration file with this content is one of the project."""
@@ -53,6 +56,13 @@ class Guest(Plugin):
 
     def combine(self, values: Mapping[str, Any], translator: Translator) -> None:
         """Translate the flags whose rule is `Combined`; `values` are those on the command line, by name."""
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the project's defaults, by the names of our settings, which `--preset` sets.
+
+        A setting that the project requires is None.
+        """
+        return {}
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """Return the configuration in which the guest's own settings have set what they stand for."""

@@ -202,12 +202,13 @@ def greedy_of(config: RunConfig) -> SamplingParams:
 
 def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
     """Return the sampling parameters for one of the `eval_datasets`."""
+    rollout = config.rollout
     return replace(
         sampling_of(config),
-        max_new_tokens=dataset.max_response_len or config.rollout.rollout_max_response_len,
-        temperature=dataset.temperature,
-        top_p=dataset.top_p,
-        top_k=dataset.top_k,
+        max_new_tokens=dataset.max_response_len or rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature if dataset.temperature is None else dataset.temperature,
+        top_p=dataset.top_p or rollout.rollout_top_p,
+        top_k=dataset.top_k or rollout.rollout_top_k,
     )
 
 

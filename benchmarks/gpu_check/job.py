@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_check.report import NotPossibleError, Report
 from benchmarks.gpu_check.surroundings import MEMORY_FRACTION, ON_GPU, SMALL, Precision, Surroundings, require_rdma
+from benchmarks.settings import TRAINING
 from miles_async.events import Event, PublishEnded, StepEnded
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
@@ -58,6 +59,8 @@ def play(surroundings: Surroundings, entry: str, *flags: str, precision: Precisi
     command += ["--hf-checkpoint", str(surroundings.checkpoint(SMALL)), "--precision", precision]
     command += ["--rollout-max-response-len", "16", "--sglang-server-concurrency", "64"]
     command += ["--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
+    for setting, value in TRAINING.items():
+        command += [f"--{setting.replace('_', '-')}", str(value)]
     arguments = {"mem_fraction_static": MEMORY_FRACTION, **surroundings.server_args} if ON_GPU else {}
     for name, value in arguments.items():
         command.append(f"--sglang-{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}")

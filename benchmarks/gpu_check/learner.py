@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_check.engine import transformers_logprobs, transformers_model
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import SMALL, Surroundings, require_transformer_engine
+from benchmarks.settings import TRAINING
 from miles_async.batching.batch import rank_batches
 from tests.configuration import run_config
 from tests.stack.learning import learning, prompted_groups
@@ -59,7 +60,7 @@ def compare(report: Report, checkpoint: Path, lengths: Sequence[int] = LENGTHS) 
 
 def computed(checkpoint: Path, sequences: list[list[int]], **settings: Any) -> Computed:
     """Compute log-probabilities, and train one batch twice. Common prefixes are not shared, as by default on GPUs."""
-    run = run_config(**settings, lr=1e-5, share_prefixes=False)
+    run = run_config(**TRAINING, **settings, lr=1e-5, share_prefixes=False)
     with learning(checkpoint, run) as learner:
         logprobs = learner.logprobs(sequences)
         [steps] = rank_batches(prompted_groups(0), run, 1)

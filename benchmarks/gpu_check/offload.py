@@ -10,6 +10,7 @@ from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.publish import LEARNING_RATE, recompute, require_transport, train
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import LARGE, ON_GPU, REQUEST_SECONDS, SMALL, Precision, Surroundings, score
+from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import call_engine
@@ -40,7 +41,7 @@ def check(report: Report, surroundings: Surroundings) -> None:
 
 
 def settings(precision: Precision) -> RunConfig:
-    return run_config(precision=precision, lr=LEARNING_RATE)
+    return run_config(**TRAINING, precision=precision, lr=LEARNING_RATE)
 
 
 def offload_learner(report: Report, learner: MegatronLearner, run: RunConfig) -> None:

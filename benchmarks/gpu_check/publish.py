@@ -32,6 +32,7 @@ from benchmarks.gpu_check.surroundings import (
     require_gpu,
     require_rdma,
 )
+from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.optimizer import Snapshot
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -81,7 +82,7 @@ def compare(
     precision: Precision,
     transports: Sequence[str] = TRANSPORTS,
 ) -> None:
-    run = run_config(precision=precision, lr=LEARNING_RATE)
+    run = run_config(**TRAINING, precision=precision, lr=LEARNING_RATE)
     with learning(checkpoint, run) as learner:
         source = WeightSource(describe(learner.weights()), folder, Weights(update_weight_timeout_seconds=SEND_SECONDS))
         source.connect([engine], {})

@@ -16,6 +16,7 @@ from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.measure import report_cost, report_kernels
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings, require_transformer_engine
+from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.model.environment import DETERMINISTIC, environment
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
@@ -95,7 +96,7 @@ def logprobs_after_steps(checkpoint: Path) -> list[list[float]]:
 
 
 def learner_config(**settings: Any) -> Any:
-    return run_config(precision="bf16", lr=1e-6, share_prefixes=False, **settings)
+    return run_config(**TRAINING, precision="bf16", lr=1e-6, share_prefixes=False, **settings)
 
 
 def train_steps(lengths: tuple[int, ...]) -> list[TrainStep]:

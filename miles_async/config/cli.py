@@ -14,7 +14,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from miles_async.config import presets
 from miles_async.config.checks import notes
+from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
@@ -59,11 +61,13 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
-    for note in [*flags.notes, *notes(config, entry), *_idle_notes(flags)]:
+    noted = config if flags.preset is None else presets.without_idle(config, flags.preset)
+    for note in [*flags.notes, *notes(noted, entry), *lost_model(config), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
+        preset = [] if flags.preset is None else [presets.described(flags.preset)]
         translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]
-        _print_and_exit("\n".join([*translations, table(config, entry)]))
+        _print_and_exit("\n".join([*preset, *translations, table(config, entry)]))
     return config
 
 
@@ -106,10 +110,11 @@ def help_text(command: str) -> str:
     lines = [
         f"usage: {command} [--config FILE.yaml]... [--flag VALUE]... [section.setting=VALUE]...",
         "",
-        "Values are YAML 1.2. Later sources override earlier ones: first the files in order, then flags, then dotted",
+        "Values are YAML 1.2. Later sources override earlier ones: the preset, the files in order, flags, and dotted",
         "overrides (section.setting=VALUE).",
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
+        "  --preset PROJECT        use the defaults of another project: " + ", ".join(presets.names()),
         "  --check-config          check settings and user functions, print derived values, and exit",
         "  --suggest-layout MODEL --gpus N",
         "                          print settings of devices and layout with which a checkpoint trains on N GPUs of",

@@ -52,6 +52,8 @@ class Flags:
     """A parsed command line."""
 
     config_files: list[str] = field(default_factory=list)
+    preset: str | None = None
+    """The project whose defaults apply wherever nothing else sets a value."""
     assignments: list[Assignment] = field(default_factory=list)
     """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
@@ -120,6 +122,9 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     if flag in ("--suggest-layout", "--gpus"):
         _read_suggestion(flags, flag, values)
         used = 1
+    elif flag == "--preset":
+        _read_preset(flags, values)
+        used = 1
     elif flag == "--config":
         if not values or not values[0]:
             raise UserError("--config needs a YAML file")
@@ -130,6 +135,15 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
         if equals and not used:
             raise UserError(_not_a_switch(flag, text))
     return 0 if equals else used
+
+
+def _read_preset(flags: Flags, values: Sequence[str]) -> None:
+    if not values or not values[0]:
+        raise UserError("--preset needs the name of a project, such as slime")
+    first, flags.preset = flags.preset, values[0].lower()
+    if first is not None:
+        flags.preset = None
+        raise UserError(f"--preset {first} and --preset {values[0]:.80} exclude each other: choose one")
 
 
 def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:

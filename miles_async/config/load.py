@@ -17,7 +17,10 @@ from pydantic import ValidationError
 from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import Assignment, Flags, parse_flags
+from miles_async.config.generation import schedule_of
+from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
+from miles_async.config.presets import preset, unlike
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
@@ -31,6 +34,7 @@ from miles_async.modes.mode import MODES
 from miles_async.modes.shipped import Windowed
 from miles_async.plugins import errors_of
 from miles_async.rewards.plugin import usable_reward
+from miles_async.scheduling.bounds import Schedule
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
@@ -52,31 +56,45 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
 
 def config_of_values(flags: Flags) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid for its field, and one sentence for everything else."""
-    config, found, _ = _read_values(flags)
-    return config, found
+    assignments, found, _ = _read_assignments(flags)
+    config, invalid = _validated(assignments, flags.notes)
+    return _resolve_layout(config, flags.notes), [*found, *invalid]
 
 
 def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid, and one sentence for everything else."""
-    config, found, all_files_read = _read_values(flags)
+    assignments, found, all_files_read = _read_assignments(flags)
+    config, invalid = _validated(assignments, flags.notes)
+    config = _resolve_layout(config, flags.notes)
+    found += invalid
     if all_files_read:
+        with collected(found):
+            config = _resolve_correction(config, entry)
         # A sentence about a setting that has another problem may only follow from that problem.
         wrong = _settings_in(" ".join(found))
         found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
+    if not found and flags.preset is None:
+        flags.notes += unlike(config, {assignment.path for assignment in assignments})
     return config, list(dict.fromkeys(found))
 
 
-def _read_values(flags: Flags) -> tuple[RunConfig, list[str], bool]:
-    """As `config_of_values`, and whether all files of settings could be read."""
+def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
+    """All assignments of a command line, one sentence for everything that is none, and whether all files could be
+    read."""
     found, assignments, all_files_read = [*flags.problems], [], True
+    if flags.preset is not None:
+        with collected(found):
+            source = f"--preset {flags.preset}"
+            assignments += [
+                Assignment(SETTINGS[name].path, value, source) for name, value in preset(flags.preset).items()
+            ]
     for path in flags.config_files:
         try:
             assignments += _read(Path(path), found)
         except UserError as error:
             found += str(error).splitlines()
             all_files_read = False
-    config, invalid = _validated([*assignments, *flags.assignments], flags.notes)
-    return _resolve_layout(config, flags.notes), [*found, *invalid], all_files_read
+    return [*assignments, *flags.assignments], found, all_files_read
 
 
 def _settings_in(text: str) -> set[str]:
@@ -293,6 +311,19 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
     else:
         return config
     return with_settings(config, rollout_function_path=resolved)
+
+
+def _resolve_correction(config: RunConfig, entry: str) -> RunConfig:
+    """The configuration with an off-policy correction if generation and training overlap, unless it is set.
+
+    Raises UserError if the policy objective cannot be used.
+    """
+    algorithm = config.algorithm
+    if algorithm.off_policy_correction is not None or config.learner.loss_type != "policy_loss":
+        return config
+    overlap = schedule_of(config, entry) is not Schedule.SYNCHRONOUS
+    correction = "tis" if overlap and not objective_of(algorithm).corrects else "none"
+    return with_settings(config, off_policy_correction=correction)
 
 
 def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_async.config.disk import disk_space
+from miles_async.config.disk import checkpoints_written, disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
 from miles_async.config.memory import MemoryPlan, gib_text, memory_plan, precision_on_gpus
@@ -80,11 +80,11 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
         )
     ]
     if learner.save is not None and space.checkpoint is not None:
-        size = _size((learner.save_keep + 1) * space.checkpoint)
-        meaning = (
-            f"about {_size(space.checkpoint)} for each checkpoint: {learner.save_keep} kept, and one being written"
-        )
-        rows.append(("save", size, meaning))
+        count, kept = checkpoints_written(config), "all kept"
+        if learner.save_keep is not None:
+            count, kept = learner.save_keep + 1, f"{learner.save_keep} kept, and one being written"
+        meaning = f"about {_size(space.checkpoint)} for each checkpoint: {kept}"
+        rows.append(("save", _size(count * space.checkpoint), meaning))
     return rows
 
 

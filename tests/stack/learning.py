@@ -128,6 +128,11 @@ def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """The gradients of a step over all ranks, without taking it. All ranks must call it."""
     learner._policy_gradients(step, *learner._pre_step_values([step]))
+    return gradients_now(learner)
+
+
+def gradients_now(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """The gradients over all ranks that a learner has computed. All ranks must call it."""
     with redirect_cuda_to_cpu():
         finalize_model_grads(learner._model.chunks, force_all_reduce=True)
     return gradients_by_name(learner)

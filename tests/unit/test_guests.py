@@ -41,7 +41,7 @@ class Workshop(Guest):
 
 
 def test_the_guests_of_the_project_are_found_by_name() -> None:
-    assert GUESTS.names == ["Megatron-LM", "Miles", "ROLL", "slime", "verl"]
+    assert GUESTS.names == ["Megatron-LM", "ROLL", "miles", "slime", "verl"]
 
 
 def test_the_worked_example_of_the_documentation_translates_files_and_overrides(

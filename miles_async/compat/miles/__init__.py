@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Miles(Guest):
     """Gives the flags that Miles adds to slime's their meaning."""
 
-    name = "Miles"
+    name = "miles"
 
     class Settings(Section):
         async_data_buffer_capacity_factor: float | None = Field(None, gt=0, le=1e6)
@@ -29,6 +29,11 @@ class Miles(Guest):
         from miles_async.compat.miles.flags import FLAGS
 
         return FLAGS
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.miles.defaults import DEFAULTS
+
+        return DEFAULTS
 
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.config.fields import with_settings

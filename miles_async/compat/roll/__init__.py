@@ -25,3 +25,8 @@ class Roll(Guest):
         from miles_async.compat.roll.translation import translate
 
         return translate(content)
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.roll.defaults import DEFAULTS
+
+        return DEFAULTS

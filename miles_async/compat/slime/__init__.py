@@ -19,6 +19,7 @@ class Slime(Guest):
     """Lets functions and workers that were written for slime run unchanged."""
 
     name = "slime"
+    is_compared = True
 
     class Settings(Section):
         slime_imports: bool = False
@@ -35,6 +36,11 @@ class Slime(Guest):
         from miles_async.compat.slime.flags import combine
 
         combine(values, translator)
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.slime.defaults import DEFAULTS
+
+        return DEFAULTS
 
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.slime.resolution import resolve

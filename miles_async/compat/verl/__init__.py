@@ -39,6 +39,11 @@ class Verl(Guest):
 
         return translate(content)
 
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.verl.defaults import DEFAULTS
+
+        return DEFAULTS
+
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.verl.translation import resolve_skip_rollout
 

@@ -117,7 +117,7 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
     for name, dataset in config.rollout.eval_datasets.items():
-        if dataset.top_k == 0 or dataset.top_k < -1:
+        if dataset.top_k is not None and (dataset.top_k == 0 or dataset.top_k < -1):
             yield f"eval_datasets.{name}.top_k {dataset.top_k} is not a number of tokens: set it to 1 or more, or to -1"
     arguments = config.engine.sglang_server_args
     policy = arguments.get("schedule_policy", "fcfs")

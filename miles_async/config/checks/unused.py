@@ -86,8 +86,7 @@ NEEDS = (
     ),
     *_of_plugins(),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
-    # Scripts for slime often set it to 0 and leave the loss off.
-    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
+    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
     Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
@@ -181,6 +180,11 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
             rows = needs.rows_choose and config.data.prompt_data is not None
             exception = ", except on rows whose metadata name another rm_type" if rows else ""
             yield f"{_listed(names)} {have} no effect{exception}: {need} {needs.condition}"
+
+
+def has_effect(config: RunConfig, name: str) -> bool:
+    """Whether no other setting of the run keeps a setting from having an effect."""
+    return all(needs.used(config) for needs in NEEDS if name in needs.settings.split())
 
 
 def _listed(names: list[str]) -> str:

@@ -29,7 +29,7 @@ class Learner(MegatronSwitches):
     """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
     lr_warmup_fraction: float | None = Field(None, ge=0, le=1)
     """Part of lr_decay_steps over which the learning rate rises, in place of lr_warmup_steps."""
-    lr_decay_style: DecayStyle = "constant"
+    lr_decay_style: DecayStyle = "linear"
     """Shape of the learning rate after the warm-up. constant keeps lr; linear and cosine fall to min_lr at
     lr_decay_steps; inverse-square-root falls until the end of the run; WSD (warm-up, stable, decay; MiniCPM, arXiv
     2404.06395) keeps lr and falls over the last lr_wsd_decay_steps."""
@@ -41,13 +41,13 @@ class Learner(MegatronSwitches):
     lr_wsd_decay_steps: int | None = Field(None, ge=1)
     """Optimizer steps over which the learning rate falls with lr_decay_style WSD. If unset, a tenth of
     lr_decay_steps."""
-    lr_wsd_decay_style: AnnealStyle = "linear"
+    lr_wsd_decay_style: AnnealStyle = "exponential"
     """Shape of the decay at the end of lr_decay_style WSD."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay (AdamW)."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
     """Decay rate of Adam's second moment."""
     clip_grad: float = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it."""
@@ -149,8 +149,8 @@ class Learner(MegatronSwitches):
     save_hf: str | None = None
     """Folder for exports of the model in Hugging Face format, written whenever a checkpoint is due. `{rollout_id}` in
     the name is replaced by the number of the rollout. If unset, nothing is exported."""
-    save_keep: int = Field(2, ge=1)
-    """Number of checkpoints to keep in save; older checkpoints are deleted."""
+    save_keep: int | None = Field(None, ge=1)
+    """Number of checkpoints to keep in save; older checkpoints are deleted. If unset, all checkpoints are kept."""
     checkpoint_checksums: bool = True
     """Store a checksum of each file of a checkpoint, and compare the checksums when a run resumes (load), so that a
     file with damaged contents is found. If off, only the sizes of files are compared: reading a checkpoint of many

@@ -26,13 +26,13 @@ class EvalDataset(Section):
     """Number of rows to use, from the first row on. If unset, all rows are used."""
     n_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Samples per prompt."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature. 0 is greedy decoding."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature. 0 is greedy decoding. If unset, rollout_temperature applies."""
+    top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this value. 1 disables
-    it."""
-    top_k: int = -1
-    """Sample from the k most likely tokens. -1 disables top-k sampling."""
+    it. If unset, rollout_top_p applies."""
+    top_k: int | None = None
+    """Sample from the k most likely tokens. -1 disables top-k sampling. If unset, rollout_top_k applies."""
     max_response_len: int | None = Field(None, ge=1)
     """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
     rm_type: str | None = None
@@ -118,9 +118,9 @@ class Rollout(Section):
     """Strings that end a response. The response keeps the string that ended it, as in slime."""
     rollout_stop_token_ids: list[int] = []
     """Token ids that end a response, in addition to the tokenizer's end-of-sequence token."""
-    rollout_skip_special_tokens: bool = True
-    """Remove special tokens from the response text. The tokens that are trained on are not affected. slime keeps
-    them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
+    rollout_skip_special_tokens: bool = False
+    """Remove special tokens, such as the one that ends a response, from the response text. The tokens that are trained
+    on are not affected. Rewards that compare the whole text with an answer need this."""
     rm_type: Annotated[str | None, REWARDS] = None
     """Built-in reward, the reward of an installed package, or module.Class of your own. With the prefix `boxed_`, such
     as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always gets the whole

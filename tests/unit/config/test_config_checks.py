@@ -21,6 +21,7 @@ RUNNABLE: dict[str, Any] = {
     "reasoning_gym_task": "chain_sum",
     "rm_type": "reasoning_gym",
     "rollout_max_response_len": 8,
+    "rollout_skip_special_tokens": True,
 }
 ASYNC: dict[str, Any] = {"rollout_function_path": Stream.function}
 
@@ -324,8 +325,8 @@ def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(
     [
         ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
         ({"icepop_band": [1.5, 2]}, "does not contain the ratio 1"),
-        ({"policy_objective": "dppo"}, "set off_policy_correction to none"),
-        ({"policy_objective": "m2po"}, "set off_policy_correction to none"),
+        ({"policy_objective": "dppo", "off_policy_correction": "tis"}, "set off_policy_correction to none"),
+        ({"policy_objective": "m2po", "off_policy_correction": "tis"}, "set off_policy_correction to none"),
         ({"policy_objective": "ppo", "advantage_estimator": "gspo"}, "set advantage_estimator to grpo"),
     ],
 )
