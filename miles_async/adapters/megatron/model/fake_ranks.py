@@ -36,7 +36,6 @@ from miles_async.config.schema import Learner
 from miles_async.planning.layers import Weights
 from miles_async.planning.plan import MeasuredStage
 
-
 _MOST_TOKENS = 1024
 
 
