@@ -42,7 +42,7 @@ from miles_async.adapters.storage.warm_starts import find_warm_start
 from miles_async.adapters.system.run_processes import has_ended, is_stopped, kill_remaining, of_part, raylets_of
 from miles_async.adapters.system.sessions import SessionReaper
 from miles_async.adapters.weights.channel import find_transports
-from miles_async.config.device_plan import Bundle, by_node, demand_of
+from miles_async.config.device_plan import Bundle, by_node, check_cards, demand_of
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
 from miles_async.errors import EngineLostError, FatalError, UserError
@@ -226,6 +226,7 @@ class Cluster:
         debug, idle = self._config.debug, not generates(self._config)
         placement = await asyncio.to_thread(reserve, demand_of(self._config))
         self._placements.append(placement)
+        check_cards(placement.plan, self._config)
         # If the checkpoint does not exist yet, the first learner rank runs the warm start first.
         started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
         # A run without a learner needs one rank for a warm start, and none if the checkpoint exists.

@@ -17,7 +17,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from miles_async.config.device_plan import Bundle, Demand, Plan, plan, sort_key
+from miles_async.adapters.system.machine import fact, read_gpus
+from miles_async.config.device_plan import Bundle, Card, Demand, Plan, plan, sort_key
+from miles_async.doctor.facts import known
 from miles_async.errors import UserError
 
 RESERVE_SECONDS = 60.0
@@ -143,12 +145,11 @@ def _locate(group: PlacementGroup, unit: str) -> list[Bundle]:
     if unit == "GPU":
         # Ray reveals the number of a GPU only to a process that runs on the bundle.
         calls = [_gpu_of_bundle.options(**_inside(group, index)).remote() for index in nodes]
-        devices = dict(zip(nodes, ray.get(calls, timeout=RESERVE_SECONDS), strict=True))
-    else:
-        # Cores are interchangeable, so they are numbered in order on each node.
-        counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        devices = {index: next(counters[node]) for index, node in nodes.items()}
-    return [Bundle(index, addresses[node], devices[index]) for index, node in nodes.items()]
+        gpus = zip(nodes.items(), ray.get(calls, timeout=RESERVE_SECONDS), strict=True)
+        return [Bundle(index, addresses[node], device, card=card) for (index, node), (device, card) in gpus]
+    # Cores are interchangeable, so they are numbered in order on each node.
+    counters: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+    return [Bundle(index, addresses[node], next(counters[node])) for index, node in nodes.items()]
 
 
 def _inside(group: PlacementGroup, index: int) -> dict[str, Any]:
@@ -156,8 +157,10 @@ def _inside(group: PlacementGroup, index: int) -> dict[str, Any]:
 
 
 @ray.remote(num_gpus=1, num_cpus=0)
-def _gpu_of_bundle() -> int:
-    return int(ray.get_gpu_ids()[0])
+def _gpu_of_bundle() -> tuple[int, Card | None]:
+    device, gpus = int(ray.get_gpu_ids()[0]), known(fact(read_gpus)) or ()
+    card = Card(gpus[device].name, gpus[device].memory) if device < len(gpus) else None
+    return device, card
 
 
 def _node_resource(address: str) -> str:

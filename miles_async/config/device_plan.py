@@ -14,6 +14,19 @@ from dataclasses import dataclass
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+from miles_async.planning.plan import FREE_FRACTION, GIB
+
+EQUAL_MEMORY = 0.9
+"""Share of the memory of the largest card that the smallest must have for SGLang (`_check_tp_memory_balance`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A kind of GPU."""
+
+    name: str
+    memory: int
+    """Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,8 @@ class Bundle:
     """Number of the device on its node."""
     group: int = 0
     """Number of the placement group that the bundle belongs to."""
+    card: Card | None = None
+    """None on a machine without GPUs, or if the driver does not name them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +118,54 @@ def _require_even(number: int, engine: Sequence[Bundle]) -> None:
             f"engine {number} would get {split}: SGLang needs the same number of devices on each node; set "
             "rollout_num_gpus_per_engine to a divisor of the devices per node, and let the learner use complete nodes"
         )
+
+
+def check_cards(plan: Plan, config: RunConfig) -> None:
+    """Raise UserError if learner ranks, or the ranks of an engine, would get cards with too different memory.
+
+    Ranks of the learner need equally much memory, so their cards may differ if the memory plan is for the smallest.
+    SGLang refuses cards of which one has less than nine tenths of the memory of another.
+    """
+    for number, engine in enumerate(plan.engines):
+        if _differ(engine):
+            size = next(size for size in range(len(engine) // 2, 0, -1) if not any(map(_differ, _parts(engine, size))))
+            raise UserError(
+                f"engine {number} would get {_described(engine)}: SGLang refuses cards whose memory differs; set "
+                f"rollout_num_gpus_per_engine to {size}, or actor_num_nodes and actor_num_gpus_per_node so that the "
+                "learner takes all cards of one kind"
+            )
+    memory, learner = config.cluster.gpu_memory_gib, config.learner
+    smallest = min((bundle.card.memory for bundle in plan.learner if bundle.card), default=None)
+    if smallest is None or (memory is None and not _differ(plan.learner)):
+        return
+    if memory is not None and memory * GIB * (1 - FREE_FRACTION) <= smallest:
+        return
+    sentence = f"the learner would get {_described(plan.learner)}"
+    advice = f"set gpu_memory_gib to {smallest // GIB}"
+    if _differ(plan.learner):
+        sentence += ", and each of its ranks needs equally much memory"
+        equal = next(size for size in range(len(plan.learner), 0, -1) if not _differ(plan.learner[:size]))
+        nodes = equal // learner.actor_num_gpus_per_node
+        advice += ", the smallest, or " + (
+            f"actor_num_nodes to {nodes}" if nodes else f"actor_num_gpus_per_node to {equal}"
+        )
+    else:
+        sentence += f", but gpu_memory_gib is {memory:g}"
+    raise UserError(f"{sentence}: {advice}")
+
+
+def _differ(bundles: Sequence[Bundle]) -> bool:
+    sizes = [bundle.card.memory for bundle in bundles if bundle.card]
+    return bool(sizes) and min(sizes) < EQUAL_MEMORY * max(sizes)
+
+
+def _parts(bundles: Sequence[Bundle], size: int) -> list[Sequence[Bundle]]:
+    return [bundles[start : start + size] for start in range(0, len(bundles), size)]
+
+
+def _described(bundles: Sequence[Bundle]) -> str:
+    kinds = Counter(bundle.card for bundle in bundles if bundle.card)
+    return " and ".join(f"{count} {card.name} with {card.memory / GIB:.1f} GiB" for card, count in kinds.items())
 
 
 def sort_key(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:

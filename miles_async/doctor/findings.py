@@ -6,12 +6,13 @@ Thresholds come from the limits of the code that needs them; each constant says 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
 
-from miles_async.config.device_plan import demand_of
+from miles_async.config.device_plan import EQUAL_MEMORY, demand_of
 from miles_async.config.schema import RunConfig
 from miles_async.doctor import options
 from miles_async.doctor.facts import GIB, Machine, Space, Unknown, known, size
@@ -104,6 +105,13 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
             f"make run needs {devices} GPUs, one for the learner and one for an engine, and there is one",
             "CUDA_VISIBLE_DEVICES= make run (on the CPU), or "
             "python train.py --config configs/smollm2-cpu.yaml --colocate",
+        )
+    sizes = [gpu.memory for gpu in gpus]
+    if min(sizes) < EQUAL_MEMORY * max(sizes):
+        kinds = " and ".join(f"{count} {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
+        yield _warning(
+            f"the GPUs ({kinds}) have different memory, and the ranks of a learner or of an engine need equally much",
+            f"--gpu-memory-gib {min(sizes) // GIB}, or CUDA_VISIBLE_DEVICES with GPUs of one kind",
         )
     if cuda.of_torch is None:
         yield _warning("torch is a CPU build, so the GPUs stay idle", "make setup-gpu")

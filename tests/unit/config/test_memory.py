@@ -114,7 +114,10 @@ def test_the_plan_agrees_with_steps_on_an_h200(tmp_path: Path, part: str, tokens
     ],
 )
 def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout: dict[str, int], gib: float) -> None:
-    """Llama 2 7B on eight H800, of https://github.com/NVIDIA/Megatron-LM/pull/482, with all logits, without fusions."""
+    """Llama 2 7B on eight H800, of https://github.com/NVIDIA/Megatron-LM/pull/482. It kept all logits.
+
+    No activation is taken to be fused.
+    """
     dimensions = {"intermediate_size": 11_008, "num_key_value_heads": 32, "vocab_size": 32_000}
     model = architecture(MODELS["Llama-3.1-8B"] | dimensions)
     assert model is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from miles_async.config.device_plan import Bundle, Demand, by_node, demand_of, plan
+from miles_async.config.device_plan import Bundle, Card, Demand, by_node, check_cards, demand_of, plan
 from miles_async.errors import UserError
 from tests.configuration import run_config
 
@@ -20,6 +21,15 @@ def cluster(*nodes: tuple[str, int], seed: int = 0) -> list[Bundle]:
 
 def devices(bundles: tuple[Bundle, ...]) -> list[tuple[str, int]]:
     return [(bundle.node, bundle.device) for bundle in bundles]
+
+
+H100, A100 = Card("NVIDIA H100 80GB HBM3", 85_520_809_984), Card("NVIDIA A100-SXM4-40GB", 42_298_834_944)
+
+
+def with_cards(*nodes: tuple[str, Card]) -> list[Bundle]:
+    """Eight devices of each node, all with the same card."""
+    kinds = dict(nodes)
+    return [replace(bundle, card=kinds[bundle.node]) for bundle in cluster(*((name, 8) for name in kinds))]
 
 
 def demand(**settings: object) -> Demand:
@@ -68,3 +78,42 @@ def test_debug_modes_and_colocation_need_fewer_devices() -> None:
     assert demand(**sizes, colocate=True).bundles == 8
     assert demand(**sizes, debug_rollout_only=True).bundles == 8
     assert demand(**sizes, debug_train_only=True, load_debug_rollout_data="x").engines == 0
+
+
+MIXED = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus": 8}
+
+
+def test_a_learner_on_cards_with_different_memory_is_refused() -> None:
+    config = run_config(**MIXED)
+    with pytest.raises(UserError) as refusal:
+        check_cards(plan(with_cards(("a", H100), ("b", A100), ("c", A100)), demand_of(config)), config)
+    assert str(refusal.value) == (
+        "the learner would get 8 NVIDIA H100 80GB HBM3 with 79.6 GiB and 8 NVIDIA A100-SXM4-40GB with 39.4 GiB, and "
+        "each of its ranks needs equally much memory: set gpu_memory_gib to 39, the smallest, or actor_num_nodes to 1"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"gpu_memory_gib": 39}, {"actor_num_nodes": 1}])
+def test_the_advice_to_a_learner_on_different_cards_works(settings: dict[str, int]) -> None:
+    config = run_config(**MIXED | settings)
+    check_cards(plan(with_cards(("a", H100), ("b", A100), ("c", A100)), demand_of(config)), config)
+
+
+def test_a_memory_plan_for_more_memory_than_the_cards_have_is_refused() -> None:
+    config = run_config(actor_num_gpus_per_node=8, gpu_memory_gib=80)
+    check_cards(plan(with_cards(("a", H100), ("b", H100)), demand_of(config)), config)
+    with pytest.raises(UserError, match="but gpu_memory_gib is 80: set gpu_memory_gib to 39"):
+        check_cards(plan(with_cards(("a", A100), ("b", A100)), demand_of(config)), config)
+
+
+def test_an_engine_on_cards_with_different_memory_is_refused_and_separate_engines_are_not() -> None:
+    cards, one = with_cards(("a", H100), ("b", A100)), Demand(learner=0, engines=1, per_engine=16)
+    with pytest.raises(UserError, match=r"engine 0 would get 8 .* and 8 .* set rollout_num_gpus_per_engine to 8, or"):
+        check_cards(plan(cards, one), run_config())
+    check_cards(plan(cards, replace(one, engines=2, per_engine=8)), run_config())
+
+
+def test_cards_whose_memory_is_nearly_equal_may_be_mixed() -> None:
+    config = run_config(**MIXED)
+    others = Card("NVIDIA A100-SXM4-80GB", 85_899_345_920)
+    check_cards(plan(with_cards(("a", H100), ("b", others), ("c", others)), demand_of(config)), config)

@@ -383,6 +383,15 @@ def test_the_oldest_gpu_decides() -> None:
     assert works(diagnose(changed(H100S, cuda=mixed)).precisions)["bf16"] is False
 
 
+def test_gpus_with_different_memory_are_a_warning() -> None:
+    mixed = cuda(*gpus(4, "H200", (9, 0), 18, gib=141), *gpus(4, "H100", (9, 0), 18))
+    assert only(changed(H100S, cuda=mixed)) == (
+        "warning",
+        "the GPUs (4 H200 and 4 H100) have different memory, and the ranks of a learner or of an engine need equally "
+        "much | --gpu-memory-gib 80, or CUDA_VISIBLE_DEVICES with GPUs of one kind",
+    )
+
+
 # --- text and JSON --------------------------------------------------------------------------------------------------
 
 
