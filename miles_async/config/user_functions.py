@@ -37,6 +37,11 @@ FORMS = {
     "custom_advantage_function_path": Form("args, rollout_data"),
     "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
     "custom_loss_function_path": Form("args, tokens"),
+    "custom_megatron_before_log_prob_hook_path": Form("args, model, store_prefix"),
+    "custom_megatron_before_train_step_hook_path": Form(
+        "args, rollout_id, step_id, model, optimizer, opt_param_scheduler"
+    ),
+    "custom_megatron_init_path": Form("args"),
     "custom_pg_loss_reducer_function_path": Form(
         "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
     ),

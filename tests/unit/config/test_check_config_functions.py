@@ -30,7 +30,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 13
+    assert len(FUNCTIONS) == 16
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)

@@ -325,6 +325,7 @@ SKIP_MANAGER = "unit/compat/verl/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LEARNER_HOOKS = "stack/test_learner_hooks.py"
 LOSS_FUNCTIONS = (
     "stack/test_loss_functions.py::"
     "test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss[token_mean-tokens-one rank]"
@@ -433,6 +434,11 @@ NAMED: dict[str, str] = {
     "custom_loss_function_path": LOSS_FUNCTIONS,
     "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
     "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
+    "custom_megatron_init_path": f"{LEARNER_HOOKS}::test_the_hook_of_the_start_is_called_before_the_model_is_built",
+    "custom_megatron_before_log_prob_hook_path": (
+        f"{LEARNER_HOOKS}::test_a_hook_is_called_before_log_probabilities_are_computed"
+    ),
+    "custom_megatron_before_train_step_hook_path": f"{LEARNER_HOOKS}::test_a_hook_is_called_before_each_optimizer_step",
     "custom_pg_loss_reducer_function_path": f"{FUNCTIONS_OF_PARTS}[custom_pg_loss_reducer_function_path]",
     "tis_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[tis_clip]",
     "entropy_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[entropy_coef]",
