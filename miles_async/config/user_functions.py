@@ -54,6 +54,7 @@ FORMS = {
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
     "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
     "rollout_sample_filter_path": Form("args, groups"),
+    "rollout_sample_hook_path": Form("args, sample", may_be_async=True),
     "warm_start_examples_path": Form("sample", may_yield=True),
 }
 """By setting. With group_rm, a reward gets the samples of a group instead of one sample."""
@@ -76,15 +77,20 @@ def check_functions(config: RunConfig) -> None:
     """
     settings = values_of(config)
     install_guests(settings)
-    named: dict[str, str | None] = {setting: settings[setting] for setting in FORMS}
+    named = [(setting, path) for setting in FORMS for path in _paths(settings[setting])]
     for of_set, dataset in config.rollout.eval_datasets.items():
-        named[f"eval_datasets.{of_set}.custom_rm_path"] = dataset.custom_rm_path
+        named += [(f"eval_datasets.{of_set}.custom_rm_path", path) for path in _paths(dataset.custom_rm_path)]
     problems: list[str] = []
-    for setting, path in named.items():
-        if path is not None and not _is_defined_here(path):
+    for setting, path in named:
+        if not _is_defined_here(path):
             with collected(problems):
                 load_function(path, setting=setting)
     raise_collected(problems)
+
+
+def _paths(value: str | list[str] | None) -> list[str]:
+    """The functions that a setting names."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _is_defined_here(path: str) -> bool:

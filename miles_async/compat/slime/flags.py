@@ -123,7 +123,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_reward_post_process_path": _HOOK,
     "custom_convert_samples_to_train_data_path": _HOOK,
     "rollout_all_samples_process_path": _HOOK,
-    "rollout_sample_hook_path": _HOOK,
     "lora_rank": _LORA,
     "lora_alpha": _LORA,
     "lora_target_modules": _LORA,
