@@ -45,6 +45,7 @@ FORMS = {
     "custom_pg_loss_reducer_function_path": Form(
         "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
     ),
+    "custom_reward_post_process_path": Form("args, samples"),
     "custom_rm_path": Form("args, sample", may_be_async=True),
     "custom_tis_function_path": Form(
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"

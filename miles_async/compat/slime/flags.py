@@ -120,7 +120,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_rollout_log_function_path": _HOOK,
     "custom_eval_rollout_log_function_path": _HOOK,
     "rollout_data_postprocess_path": _HOOK,
-    "custom_reward_post_process_path": _HOOK,
     "custom_convert_samples_to_train_data_path": _HOOK,
     "rollout_all_samples_process_path": _HOOK,
     "lora_rank": _LORA,

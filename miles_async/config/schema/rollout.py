@@ -169,6 +169,11 @@ class Rollout(Section):
     module.function, plain or async. A returned sample replaces the sample. They get evaluation (a boolean) and
     rollout_id (always None, because a sample belongs to no batch yet) as keyword arguments if they take them. The flag
     may be given several times."""
+    custom_reward_post_process_path: str | None = None
+    """Function fn(args, samples) that gets all samples of a batch before training and returns two lists with a number
+    per sample, as module.function: the rewards to log as raw_reward, and those that take the place of what
+    advantage_estimator makes of the rewards of a group; for grpo they are the advantages. overlong_penalty is not
+    subtracted from them. If unset, advantage_estimator compares the samples of each group."""
     custom_args: dict[str, Any] = {}
     """Attributes of `args` for functions of users, in addition to all settings. slime's `--custom-config-path FILE`
     sets them from a file."""

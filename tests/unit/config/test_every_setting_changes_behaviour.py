@@ -395,6 +395,9 @@ NAMED: dict[str, str] = {
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_counts_as_wrong",
     "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
+    "custom_reward_post_process_path": (
+        "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
+    ),
     "rollout_sample_hook_path": f"{GENERATORS}::test_hooks_change_and_replace_each_finished_sample_in_turn",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
