@@ -143,13 +143,15 @@ class LearnerRank:
 
         def build() -> MegatronLearner:
             with uncollected_imports():
+                from miles_async.adapters.megatron.training.hooks import LearnerHooks
                 from miles_async.adapters.megatron.training.learner import MegatronLearner
                 from miles_async.losses.functions import LossFunctions
 
             install_guests(values_of(self._config))
-            functions = LossFunctions.load(self._config, flat_args(self._config))
+            args = flat_args(self._config)
+            functions, hooks = LossFunctions.load(self._config, args), LearnerHooks.load(self._config, args)
             ranks = (self._rank, self._world_size, master_addr, master_port)
-            return MegatronLearner(self._config, hf_checkpoint, *ranks, functions)
+            return MegatronLearner(self._config, hf_checkpoint, *ranks, functions, hooks)
 
         self._learner = await self._run(self._model_thread, build)
 

@@ -34,6 +34,8 @@ _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
+_ADDED_UP = ("rollout_sample_hook_path",)
+"""Settings whose flag may be given several times, as in slime: the values add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,9 @@ def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
         setting = aliased(found[1])
     if setting is not None:
         value, used = _setting_value(setting, flag, values)
+        if setting.name in _ADDED_UP and isinstance(value, list):
+            earlier = [one.value for one in flags.assignments if one.path == setting.path]
+            value = [*(earlier[-1] if earlier else []), *value]
         flags.assignments.append(Assignment(setting.path, value, flag))
     else:
         assert found is not None

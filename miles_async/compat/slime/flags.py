@@ -120,13 +120,8 @@ _VALUES: Mapping[str, Rule] = {
     "custom_rollout_log_function_path": _HOOK,
     "custom_eval_rollout_log_function_path": _HOOK,
     "rollout_data_postprocess_path": _HOOK,
-    "custom_reward_post_process_path": _HOOK,
     "custom_convert_samples_to_train_data_path": _HOOK,
     "rollout_all_samples_process_path": _HOOK,
-    "rollout_sample_hook_path": _HOOK,
-    "custom_megatron_init_path": _HOOK,
-    "custom_megatron_before_log_prob_hook_path": _HOOK,
-    "custom_megatron_before_train_step_hook_path": _HOOK,
     # The evaluation, which `_evaluation` reads.
     **dict.fromkeys(
         (

@@ -18,6 +18,17 @@ class Learner(MegatronSwitches):
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """Loss to minimize: policy_loss is the policy-gradient loss, sft_loss the negative log-likelihood of supervised
     examples, and custom_loss what custom_loss_function_path computes."""
+    custom_megatron_init_path: str | None = None
+    """Function fn(args) that each learner rank calls once before it builds the model, when Megatron's process groups
+    exist, as module.function. If unset, nothing is called."""
+    custom_megatron_before_log_prob_hook_path: str | None = None
+    """Function fn(args, model, store_prefix) that each learner rank calls before it computes the log-probabilities of a
+    batch without gradients, as module.function. store_prefix is "ref_" for the reference model and "" for the
+    policy, which needs no such pass if a batch has one optimizer step. If unset, nothing is called."""
+    custom_megatron_before_train_step_hook_path: str | None = None
+    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that each learner rank calls before
+    each optimizer step of the policy, when the gradients are zero, as module.function. opt_param_scheduler is None. If
+    unset, nothing is called."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
     num_steps_per_rollout: int | None = Field(None, ge=1)

@@ -164,6 +164,16 @@ class Rollout(Section):
     rollout_sample_filter_path: str | None = None
     """Function that inspects a batch before training, as module.function with the signature fn(args, groups). It sets
     sample.remove_sample to exclude a sample from the loss. If unset, all samples are trained."""
+    rollout_sample_hook_path: list[str] = []
+    """Functions hook(args, sample) that are called in turn with each finished sample before its reward, as
+    module.function, plain or async. A returned sample replaces the sample. They get evaluation (a boolean) and
+    rollout_id (always None, because a sample belongs to no batch yet) as keyword arguments if they take them. The flag
+    may be given several times."""
+    custom_reward_post_process_path: str | None = None
+    """Function fn(args, samples) that gets all samples of a batch before training and returns two lists with a number
+    per sample, as module.function: the rewards to log as raw_reward, and those that take the place of what
+    advantage_estimator makes of the rewards of a group; for grpo they are the advantages. overlong_penalty is not
+    subtracted from them. If unset, advantage_estimator compares the samples of each group."""
     custom_args: dict[str, Any] = {}
     """Attributes of `args` for functions of users, in addition to all settings. slime's `--custom-config-path FILE`
     sets them from a file."""

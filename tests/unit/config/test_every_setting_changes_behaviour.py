@@ -325,6 +325,7 @@ SKIP_MANAGER = "unit/compat/verl/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LEARNER_HOOKS = "stack/test_learner_hooks.py"
 LOSS_FUNCTIONS = (
     "stack/test_loss_functions.py::"
     "test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss[token_mean-tokens-one rank]"
@@ -395,6 +396,10 @@ NAMED: dict[str, str] = {
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_counts_as_wrong",
     "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
+    "custom_reward_post_process_path": (
+        "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
+    ),
+    "rollout_sample_hook_path": f"{GENERATORS}::test_hooks_change_and_replace_each_finished_sample_in_turn",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
@@ -437,6 +442,11 @@ NAMED: dict[str, str] = {
     "custom_loss_function_path": LOSS_FUNCTIONS,
     "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
     "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
+    "custom_megatron_init_path": f"{LEARNER_HOOKS}::test_the_hook_of_the_start_is_called_before_the_model_is_built",
+    "custom_megatron_before_log_prob_hook_path": (
+        f"{LEARNER_HOOKS}::test_a_hook_is_called_before_log_probabilities_are_computed"
+    ),
+    "custom_megatron_before_train_step_hook_path": f"{LEARNER_HOOKS}::test_a_hook_is_called_before_each_optimizer_step",
     "custom_pg_loss_reducer_function_path": f"{FUNCTIONS_OF_PARTS}[custom_pg_loss_reducer_function_path]",
     "tis_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[tis_clip]",
     "entropy_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[entropy_coef]",

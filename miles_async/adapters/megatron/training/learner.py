@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -43,6 +44,7 @@ from miles_async.adapters.megatron.training.advantages import (
     reward_penalties,
 )
 from miles_async.adapters.megatron.training.critic import Critic
+from miles_async.adapters.megatron.training.hooks import NO_HOOKS, LearnerHooks
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
 from miles_async.adapters.megatron.training.optimizer import (
@@ -100,10 +102,11 @@ class MegatronLearner:
         master_addr: str,
         master_port: int,
         functions: LossFunctions = NO_FUNCTIONS,
+        hooks: LearnerHooks = NO_HOOKS,
     ) -> None:
         """Connect to the other ranks and load the policy, and the critic and reference model if there are any.
 
-        `functions` are those of the user that compute a part of the loss.
+        `functions` are those of the user that compute a part of the loss; `hooks` are called between the steps.
 
         Raises UserError if a checkpoint's model family is not supported.
         """
@@ -112,6 +115,7 @@ class MegatronLearner:
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
         self._functions = functions
+        self._hooks = hooks
         self._penalizes_returns = normalizes_on_rank(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
@@ -124,6 +128,7 @@ class MegatronLearner:
             port=master_port,
             learner=config.learner,
         )
+        hooks.initialize()
         if local := uses_local_layers(config.learner):
             refuse_for_local_layers(config.learner)
         self._model = build_model(config.learner, hf_checkpoint)
@@ -180,8 +185,9 @@ class MegatronLearner:
         snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
         metrics: list[Mapping[str, float]] = []
         finite = True
-        for step, values in zip(steps, pre_step_values, strict=True):
-            gradients = [self._policy_step(step, values)] if rollout_id >= self._critic_only else []
+        for number, (step, values) in enumerate(zip(steps, pre_step_values, strict=True)):
+            hook = partial(self._hooks.before_train_step, self._model, rollout_id, number)
+            gradients = [self._policy_step(step, values, hook)] if rollout_id >= self._critic_only else []
             if self._critic is not None:
                 gradients.append(self._critic.compute_gradients(step, values.critic_values, values.returns))
             metrics.append(dict(chain(*(one.metrics.items() for one in gradients), _packing_metrics(step).items())))
@@ -252,17 +258,23 @@ class MegatronLearner:
         with errors_of(objective, "prepare a step"):
             return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
-    def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
-        sums, maximum, of_functions = self._policy_gradients(step, values)
+    def _policy_step(self, step: TrainStep, values: PreStepValues, hook: Callable[[], None]) -> Gradients:
+        sums, maximum, of_functions = self._policy_gradients(step, values, hook=hook)
         metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **_prefixed(of_functions)}
         # Filters or masks may have removed all tokens, or no sample has an advantage.
         empty = not metrics["computed_fraction"]
         return complete_gradients(self._model, metrics, self._lr, loss=objective_sum(sums), empty=empty, prefix="")
 
-    def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor, Mapping[str, float]]:
-        """Run forward and backward passes; returns the global entries of `TokenSums`."""
+    def _policy_gradients(
+        self, step: TrainStep, values: PreStepValues, *, hook: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor, Mapping[str, float]]:
+        """Run forward and backward passes; returns the global entries of `TokenSums`.
+
+        `hook` is called when the gradients are zero.
+        """
         prepared = self._prepare_step(step, values)
         clear_gradients(self._model)
+        hook()
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
             total = step.total_tokens
@@ -351,6 +363,7 @@ class MegatronLearner:
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
         """[m] log-probabilities of each micro-batch under the current weights of a model."""
+        self._hooks.before_log_prob(model, "ref_" if model is self._reference else "")
         return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
