@@ -6,10 +6,10 @@
 writes a file per launch of a model family that this project trains to `tests/launch_scripts/slime`, and prints the
 scripts that it leaves out, each with the reason.
 
-A script runs in a copy of the checkout. It has processes, a network and a /tmp of its own, everything else is
-read-only, and its time is limited. So it can end no process, reach no machine and change no file. Its PATH has tools
-that only compute and print text, and stand-ins, which record how they were called and do nothing else. A script that
-calls any other command is refused: `_TOOLS` or `_STAND_INS` needs an entry for the command.
+A script runs in a copy of the checkout, with separate processes, a separate network and a separate /tmp. Everything
+else is read-only, and its time is limited. So it can end no process, reach no machine and change no file. Its PATH has
+tools that only compute and print text, and stand-ins, which record how they were called and do nothing else. A script
+that calls any other command is refused: `_TOOLS` or `_STAND_INS` needs an entry for the command.
 
 What is recorded are facts about the scripts: flags with their values, and environment variables.
 """
@@ -90,7 +90,6 @@ PROJECTS = {
                 "--pause-generation-mode retract --update-weight-transfer-mode p2p",
             ],
             "examples/infra_features/p2p_weight_transfer/run.py": ["run Qwen3-4B --mode p2p"],
-            "examples/swe-agent-harbor-docker/run-glm47-flash-agentic-async.py": ["--num-nodes 2"],
             "scripts/run_deepseek.py": ["train"],
             "scripts/run_glm45_355b_a32b.py": ["train"],
             "scripts/run_nemotron_3_nano.py": [
@@ -156,7 +155,7 @@ _FAMILIES = {
 _COMPUTED = ("-", "-c", "model_args_utils.py")
 """How the first argument of `python` ends if it prints values for a script: code, and Miles' flags of a model."""
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
-_RUN_ID = re.compile(r"\b\d{6}-\d{6}-\d{3}\b")
+_RUN_ID = re.compile(r"(?<!\d)\d{6}-\d{6}-\d{3}(?!\d)")
 """The name that Miles' launchers give to a run: date, time and a random number."""
 _COMMON_FOLDERS = ("examples", "experimental", "infra_features", "scripts", "shell", "verl")
 """Folders of scripts whose names say nothing."""
