@@ -22,6 +22,8 @@ _MODELS: Mapping[str, tuple[str, str]] = {
     "GLM-4.5": ("glm4_moe", "Glm4MoeForCausalLM"),
     "GLM-4.7-Flash": ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "Kimi K2": ("kimi_k2", "KimiK2ForCausalLM"),
+    "Nemotron-H": ("nemotron_h", "NemotronHForCausalLM"),
+    "Nemotron-H, experts": ("nemotron_h", "NemotronHForCausalLM"),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
     "Llama": ("llama", "LlamaForCausalLM"),
     "MiniMax-M2": ("minimax_m2", "MiniMaxM2ForCausalLM"),
@@ -138,6 +140,8 @@ class Script:
             assert dense is not None
             config["first_k_dense_replace"] = int(dense[1] or 0) or (dense[2] or "").count("0")
         config["attention_bias"] = self.has("--add-qkv-bias")
+        if "MoE" in self.family and not self.words("--num-experts"):
+            config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         whole: dict[str, Any] = config
         if "images" in self.family:
             whole = {"text_config": {**config, "model_type": f"{kind}_text"}}

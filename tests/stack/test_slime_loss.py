@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
-from miles_async.adapters.megatron.training.learner import MegatronLearner, PreStepValues
+from miles_async.adapters.megatron.training.advantages import PreStepValues
+from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.losses.functions import LossFunctions
@@ -206,7 +207,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_slime(
     with learning(models / "policy", run) as learner:
         [[first, second]] = rank_batches(batch, run, 1)
         before_first, before_second = learner._pre_step_values([first, second])
-        learner._policy_step(first, before_first).apply()
+        learner._policy_step(first, before_first, lambda: None).apply()
         loss, clipped, gradients = step_result(learner, second, before_second)
         assert 0.05 < clipped < 0.95, "the first step moved the policy so far that some tokens are clipped"
         use_loss(learner, run, SlimeLoss(slime, theirs, batch), monkeypatch)

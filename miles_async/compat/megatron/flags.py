@@ -88,7 +88,7 @@ _RULES: Mapping[str, Rule] = {
 _GROUPS: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("logging", "one logger", "profiling", "straggler", "workload inspector", "Logits Distillation"),
-        Idle("belongs to Megatron-LM's own logs; this project has metrics and traces of its own"),
+        Idle("belongs to Megatron-LM's own logs; this project has other metrics and traces"),
     ),
     **dict.fromkeys(
         ("data and dataloader", "tokenizer", "validation"),

@@ -9,10 +9,11 @@ from miles_async.config.generation import rollout_mode
 from miles_async.config.schema import RunConfig
 
 _SHIPPED = {
-    "slime.rollout.sglang_rollout.generate_rollout": "miles_async.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.sft_rollout.generate_rollout": "miles_async.rollout.sft_rollout.generate_rollout",
+    f"{project}.rollout.{module}.generate_rollout": f"miles_async.rollout.{module}.generate_rollout"
+    for project in ("slime", "miles")
+    for module in ("sglang_rollout", "sft_rollout")
 }
-"""Rollout functions of slime, and those of this project that do the same."""
+"""Rollout functions of slime and Miles, and those of this project that do the same."""
 
 
 def resolve(config: RunConfig) -> RunConfig:

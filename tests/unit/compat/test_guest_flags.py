@@ -198,7 +198,7 @@ def test_flags_without_effect_are_named_with_the_reason() -> None:
     assert idle == {
         "--use-mcore-models": "has no effect: all models are those of Megatron-core",
         "--num-gpus-per-node": "has no effect: Ray knows the GPUs of each node",
-        "--log-interval": "belongs to Megatron-LM's own logs; this project has metrics and traces of its own",
+        "--log-interval": "belongs to Megatron-LM's own logs; this project has other metrics and traces",
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,14 @@ WITHOUT_COUNTERPART = {
 
 
 @pytest.fixture(autouse=True)
-def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment with Megatron-Bridge."""
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment with Megatron-Bridge, and without slime's modules afterwards."""
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
+    before = set(sys.modules)
+    yield
+    for added in sys.modules.keys() - before:
+        if added.partition(".")[0] == "slime":
+            del sys.modules[added]
 
 
 def refusals(script: Script, folder: Path) -> Sequence[str]:
@@ -79,7 +85,7 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
     ],
 )
 def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
-    [script] = [one for one in ALL if one.name == name]
+    script = next(one for one in ALL if one.name == name)
     assert refusals(script, tmp_path) == []
 
 

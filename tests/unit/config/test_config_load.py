@@ -146,7 +146,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
         (["--lr", "fast"], "--lr: input should be a valid number"),
         (["--num-rollout", "0"], "--num-rollout: input should be greater than or equal to 1, got 0"),
         (["--engine-health-timeout-seconds", "1"], "input should be greater than or equal to 2, got 1"),
-        (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
+        (["learner.lr=-1"], "learner.lr: input should be greater than or equal to 0, got -1"),
         (
             ["--weight-transfer", "pigeon"],
             "--weight-transfer: no weight transport is called 'pigeon': use one of auto, broadcast, disk, disk_delta, ",

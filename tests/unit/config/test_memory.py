@@ -36,6 +36,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116.8,
     "Qwen3-Next-80B-A3B": 79.7,
     "DeepSeek-V3": 671,
+    "Qwen3.5-9B": 8.95,
+    "Qwen3.5-35B-A3B": 34.66,
 }
 """Billions of parameters, as the model cards and Hugging Face's pages have them."""
 EIGHT: dict[str, Any] = {
