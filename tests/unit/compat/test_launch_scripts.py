@@ -25,7 +25,6 @@ WITHOUT_COUNTERPART = {
     "images": "models are trained on text",
     "heads that predict further tokens": "heads that predict further tokens are not trained",
     "engines that publishes were never tried with": "nobody has tried --sglang",
-    "a hook": "this project has no such hook",
     "a reward of a package": "rm_type 'ifbench' is unknown",
     "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
 }
