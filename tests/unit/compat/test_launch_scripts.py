@@ -39,7 +39,6 @@ WITHOUT_COUNTERPART = {
     "a key that the environment of the recording did not have": "--wandb-key needs a value",
     "heads that predict further tokens": "heads that predict further tokens are not trained",
     "engines that publishes were never tried with": "nobody has tried --sglang",
-    "a hook": "this project has no such hook",
     "a reward of a package": "rm_type 'ifbench' is unknown",
     "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
 }
