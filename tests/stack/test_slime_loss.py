@@ -1,7 +1,7 @@
 """The loss and the gradients of a step are those that slime's own code computes from the same batch and weights.
 
-It needs a checkout of slime: `SLIME_CHECKOUT=/path/to/slime pytest tests/stack/test_slime_loss.py`. slime's functions get
-the logits of the real learner, in float32 on one rank.
+It needs a checkout of slime: `SLIME_CHECKOUT=/path/to/slime pytest tests/stack/test_slime_loss.py`. slime's functions
+get the logits of the real learner, in float32 on one rank.
 """
 
 from __future__ import annotations
