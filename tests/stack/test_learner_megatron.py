@@ -30,7 +30,17 @@ from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
 
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
-CONFIG = run_config(lr=0.001, max_tokens_per_gpu=400, eps_clip=0.01)
+CONFIG = run_config(
+    lr=0.001,
+    lr_decay_style="constant",
+    weight_decay=0.0,
+    max_tokens_per_gpu=400,
+    eps_clip=0.01,
+    loss_aggregation="token_mean",
+    off_policy_correction="tis",
+    kl_loss_coef=0.001,
+    kl_loss_type="k3",
+)
 TEMPERATURE = 0.7
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA3 = {

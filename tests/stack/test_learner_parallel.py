@@ -116,6 +116,7 @@ def config(root: Path, layout: Layout) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
     other_terms = {"entropy_coef": 0.01, "use_kl_loss": True, "ref_load": str(root / f"{layout.model} reference")}
+    other_terms |= {"kl_loss_coef": 0.001, "kl_loss_type": "k3", "off_policy_correction": "tis"}
     return run_config(
         lr=0.0001,
         max_tokens_per_gpu=40,

@@ -160,7 +160,7 @@ def test_later_steps_of_a_rollout_have_the_same_loss_and_gradient_norm(models: P
 
 
 def test_counts_and_shares_are_over_all_tokens_and_the_other_metrics_over_the_computed_ones(models: Path) -> None:
-    run = config()
+    run = config(off_policy_correction="tis")
     computed = [group for group in half_without_advantage() if group[0].reward != group[1].reward]
     batches = {
         "skipping": policy_steps(half_without_advantage(), run, ranks=1),
@@ -202,7 +202,7 @@ def test_a_step_without_any_advantage_changes_nothing(models: Path, nothing_to_l
 
 
 @pytest.mark.parametrize(
-    "settings", [{"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_type": "k1"}], ids=["entropy bonus", "KL loss"]
+    "settings", [{"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.1}], ids=["entropy bonus", "KL loss"]
 )
 def test_terms_without_an_advantage_are_learned_from_all_samples(
     models: Path, nothing_to_learn: list[Group], settings: dict[str, Any]

@@ -29,8 +29,9 @@ VARIANTS: list[dict[str, Any]] = [
         for estimator in ESTIMATORS
         for aggregation in AGGREGATIONS
     ),
+    {"off_policy_correction": "tis"},
     *({"policy_objective": objective, "off_policy_correction": "none"} for objective in OBJECTIVES),
-    {"entropy_coef": 0.01, "use_kl_loss": True},
+    {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
 ]
 
 

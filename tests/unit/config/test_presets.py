@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.cli import EXIT_INVALID, parse_or_exit
-from miles_async.config.fields import values_of
+from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.load import load_config
 from miles_async.config.presets import names, preset
 from miles_async.config.schema import RunConfig
@@ -175,3 +175,13 @@ def test_a_guest_of_a_user_adds_a_preset(tmp_path: Path, monkeypatch: pytest.Mon
     assert resolved("--preset", "workshop").learner.lr == 0.25
     with pytest.raises(UserError, match="choose one of miles, roll, slime, verl, workshop"):
         resolved("--preset", "trl")
+
+
+def test_the_page_for_users_of_slime_lists_every_default_that_differs() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/from-slime.md").read_text()
+    table = page.partition("## Defaults that differ")[2].partition("## Take all")[0]
+    derived = {"loss_aggregation", "off_policy_correction"}
+    for name, theirs in GUESTS.find("slime").defaults().items():
+        setting = SETTINGS[name]
+        if setting.default != theirs and dict not in setting.kinds and name not in derived:
+            assert f"`{name}`" in table, name
