@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.publish import LEARNING_RATE, recompute, require_transport, train
-from benchmarks.gpu_check.report import Report
+from benchmarks.gpu_check.report import NotPossibleError, Report
 from benchmarks.gpu_check.surroundings import LARGE, ON_GPU, REQUEST_SECONDS, SMALL, Precision, Surroundings, score
 from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.training.learner import MegatronLearner
@@ -83,6 +83,8 @@ def send_weights(report: Report, engine: EngineInfo, learner: MegatronLearner, r
             part = f"engine resumed, {transport}"
             with report.part(part):
                 require_transport(transport)
+                if transport == "p2p" and ON_GPU:
+                    raise NotPossibleError("SGLang offers no Mooncake engine beside its memory saver")
                 for _ in range(2):
                     call_engine(engine, "/release_memory_occupation", {}, timeout=REQUEST_SECONDS)
                     learner.onload()

@@ -17,11 +17,11 @@ from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.report import NotPossibleError, Report
 from benchmarks.gpu_check.surroundings import (
+    BOTH_ROUND,
     DEVICE,
     LARGE,
     ON_GPU,
     SMALL,
-    TOLERANCE,
     Precision,
     Surroundings,
     can_import,
@@ -172,7 +172,7 @@ def recompute(
     """Sample from prompts that no earlier version has cached, and compare with the learner's log-probabilities."""
     drawn = generate(engine, prompts(4, 40, first=200 + version), 32)
     gap = largest_gap(drawn, learner.logprobs([one.tokens for one in drawn]))
-    report.figure(f"{part}: tokens recomputed by the learner", gap, "nats", at_most=TOLERANCE[precision])
+    report.figure(f"{part}: tokens recomputed by the learner", gap, "nats", at_most=BOTH_ROUND[precision])
 
 
 def train(learner: MegatronLearner, run: RunConfig) -> None:

@@ -34,7 +34,9 @@ Precision = Literal["bf16", "fp32"]
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp32": 1e-4}
-"""Largest difference of two log-probabilities of the same token, in nats."""
+"""Largest difference of a log-probability from that of float32, in nats."""
+BOTH_ROUND: Mapping[str, float] = {name: 2 * limit for name, limit in TOLERANCE.items()}
+"""The same for two programs that round."""
 SMALL = TinyModel(
     num_layers=2,
     hidden_size=256,

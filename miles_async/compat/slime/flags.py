@@ -116,7 +116,7 @@ _VALUES: Mapping[str, Rule] = {
     "custom_config_path": Combined(),
     "data_source_path": Refused(
         "checkpoints contain the position in the data, so the run reads its data itself: set prompt_data, write an "
-        "environment, or let rollout_function_path bring prompts of its own"
+        "environment, or let rollout_function_path bring its own prompts"
     ),
     "custom_model_provider_path": Refused(
         "engines and exports need the names of the weights too: write a model plug-in, docs/how-to/model-plugin.md"

@@ -76,7 +76,7 @@ class Learner(MegatronSwitches):
     share_prefixes: bool | None = None
     """Compute a common prefix of samples, such as the prompt of a group, only once. Gradients are the same up to
     rounding. By default this is on for CPUs. On GPUs it replaces the layers' attention by PyTorch's FlexAttention,
-    which has not been run there yet, so it is off unless it is set."""
+    which was run on one H200 only, so it is off unless it is set."""
     use_dynamic_batching_in_train: bool = False
     """Train on samples that are sorted by length and padded to equal length within a micro-batch (ROLL's dynamic
     batching), instead of packing samples end to end."""

@@ -171,10 +171,10 @@ def test_eight_h100_with_infiniband_use_rdma_nvlink_and_fa3() -> None:
         "engine: flashinfer": True,
         "engine: triton": True,
         "learner: Transformer Engine": True,
-        "learner: local layers": None,
-        "learner: FlexAttention": None,
+        "learner: local layers": True,
+        "learner: FlexAttention": True,
     }
-    assert works(diagnosis.precisions) == {"fp32": None, "bf16": True, "fp16, fp8, int8, int4": False}
+    assert works(diagnosis.precisions) == {"fp32": True, "bf16": True, "fp16, fp8, int8, int4": False}
 
 
 def test_one_consumer_gpu_is_too_few_for_make_run_and_cannot_use_nccl() -> None:

@@ -167,7 +167,7 @@ class MegatronLearner:
         elif not self._settings.shares_prefixes:
             cause = "context parallelism and dynamic batching need whole samples"
         elif self._settings.share_prefixes is None and not on_cpu():
-            cause = "set share_prefixes to share them on GPUs, where this has not been run yet"
+            cause = "set share_prefixes to share them on GPUs"
         else:
             cause = "the attention of this model needs whole samples"
         log.info("the prompt of a group is computed once per sample", cause=cause)
