@@ -9,9 +9,13 @@ from miles_async.config.generation import rollout_mode
 from miles_async.config.schema import RunConfig
 
 _SHIPPED = {
-    f"{project}.rollout.{module}.generate_rollout": f"miles_async.rollout.{module}.generate_rollout"
+    f"{project}.rollout.{function}": f"miles_async.rollout.{function}"
     for project in ("slime", "miles")
-    for module in ("sglang_rollout", "sft_rollout")
+    for function in (
+        "sglang_rollout.generate_rollout",
+        "sft_rollout.generate_rollout",
+        "fully_async_rollout.generate_rollout_fully_async",
+    )
 }
 """Rollout functions of slime and Miles, and those of this project that do the same."""
 

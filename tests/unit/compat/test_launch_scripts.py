@@ -14,6 +14,7 @@ from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config import model_source
+from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import parse_flags
 from miles_async.config.guest_flags import shown
@@ -86,6 +87,25 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
 def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
     script = next(one for one in ALL if one.name == name)
     assert refusals(script, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run-qwen3-4B",
+        "run-qwen3-4B-base-sft",
+        "fully_async-run-qwen2.5-0.5B-fully_async",
+        "fully_async-run-qwen3.5-9B-fully_async",
+        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
+    ],
+)
+def test_the_functions_of_a_script_are_those_of_this_project(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = next(one for one in ALL if one.name == name)
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*script.command(tmp_path), "--check-config"], script.program)
+    assert exited.value.code == 0, capsys.readouterr().err
 
 
 def test_no_flag_of_a_script_is_ignored_silently(tmp_path: Path) -> None:
