@@ -19,9 +19,9 @@ COPYING: Problems = [Example(f"{digit}{letter}=", str(digit)) for digit in range
 def config(cache: Path, *, seed: int = 1, **warm: Any) -> RunConfig:
     settings = {"warm_start_max_steps": 300, "warm_start_accuracy": (0.5, 1.0), "warm_start_check_every": 10, **warm}
     return run_config(
-        num_layers=1,
-        hidden_size=64,
-        ffn_hidden_size=128,
+        tiny_num_layers=1,
+        tiny_hidden_size=64,
+        tiny_ffn_hidden_size=128,
         cache_dir=str(cache),
         warm_start_lr=0.005,
         warm_start_batch_size=32,

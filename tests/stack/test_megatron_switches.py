@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from torch.nn.functional import gelu
 from transformers import GemmaConfig, LlamaConfig, PretrainedConfig
 
-from miles_async.adapters.megatron.model import local_layers, plugin_source
+from miles_async.adapters.megatron.model import local_layers, plugin_source, source
 from miles_async.adapters.megatron.model.environment import ATTENTION, attention_kernels
 from miles_async.adapters.megatron.model.factory import build_model
 from miles_async.adapters.megatron.model.local_layers import dtype_of, refuse_for_local_layers, uses_local_layers
@@ -92,7 +92,7 @@ def test_transformer_engines_fused_kernels_are_used_unless_they_are_turned_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Llama, "transformer_config", lambda *_: of_the_plugin)
-    monkeypatch.setattr(plugin_source, "on_cpu", lambda: False)
+    monkeypatch.setattr(source, "on_cpu", lambda: False)
     monkeypatch.setattr(plugin_source, "uses_local_layers", lambda settings: False)
     # Megatron refuses fused kernels where Transformer Engine is not installed.
     monkeypatch.setattr(plugin_source, "TransformerConfig", SimpleNamespace)

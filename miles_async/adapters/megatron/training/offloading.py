@@ -65,5 +65,6 @@ def _offload(model: MegatronModel) -> Offloaded:
     if not isinstance(model, TrainedModel):
         return Offloaded(model.host_memory, (parameter for chunk in model.chunks for parameter in chunk.parameters()))
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    on_device = (tensor for tensor in model_tensors(model) if tensor.is_cuda)
+    # The state of an offloaded optimizer is in host memory already.
+    on_device = (tensor for tensor in model_tensors(model) if tensor.device == model.device)
     return Offloaded(model.host_memory, on_device, [buffer.grad_data for buffer in buffers])
