@@ -41,7 +41,7 @@ def create_qwen2(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         rms_norm_eps=1e-6,
-        rope_theta=1_000_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         max_position_embeddings=512,
         tie_word_embeddings=True,
         dtype="float32",
