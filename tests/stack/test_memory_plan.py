@@ -82,7 +82,11 @@ def config(root: Path, layout: Layout) -> RunConfig:
     """Each replica of the model takes two micro-batches of two samples, or four in a pipeline, so that all of a virtual
     pipeline's stages are in flight."""
     checkpoint = root / ("experts" if layout.experts else "dense")
-    given = {"precision": "fp32", "use_distributed_optimizer": False, "use_kl_loss": False} | layout.settings
+    given: dict[str, Any] = {
+        "precision": "fp32",
+        "use_distributed_optimizer": False,
+        "use_kl_loss": False,
+    } | layout.settings
     sizes = [given.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline")]
     replicas = layout.ranks // (prod(sizes) * given.get("context_parallel_size", 1))
     return run_config(

@@ -103,7 +103,7 @@ def _measure_rank(settings: Learner, hf_checkpoint: str, rank: int, tokens: int)
             named = [pair for chunk in chunks for pair in chunk.named_parameters()]
             expert = sum(parameter.numel() for name, parameter in named if ".experts." in name)
             weights = Weights(sum(parameter.numel() for _, parameter in named) - expert, expert)
-            with torch.compiler.set_stance("force_eager"), _KnownContents():
+            with torch.compiler.set_stance("force_eager"), _KnownContents():  # type: ignore[no-untyped-call]
                 return MeasuredStage(weights, _kept(chunks, settings, source, tokens))
 
 
