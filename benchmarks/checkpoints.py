@@ -25,13 +25,14 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Learner, Rollout, RunConfig, TinyModel
+from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig, TinyModel
 from miles_async.types import Group, Sample
 
 SHAPE = TinyModel(num_layers=6, hidden_size=384, ffn_hidden_size=1024)
 BEFORE, AFTER, TARGET = 2, 10, 1e-6
 CONFIG = RunConfig(
-    learner=Learner(lr=1e-3, lr_warmup_steps=4, lr_decay_style="cosine", weight_decay=0.01),
+    algorithm=Algorithm(loss_aggregation="token_mean", off_policy_correction="tis"),
+    learner=Learner(lr=1e-3, lr_warmup_steps=4, lr_decay_style="cosine", weight_decay=0.01, adam_beta2=0.98),
     rollout=Rollout(num_rollout=BEFORE + AFTER),
 )
 

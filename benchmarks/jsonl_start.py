@@ -28,7 +28,7 @@ from miles_async.config.schema import RunConfig
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-config = RunConfig.model_validate({"data": {"prompt_data": sys.argv[1], "eval_size": 512}})
+config = RunConfig.model_validate({"data": {"prompt_data": sys.argv[1], "eval_size": 512, "rollout_shuffle": True}})
 before, began = peak(), time.perf_counter()
 source = open_data(config)
 [group] = source.get_samples(1)

@@ -133,7 +133,9 @@ def work(job: str, variant: str, model: str) -> None:
                 for i in range(GROUP_SIZE)
             )
         )
-    config = RunConfig()
+    training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
+    loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
+    config = RunConfig.model_validate({"algorithm": loss, "learner": training})
     if variant == "before":
         # The names of these modules and functions in the commit that is compared.
         importlib.import_module("miles_async.cpu_compat").register()

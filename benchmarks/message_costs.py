@@ -41,7 +41,7 @@ from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.memory import tune_memory
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig
 from miles_async.events import Event, GroupGenerated
 from miles_async.types import Group, SendOutcome
 from workers.specs import ray_arguments
@@ -164,6 +164,7 @@ def measure_packing() -> dict[str, float]:
     """CPU seconds and bytes per token of a batch, until it can be sent to the ranks."""
     draw = random.Random(0)
     config = RunConfig(
+        algorithm=Algorithm(loss_aggregation="token_mean"),
         rollout=Rollout(rollout_batch_size=BATCH_GROUPS, n_samples_per_prompt=SAMPLES, rollout_max_response_len=LONG),
         learner=Learner(max_tokens_per_gpu=4 * LONG),
     )

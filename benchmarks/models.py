@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.records import record, recorded
+from benchmarks.settings import TRAINING
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.models.plugin import MODELS
 from miles_async.types import Sample
@@ -34,6 +35,7 @@ from tests.bridge.families import FAMILIES, class_of, write_checkpoint
 
 STEPS = 10
 SETTINGS: Mapping[str, Any] = {
+    **TRAINING,
     "reasoning_gym_task": "chain_sum",
     "prompt_template": "{expression}",
     "num_rollout": STEPS,

@@ -25,7 +25,7 @@ from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import TrainStep, pack_samples, trained_columns
 from miles_async.batching.layout import Padding, training_layout
-from miles_async.config.schema import Learner, RunConfig, TinyModel
+from miles_async.config.schema import Algorithm, Learner, RunConfig, TinyModel
 from miles_async.types import Sample
 
 SAMPLES, LONGEST, CAP, REPEATS = 48, 512, 4096, 5
@@ -66,7 +66,10 @@ def seconds(learner: MegatronLearner, step: TrainStep) -> float:
 
 def main() -> int:
     torch.set_num_threads(1)
-    config = RunConfig(learner=Learner(max_tokens_per_gpu=CAP))
+    config = RunConfig(
+        algorithm=Algorithm(loss_aggregation="token_mean", off_policy_correction="tis"),
+        learner=Learner(max_tokens_per_gpu=CAP, lr_decay_style="constant", weight_decay=0.0, adam_beta2=0.98),
+    )
     scored = samples()
     packed, padded = step_of(scored, config.learner, None), step_of(scored, config.learner, LONGEST)
     valid = sum(len(one.sample.tokens) for one in scored)

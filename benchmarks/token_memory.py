@@ -35,7 +35,7 @@ from benchmarks.run_store import changes
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.adapters.system.memory import tune_memory
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.config.schema import Algorithm, Learner, Rollout, RunConfig
 from miles_async.types import Group, Sample, StepReport
 
 TEXT = "abc "
@@ -116,6 +116,7 @@ async def follow_group(url: str, folder: Path) -> dict[str, float]:
     await set_latency(url, 20.0, 0.9)
     _, generator = worker(url, LONG_SAMPLES, GroupTimes(), group=LONG_SAMPLES, tokens=LONG)
     config = RunConfig(
+        algorithm=Algorithm(loss_aggregation="token_mean"),
         rollout=Rollout(rollout_batch_size=1, n_samples_per_prompt=LONG_SAMPLES, rollout_max_response_len=LONG),
         learner=Learner(max_tokens_per_gpu=2 * LONG),
     )

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from miles_async.plugins import Kind, Plugin, errors_of
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
-    from miles_async.config.translation import Translation
+    from miles_async.config.translation import Flag, Outcome, Translator
     from miles_async.rollout.recordings import RecordingContext
     from miles_async.types import Group
 
@@ -31,6 +31,9 @@ T = TypeVar("T")
 class Guest(Plugin):
     """Another project. Its `Settings` are added to the section `rollout`."""
 
+    is_compared: ClassVar[bool] = False
+    """Whether each run names its defaults that differ from the project's."""
+
     def recognises(self, content: Mapping[str, Any]) -> bool:
         """Whether a configuration file with this content is one of the project."""
         return False
@@ -39,20 +42,27 @@ class Guest(Plugin):
         """Whether `key=value` on the command line sets a key of the project."""
         return False
 
-    def translate(self, content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
-        """Return our settings for the content of a file, or for a key of the command line.
+    def translate(self, content: Mapping[str, Any]) -> Outcome:
+        """Return what the content of a file, or a key of the command line, means here.
 
-        The list has one sentence per key that is refused: because it is unknown, has no counterpart, or contradicts
-        another key.
+        A key is refused because it is unknown, has no counterpart, or contradicts another key. Called only for files
+        and keys that the guest recognises.
         """
-        return {}, []
+        raise NotImplementedError
 
-    def advice(self, flag: str) -> str | None:
-        """Return what to do instead of a flag of the project that has no counterpart; None for any other flag.
+    def flags(self) -> Mapping[str, Flag]:
+        """Return the flags of the project's command line that differ from ours, by name, with underscores."""
+        return {}
 
-        `flag` has underscores and no leading hyphens.
+    def combine(self, values: Mapping[str, Any], translator: Translator) -> None:
+        """Translate the flags whose rule is `Combined`; `values` are those on the command line, by name."""
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the project's defaults, by the names of our settings, which `--preset` sets.
+
+        A setting that the project requires is None.
         """
-        return None
+        return {}
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """Return the configuration in which the guest's own settings have set what they stand for."""

@@ -43,7 +43,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from miles_async.errors import UserError
 from miles_async.json_values import shown_error
-from miles_async.section import Section
+from miles_async.section import Names, Section
 from miles_async.user_code import USER_CODE_ERRORS
 
 LARGE_LIBRARIES = frozenset({"datasets", "megatron", "numpy", "ray", "sglang", "torch", "transformers"})
@@ -106,7 +106,7 @@ class _Found(NamedTuple, Generic[P]):
     problem: str | None
 
 
-class Kind(Generic[P]):
+class Kind(Names, Generic[P]):
     """One kind of plug-in.
 
     A setting that names a plug-in has the annotation `Annotated[str, KIND]`; the schema then accepts the names of the

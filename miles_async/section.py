@@ -20,6 +20,14 @@ _UNSET = ("", "null", "none", "None")
 """Texts that unset a setting which may be unset."""
 
 
+class Names:
+    """Annotates a text that has to be one of some names."""
+
+    def has(self, name: str) -> bool:
+        """Whether it is one of them."""
+        raise NotImplementedError
+
+
 class Section(BaseModel):
     """A group of related settings. The docstring under a field is the help text of its flag."""
 
@@ -41,7 +49,7 @@ class Section(BaseModel):
         """
         annotation: Any = cls.model_fields[str(info.field_name)].annotation
         types = _types(annotation)
-        if isinstance(value, str) and value in _UNSET and NoneType in types and value not in types:
+        if isinstance(value, str) and value in _UNSET and NoneType in types and not _is_name(value, types):
             return None
         if isinstance(value, str) and (home := _HOME_OF_USER.match(value)) and os.path.expanduser(home[0]) == home[0]:
             raise ValueError(f"this machine has no user {home[0][1:]}: write the whole path")
@@ -56,6 +64,10 @@ class Section(BaseModel):
                 if isinstance(entry, int) and abs(entry) >= LARGEST:
                     raise ValueError(f"input should be less than {LARGEST}")
         return value
+
+
+def _is_name(text: str, types: frozenset[Any]) -> bool:
+    return text in types or any(isinstance(part, Names) and part.has(text) for part in types)
 
 
 def _is_number(text: str) -> bool:

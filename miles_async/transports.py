@@ -60,6 +60,9 @@ class Transport(Plugin):
     needs_transfer_engine: ClassVar[bool] = False
     """Whether engines must start Mooncake's TransferEngine."""
 
+    device: str = "cpu"
+    """Where the transport reads the staged bytes: `cpu`, or `cuda` for the learner's GPU. `open` may change it."""
+
     def cost(self, seconds: float) -> float:
         """What `auto` minimises, if a send takes `seconds`."""
         return seconds * ADVANTAGE

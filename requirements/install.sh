@@ -61,13 +61,16 @@ install_torch() {
     pip install --no-warn-conflicts "${pin%% *}"
 }
 
-# The learner's layers and attention on GPUs. pip builds both against the installed torch, which needs CUDA's compiler.
-transformer_engine='transformer-engine[core_cu13,pytorch]==2.11.0 flash-attn==2.8.3.post2'
+# The learner's layers and attention on GPUs. pip builds a part against the installed torch, which needs CUDA's compiler.
+transformer_engine='transformer-engine[core_cu13,pytorch]==2.11.0'
 install_transformer_engine() {
-    echo "Building Transformer Engine and flash-attn; this can take many minutes"
-    # shellcheck disable=SC2086 # two requirements
-    pip install --no-build-isolation $transformer_engine && return
-    echo "Transformer Engine and flash-attn cannot be installed, so the learner uses local layers in PyTorch. To try again: $venv/bin/python -m pip install --no-build-isolation $transformer_engine" >&2
+    echo "Building Transformer Engine; this can take many minutes"
+    # CUDA's toolkit lacks the headers of cuDNN and NCCL. Packages that torch needs have them.
+    local headers
+    headers=$("$venv/bin/python" -c 'import nvidia.cudnn as c, nvidia.nccl as n; print(*(f"{p}/include" for p in [*c.__path__, *n.__path__]), sep=":")') &&
+        pip install wheel &&
+        CPATH=$headers${CPATH:+:$CPATH} pip install --no-build-isolation "$transformer_engine" && return
+    echo "Transformer Engine cannot be installed, so the learner uses local layers in PyTorch. To try again: $0 gpu" >&2
 }
 
 # The model of `make run`. Everything else works without it.

@@ -137,5 +137,5 @@ def checkpoint(name: str, folder: Path, changes: Mapping[str, Any] | None = None
     """A folder with the `config.json` of a model, and nothing else."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(MODELS[name] | dict(changes or {})))
+    (path / "config.json").write_text(json.dumps({**MODELS[name], **(changes or {})}))
     return str(path)

@@ -15,8 +15,8 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ from miles_async.adapters.ray.isolation import isolated_ray
 from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.ray.private_files import keep_logs, make_private_folder, protect_token
 from miles_async.adapters.ray.servers import end_of_engine, start_engine
+from miles_async.adapters.sglang.fleet import StartedEngines
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.router import require_router
 from miles_async.adapters.sglang.server_key import new_key
@@ -48,6 +49,7 @@ from miles_async.errors import EngineLostError, FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.run_folder import RunFolder
+from miles_async.pipeline.devices import SharedDevices
 from miles_async.pipeline.tasks import TaskSupervisor
 
 from .engine import Engine
@@ -225,8 +227,7 @@ class Cluster:
         placement = await asyncio.to_thread(reserve, demand_of(self._config))
         self._placements.append(placement)
         check_cards(placement.plan, self._config)
-        # If the checkpoint exists already, engines and learner start at the same time; each of them spends about ten
-        # seconds on imports. Otherwise the first learner rank runs the warm start first.
+        # If the checkpoint does not exist yet, the first learner rank runs the warm start first.
         started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
         # A run without a learner needs one rank for a warm start, and none if the checkpoint exists.
         needed = None if not debug.debug_rollout_only else 0 if started else 1
@@ -251,11 +252,7 @@ class Cluster:
         if not idle:
             # An error is raised again when the run opens its data and its tokenizer.
             self.rollout.current.import_libraries.remote(started.path)
-        router_url, engines, _ = await _gather(
-            _constant("") if idle else self._start_router(),
-            _constant([]) if idle else self._start_engines(placement, started.path),
-            _constant(None) if debug.debug_rollout_only else self._start_learner(started.path, beginning.starts_from),
-        )
+        router_url, engines = await self._start_servers_and_learner(placement, started.path, beginning.starts_from)
         transports = ("none",) if idle or debug.debug_rollout_only else await self._connect(engines)
         if not debug.debug_rollout_only:
             await self.learner.begin()
@@ -436,6 +433,35 @@ class Cluster:
         self.probes[name] = server.heartbeat.remote
         return server
 
+    async def _start_servers_and_learner(
+        self, placement: Placement, model: str, checkpoint: LoadedCheckpoint | None
+    ) -> tuple[str, Sequence[EngineInfo]]:
+        """Start router, engines and learner at the same time; return the URL of the router, and the engines.
+
+        Engines that share devices with the learner start first: SGLang divides the memory that is free. They release it
+        before the learner loads its weights.
+        """
+
+        async def start_servers() -> tuple[str, Sequence[EngineInfo]]:
+            if not generates(self._config):
+                return "", ()
+            url, engines = await _gather(self._start_router(), self._start_engines(placement, model))
+            return url, engines
+
+        async def start_learner() -> None:
+            if not self._config.debug.debug_rollout_only:
+                await self._start_learner(model, checkpoint)
+
+        if not self._config.cluster.colocate:
+            (url, engines), _ = await _gather(start_servers(), start_learner())
+            return url, engines
+        self.learner.import_libraries()
+        url, engines = await start_servers()
+        async with self._explained():
+            await StartedEngines(engines).offload()
+        await start_learner()
+        return url, engines
+
     async def _start_learner(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
         with self._starting("learner"):
             await self.learner.start(model, checkpoint)
@@ -489,16 +515,25 @@ class Cluster:
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
         ranks = RayRanks(self.learner.actors)
+        wanted = self._config.weight_transport(on_gpus=self._placements[0].unit == "GPU")
+        devices = SharedDevices(self.learner, StartedEngines(engines), colocated=self._config.cluster.colocate)
+        await devices.begin()
+        async with self._explained():
+            transports = await find_transports(ranks, wanted, engines, devices)
+        details.info("weight transport chosen", transport=transports[0], engines=len(engines))
+        return transports
+
+    @asynccontextmanager
+    async def _explained(self) -> AsyncIterator[None]:
+        """If an engine is lost inside the block because its server has ended, raise FatalError with the cause."""
         try:
-            transports = await find_transports(ranks, self._config.weights.weight_transfer, engines)
+            yield
         except EngineLostError as lost:
             ends = await asyncio.gather(*map(end_of_engine, self._engine_actors.values()))
             for engine, end in zip(self._engine_actors, ends, strict=True):
                 if end is not None:
                     raise FatalError(f"engine {engine} does not work: {end}") from lost
             raise
-        details.info("weight transport chosen", transport=transports[0], engines=len(engines))
-        return transports
 
 
 def _learner_options(placement: Placement, rank: int) -> dict[str, Any]:
@@ -579,8 +614,3 @@ async def _gather(*coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
     async with TaskSupervisor() as tasks:
         running = [tasks.spawn("start", coroutine) for coroutine in coroutines]
         return [await task for task in running]
-
-
-async def _constant(value: Any) -> Any:
-    """Replaces the start of a part of the stack that this run does not need."""
-    return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
+from miles_async.batching.advantages import PostProcess
 from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
@@ -24,7 +25,7 @@ from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, lea
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import accept_group, check_stored
-from miles_async.types import Group, Verdict, VersionSpan
+from miles_async.types import Group, Sample, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def packs_ahead(config: RunConfig, entry: str) -> bool:
     """See `Ports.packs_ahead`."""
     rollout = config.rollout
     changes = rollout.rollout_sample_filter_path is not None or rollout.reward_key is not None
-    return takes_from_queue(config, entry) and not changes and not rollout.shuffle_rewards
+    changes = changes or rollout.shuffle_rewards or rollout.custom_reward_post_process_path is not None
+    return takes_from_queue(config, entry) and not changes
 
 
 def _rollout_function(
@@ -119,6 +121,42 @@ def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verd
             ) from None
 
     return keep
+
+
+def reward_post_process(config: RunConfig, args: Arguments) -> PostProcess | None:
+    """Return the user's function for the rewards of a batch; None if the run has none or needs no rewards.
+
+    The returned function sets `raw_reward` in the metadata of the samples, which the metrics of the step contain. It
+    raises UserError if the user's function raises or returns something else.
+    """
+    path = config.rollout.custom_reward_post_process_path
+    if path is None or config.learner.loss_type == "sft_loss":
+        return None
+    function = load_function(path, setting="custom_reward_post_process_path")
+    name = f"custom_reward_post_process_path {path}"
+
+    def post_process(samples: list[Sample]) -> Sequence[float]:
+        try:
+            returned = function(args, list(samples))
+        except USER_CODE_ERRORS as error:
+            raise UserError(f"{name} raised {shown(error)}: correct the function") from error
+        try:
+            raw, rewards = (list(map(float, values)) for values in returned)
+        except (TypeError, ValueError):
+            raw, rewards = [], []
+        if not len(raw) == len(rewards) == len(samples):
+            raise UserError(
+                f"{name} returned {shown(returned)}: return raw_rewards and rewards, lists of {len(samples)} numbers"
+            )
+        try:
+            accept_group(samples)
+        except TrajectoryError as error:
+            raise UserError(f"{name} set an invalid value: {error}") from error
+        for sample, value in zip(samples, raw, strict=True):
+            sample.metadata["raw_reward"] = value
+        return rewards
+
+    return post_process
 
 
 class BatchPreparation:

@@ -33,11 +33,15 @@ from miles_async.rollout.contract import Arguments, flat_args
 from miles_async.rollout.generate import FunctionGenerator, OnDiscarded
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.rollout.recordings import RecordingContext, identity_of
+from miles_async.rollout.sample_hooks import HookedGenerator
 from miles_async.rollout.sample_service import SampleService
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
 from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of
+
+RunGenerator = SGLangGenerator | FunctionGenerator | HookedGenerator
+"""A generator of a run; it takes sampling parameters."""
 
 
 @asynccontextmanager
@@ -176,17 +180,18 @@ class GeneratorFactory:
         await self.engine_client.close()
         await self._evaluation.close()
 
-    def training(self) -> SGLangGenerator | FunctionGenerator:
+    def training(self) -> RunGenerator:
         """The generator of the training data."""
-        return self._with_user_function(self.engine_client, self.limits, self._report_discarded)
+        generator = self._with_user_function(self.engine_client, self.limits, self._report_discarded)
+        return self._with_hooks(generator, self.limits, evaluation=False)
 
-    def evaluation(self, sampling: SamplingParams) -> SGLangGenerator | FunctionGenerator:
+    def evaluation(self, sampling: SamplingParams) -> RunGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
         engine, limits = self._evaluation.with_sampling(sampling), replace(self.limits, sampling_masks=None)
-        return self._with_user_function(engine, limits)
+        return self._with_hooks(self._with_user_function(engine, limits), limits, evaluation=True)
 
-    def connect(self, live: SGLangGenerator | FunctionGenerator, rewarder: Rewarder) -> None:
+    def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
         self._service.connect(generator=live, evaluator=self.evaluation(greedy_of(self._config)), rewarder=rewarder)
 
@@ -212,6 +217,13 @@ class GeneratorFactory:
             events=self._journal,
             live_version=self._live_version,
         )
+
+    def _with_hooks(
+        self, generator: SGLangGenerator | FunctionGenerator, limits: SampleLimits, *, evaluation: bool
+    ) -> RunGenerator:
+        """Call the hooks of `rollout_sample_hook_path` with each sample that the generator finishes."""
+        paths = self._config.rollout.rollout_sample_hook_path
+        return HookedGenerator(generator, paths, self.args, limits, evaluation=evaluation) if paths else generator
 
     def _with_user_function(
         self, engine: SGLangGenerator, limits: SampleLimits, on_discarded: OnDiscarded | None = None

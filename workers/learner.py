@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -128,18 +129,29 @@ class LearnerRank:
         calls = [getattr(other, method).remote(*arguments) for other in self._others]
         return await all_results([getattr(self, method)(*arguments), *calls])
 
+    async def import_libraries(self) -> None:
+        """Import what `start` needs."""
+
+        def import_all() -> None:
+            with uncollected_imports():
+                importlib.import_module("miles_async.adapters.megatron.training.learner")
+
+        await self._run(self._model_thread, import_all)
+
     async def start(self, hf_checkpoint: str, master_addr: str, master_port: int) -> None:
         """Load the checkpoint. All ranks."""
 
         def build() -> MegatronLearner:
             with uncollected_imports():
+                from miles_async.adapters.megatron.training.hooks import LearnerHooks
                 from miles_async.adapters.megatron.training.learner import MegatronLearner
                 from miles_async.losses.functions import LossFunctions
 
             install_guests(values_of(self._config))
-            functions = LossFunctions.load(self._config, flat_args(self._config))
+            args = flat_args(self._config)
+            functions, hooks = LossFunctions.load(self._config, args), LearnerHooks.load(self._config, args)
             ranks = (self._rank, self._world_size, master_addr, master_port)
-            return MegatronLearner(self._config, hf_checkpoint, *ranks, functions)
+            return MegatronLearner(self._config, hf_checkpoint, *ranks, functions, hooks)
 
         self._learner = await self._run(self._model_thread, build)
 
@@ -176,8 +188,8 @@ class LearnerRank:
         """See `MegatronLearner.logprobs`. All ranks."""
         return await self._run(self._model_thread, lambda: self._learner.logprobs(token_lists))
 
-    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        """See `WeightSource.connect`. All ranks."""
+    async def describe(self) -> None:
+        """Find out which weights there are, once; `connect` needs to know. The learner has the devices. All ranks."""
         if self._source is None:
             from miles_async.adapters.weights.source import WeightSource
             from miles_async.adapters.weights.staging import describe
@@ -191,7 +203,11 @@ class LearnerRank:
                 rank=self._rank,
                 sources=self._world_size,
             )
-        source = self._source
+
+    async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
+        """See `WeightSource.connect`. All ranks."""
+        await self.describe()
+        source = self._connected_source
         await self._run(self._send_threads, lambda: source.connect(engines, transports))
 
     async def stage(self, version: int, transports: Sequence[str]) -> None:
@@ -270,7 +286,7 @@ class LearnerRank:
 
     @property
     def _connected_source(self) -> WeightSource:
-        assert self._source is not None, "connect() comes first"
+        assert self._source is not None, "describe() comes first"
         return self._source
 
     async def _run(self, threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:

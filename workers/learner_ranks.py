@@ -50,6 +50,11 @@ class LearnerRanks:
         count = self._config.learner.ranks if ranks is None else ranks
         self.actors = [self._create(rank, f"learner-{rank}{suffix}") for rank in range(count)]
 
+    def import_libraries(self) -> None:
+        """Begin to import what all ranks need, which takes seconds and no memory of a device."""
+        for actor in self.actors:
+            actor.import_libraries.remote()
+
     async def start(self, model: str, checkpoint: LoadedCheckpoint | None) -> None:
         """Load the model folder `model` on all ranks, then a checkpoint."""
         ranks = RayRanks(self.actors)
@@ -68,6 +73,14 @@ class LearnerRanks:
         loaded = self._loaded
         counts = (-1, 0, False) if loaded is None else (loaded.rollout, loaded.version, loaded.changed)
         await RayRanks(self.actors).on_all("begin", *counts)
+
+    async def offload(self) -> None:
+        """Move all ranks off devices that engines use, too."""
+        await RayRanks(self.actors).on_all("offload")
+
+    async def onload(self) -> None:
+        """Move all ranks onto the devices again."""
+        await RayRanks(self.actors).on_all("onload")
 
     async def replace(
         self, model: str, began_with: LoadedCheckpoint | None, idle_limit: float

@@ -51,7 +51,7 @@ from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .functions import dynamic_filter, packs_ahead, run_functions
+from .functions import dynamic_filter, packs_ahead, reward_post_process, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
 from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
@@ -166,7 +166,13 @@ class RolloutWorker:
                 data=data,
                 generator=recording or live,
                 rewarder=rewarder,
-                learner=RayLearner(config, ranks, self._folder.path.name, self._checkpoint_before(handles, stored)),
+                learner=RayLearner(
+                    config,
+                    ranks,
+                    self._folder.path.name,
+                    self._checkpoint_before(handles, stored),
+                    reward_post_process(config, generators.args),
+                ),
                 channel=channel,
                 fleet=fleet,
                 dead_letters=self._open_dead_letters(cleanup),

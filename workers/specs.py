@@ -21,8 +21,8 @@ from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
 from miles_async.config.model_shape import shape_of
+from miles_async.config.redaction import read_secret
 from miles_async.config.schema import EvalDataset, RunConfig
-from miles_async.errors import UserError
 from miles_async.observability.run_folder import RunFolder
 from miles_async.transports import TRANSPORTS
 
@@ -149,7 +149,7 @@ def engine_spec(
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
         colocated=config.cluster.colocate,
-        p2p=TRANSPORTS.needs_transfer_engine(config.weights.weight_transfer),
+        p2p=TRANSPORTS.needs_transfer_engine(config.weight_transport(on_gpus=bool(devices))),
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
@@ -165,22 +165,8 @@ def external_router(config: RunConfig) -> str | None:
 
 
 def external_router_key(config: RunConfig) -> str:
-    """Return the API key of an external router; empty if it has none.
-
-    Raises UserError if the environment variable or the file that `sglang_router_api_key` names does not exist.
-    """
-    value = config.engine.sglang_router_api_key or ""
-    source, _, name = value.partition(":")
-    try:
-        if source == "env":
-            return os.environ[name]
-        if source == "file":
-            return Path(name).expanduser().read_text().strip()
-    except KeyError as error:
-        raise UserError(f"sglang_router_api_key {value}: set the environment variable {name}") from error
-    except OSError as error:
-        raise UserError(f"sglang_router_api_key {value}: the file cannot be read ({error.strerror})") from error
-    return value
+    """Return the API key of an external router; empty if it has none. Raises UserError like `read_secret`."""
+    return read_secret("sglang_router_api_key", config.engine.sglang_router_api_key) or ""
 
 
 def router_spec(config: RunConfig, logs: Path, key: str | None = None) -> RouterSpec:
@@ -216,12 +202,13 @@ def greedy_of(config: RunConfig) -> SamplingParams:
 
 def eval_sampling_of(config: RunConfig, dataset: EvalDataset) -> SamplingParams:
     """Return the sampling parameters for one of the `eval_datasets`."""
+    rollout = config.rollout
     return replace(
         sampling_of(config),
-        max_new_tokens=dataset.max_response_len or config.rollout.rollout_max_response_len,
-        temperature=dataset.temperature,
-        top_p=dataset.top_p,
-        top_k=dataset.top_k,
+        max_new_tokens=dataset.max_response_len or rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature if dataset.temperature is None else dataset.temperature,
+        top_p=dataset.top_p or rollout.rollout_top_p,
+        top_k=dataset.top_k or rollout.rollout_top_k,
     )
 
 

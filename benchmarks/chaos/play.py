@@ -31,6 +31,7 @@ from benchmarks.chaos.judge import (
 from benchmarks.chaos.small_disk import SmallDisk
 from benchmarks.chaos.warm_ray import WarmRay
 from benchmarks.records import machine_load
+from benchmarks.settings import TRAINING
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.adapters.system.run_processes import of_part
 from miles_async.errors import UserError
@@ -63,6 +64,7 @@ def flags(folder: Path, rollouts: int) -> list[str]:
     The same flags start the run and continue it.
     """
     settings = {
+        **TRAINING,
         "num_rollout": rollouts,
         "rollout_batch_size": 16,
         "over_sampling_batch_size": 24,

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_check.report import NotPossibleError, Report
-from benchmarks.gpu_check.surroundings import DEVICE, ON_GPU, Precision, Surroundings, require_gpu
+from benchmarks.gpu_check.surroundings import DEVICE, ON_GPU, Precision, Surroundings, require_transformer_engine
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.flex_attention import FlexAttention, FlexSeqParams
 from miles_async.adapters.megatron.model.local_layers import (
@@ -126,9 +125,7 @@ def flex(pack: Pack, precision: Precision) -> Attention:
 
 
 def transformer_engine(pack: Pack, precision: Precision) -> Attention:
-    require_gpu("Transformer Engine")
-    if not gpt_layer_specs.HAVE_TE:  # Megatron 0.19 can be imported without it, and computes with mocks
-        raise NotPossibleError("transformer_engine is not installed")
+    require_transformer_engine()
     if pack.shared.any():
         raise NotPossibleError("Transformer Engine's attention takes whole sequences")
     if precision == "fp32":

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_check.report import NotPossibleError, Report
-from benchmarks.gpu_check.surroundings import MEMORY_FRACTION, ON_GPU, SMALL, Surroundings, require_rdma
+from benchmarks.gpu_check.surroundings import MEMORY_FRACTION, ON_GPU, SMALL, Precision, Surroundings, require_rdma
+from benchmarks.settings import TRAINING
 from miles_async.events import Event, PublishEnded, StepEnded
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
@@ -49,15 +50,17 @@ def check_disaggregated(report: Report, surroundings: Surroundings) -> None:
             judge(report, transport, events, "bf16")
 
 
-def play(surroundings: Surroundings, entry: str, *flags: str) -> list[Event]:
+def play(surroundings: Surroundings, entry: str, *flags: str, precision: Precision = "bf16") -> list[Event]:
     """Run a job to its end. Raises RuntimeError with its last line of output if it fails."""
     runs, data = surroundings.folder / entry.removesuffix(".py"), surroundings.folder / "data.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": f"{number} + {number} ="}) + "\n" for number in range(100)))
     command = [sys.executable, entry, "--run-dir", str(runs), *flags, "--prompt-data", str(data), "--label-key", "null"]
-    command += ["--hf-checkpoint", str(surroundings.checkpoint(SMALL)), "--precision", "bf16"]
+    command += ["--hf-checkpoint", str(surroundings.checkpoint(SMALL)), "--precision", precision]
     command += ["--rollout-max-response-len", "16", "--sglang-server-concurrency", "64"]
     command += ["--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
+    for setting, value in TRAINING.items():
+        command += [f"--{setting.replace('_', '-')}", str(value)]
     arguments = {"mem_fraction_static": MEMORY_FRACTION, **surroundings.server_args} if ON_GPU else {}
     for name, value in arguments.items():
         command.append(f"--sglang-{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}")

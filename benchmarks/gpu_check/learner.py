@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import gpt_layer_specs
 
 from benchmarks.gpu_check.engine import transformers_logprobs, transformers_model
-from benchmarks.gpu_check.report import NotPossibleError, Report
-from benchmarks.gpu_check.surroundings import SMALL, Surroundings, require_gpu
+from benchmarks.gpu_check.report import Report
+from benchmarks.gpu_check.surroundings import SMALL, Surroundings, require_transformer_engine
+from benchmarks.settings import TRAINING
 from miles_async.batching.batch import rank_batches
 from tests.configuration import run_config
 from tests.stack.learning import learning, prompted_groups
@@ -49,9 +49,7 @@ def compare(report: Report, checkpoint: Path, lengths: Sequence[int] = LENGTHS) 
         for name, implementation in (("local layers", "local"), ("Transformer Engine", "transformer_engine")):
             with report.part(f"bf16, {name}"):
                 if implementation == "transformer_engine":
-                    require_gpu("Transformer Engine")
-                    if not gpt_layer_specs.HAVE_TE:
-                        raise NotPossibleError("transformer_engine is not installed")
+                    require_transformer_engine()
                 mixed = computed(checkpoint, sequences, precision="bf16", transformer_impl=implementation)
                 apart = furthest(mixed.logprobs, exact.logprobs)
                 report.figure(f"bf16, {name}: log-probabilities", apart, "nats", at_most=LOGPROB_LIMIT["bf16"])
@@ -62,7 +60,7 @@ def compare(report: Report, checkpoint: Path, lengths: Sequence[int] = LENGTHS) 
 
 def computed(checkpoint: Path, sequences: list[list[int]], **settings: Any) -> Computed:
     """Compute log-probabilities, and train one batch twice. Common prefixes are not shared, as by default on GPUs."""
-    run = run_config(**settings, lr=1e-5, share_prefixes=False)
+    run = run_config(**TRAINING, **settings, lr=1e-5, share_prefixes=False)
     with learning(checkpoint, run) as learner:
         logprobs = learner.logprobs(sequences)
         [steps] = rank_batches(prompted_groups(0), run, 1)

@@ -8,8 +8,9 @@ import torch
 
 from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.publish import LEARNING_RATE, recompute, require_transport, train
-from benchmarks.gpu_check.report import Report
+from benchmarks.gpu_check.report import NotPossibleError, Report
 from benchmarks.gpu_check.surroundings import LARGE, ON_GPU, REQUEST_SECONDS, SMALL, Precision, Surroundings, score
+from benchmarks.settings import TRAINING
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import call_engine
@@ -40,7 +41,7 @@ def check(report: Report, surroundings: Surroundings) -> None:
 
 
 def settings(precision: Precision) -> RunConfig:
-    return run_config(precision=precision, lr=LEARNING_RATE)
+    return run_config(**TRAINING, precision=precision, lr=LEARNING_RATE)
 
 
 def offload_learner(report: Report, learner: MegatronLearner, run: RunConfig) -> None:
@@ -51,7 +52,7 @@ def offload_learner(report: Report, learner: MegatronLearner, run: RunConfig) ->
         expected, before = learner.logprobs(sequences), used_bytes()
         learner.offload()
         held = sum(offloaded.bytes for offloaded in learner._offloaded)
-        _freed(report, "learner", before - used_bytes(), held)
+        _freed(report, "learner: memory freed", before - used_bytes(), LEAST_FREED["learner"] * held)
         learner.onload()
         apart = furthest(learner.logprobs(sequences), expected)
         report.figure("learner: log-probabilities changed by", apart, "nats", at_most=UNCHANGED)
@@ -63,27 +64,42 @@ def release_and_resume(report: Report, engine: EngineInfo, held: int) -> None:
         sequences = token_lists(LENGTHS)
         expected, before = score(engine, sequences), used_bytes()
         call_engine(engine, "/release_memory_occupation", {}, timeout=REQUEST_SECONDS)
-        _freed(report, "engine", before - used_bytes(), held)
+        _freed(report, "engine: memory freed", before - used_bytes(), LEAST_FREED["engine"] * held)
         call_engine(engine, "/resume_memory_occupation", {}, timeout=REQUEST_SECONDS)
         apart = furthest(score(engine, sequences), expected)
         report.figure("engine: log-probabilities changed by", apart, "nats", at_most=UNCHANGED)
 
 
 def send_weights(report: Report, engine: EngineInfo, learner: MegatronLearner, run: RunConfig, folder: Path) -> None:
-    """Publish to an engine that has been released and resumed."""
+    """Publish as a colocated run does: a step while the engine is off the device, then a send while the learner is.
+
+    From the second turn on, the weights are staged where the transport reads them.
+    """
     with report.part("engine resumed"):
         named = describe(learner.weights())
         source = WeightSource(named, folder, Weights(update_weight_timeout_seconds=REQUEST_SECONDS))
         source.connect([engine], {})
-        for version, transport in enumerate(("disk", "p2p"), start=20):
+        for version, transport in enumerate(("disk", "p2p", "ipc"), start=20):
             part = f"engine resumed, {transport}"
             with report.part(part):
                 require_transport(transport)
-                train(learner, run)
-                source.stage(version, learner.weights(), [transport])
-                outcome = source.send(version, engine.name, transport)
-                if outcome.error is not None:
-                    raise RuntimeError(outcome.error)
+                if transport == "p2p" and ON_GPU:
+                    raise NotPossibleError("SGLang offers no Mooncake engine beside its memory saver")
+                for _ in range(2):
+                    call_engine(engine, "/release_memory_occupation", {}, timeout=REQUEST_SECONDS)
+                    learner.onload()
+                    train(learner, run)
+                    source.stage(version, learner.weights(), [transport])
+                    before = used_bytes()
+                    learner.offload()
+                    freed, held = before - used_bytes(), sum(offloaded.bytes for offloaded in learner._offloaded)
+                    call_engine(engine, "/resume_memory_occupation", {}, timeout=REQUEST_SECONDS)
+                    outcome = source.send(version, engine.name, transport)
+                    if outcome.error is not None:
+                        raise RuntimeError(outcome.error)
+                _freed(report, f"{part}: memory freed", freed, LEAST_FREED["learner"] * held)
+                report.figure(f"{part}: send", outcome.seconds, "s")
+                learner.onload()
                 recompute(report, learner, engine, part, version, run.learner.precision or "bf16")
         source.close()
 
@@ -98,8 +114,8 @@ def used_bytes() -> int:
     return total - free
 
 
-def _freed(report: Report, who: str, freed: int, held: int) -> None:
+def _freed(report: Report, part: str, freed: int, at_least: float) -> None:
     if not ON_GPU:
-        report.not_possible(f"{who}: memory freed", "without a GPU there is no device memory to free")
+        report.not_possible(part, "without a GPU there is no device memory to free")
         return
-    report.figure(f"{who}: memory freed", freed / 2**30, "GiB", at_least=LEAST_FREED[who] * held / 2**30)
+    report.figure(part, freed / 2**30, "GiB", at_least=at_least / 2**30)

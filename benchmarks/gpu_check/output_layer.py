@@ -1,9 +1,13 @@
-"""The output layer with a vocabulary of 151,936: as in a learner, in four chunks, and plain logits; against float32."""
+"""The output layer with a vocabulary of 151,936: as in a learner, in four chunks, plain logits, and Liger's kernels.
+
+All are compared with float32. Liger's kernels need its package: `pip install --no-deps liger-kernel==0.8.5`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -13,7 +17,7 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu_check.measure import report_cost
 from benchmarks.gpu_check.report import Report
-from benchmarks.gpu_check.surroundings import DEVICE, ON_GPU, Surroundings
+from benchmarks.gpu_check.surroundings import DEVICE, ON_GPU, Surroundings, require_gpu
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.output_layer import OutputLayer
 from miles_async.adapters.megatron.model.process_groups import create_process_groups, destroy_process_groups
@@ -53,13 +57,16 @@ def compare(report: Report) -> None:
 
     plain = plain_logits(targets)
     exact = gradients(plain, hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_())
-    variants = {
-        "as in a learner": in_chunks(weight, targets, None),
-        "four chunks": in_chunks(weight, targets, TOKENS * VOCABULARY // 4),
-        "plain logits": plain,
+    variants: dict[str, Callable[[], Logprobs]] = {
+        "as in a learner": lambda: in_chunks(weight, targets, None),
+        "four chunks": lambda: in_chunks(weight, targets, TOKENS * VOCABULARY // 4),
+        "plain logits": lambda: plain,
+        "Liger's cross-entropy": lambda: liger_cross_entropy(targets),
+        "Liger's scaled cross-entropy": lambda: liger_scaled_cross_entropy(targets),
     }
-    for part, logprobs in variants.items():
+    for part, variant in variants.items():
         with report.part(part), redirect_cuda_to_cpu():
+            logprobs = variant()
             ours = gradients(logprobs, hidden, weight)
             for name, one, other in zip(("hidden states", "weights"), ours, exact, strict=True):
                 error = ((one.float() - other).norm() / other.norm()).item()
@@ -86,6 +93,22 @@ def plain_logits(targets: Tensor) -> Logprobs:
         return linear(hidden, weight).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     return logprobs
+
+
+def liger_cross_entropy(targets: Tensor) -> Logprobs:
+    """A kernel in Triton for the softmax. The gradients of the weights are added up in float32, as in a learner."""
+    require_gpu("Liger's kernel")
+    function = import_module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
+    no_bias, no_weights, ignored, no_z_loss, no_smoothing, no_cap = None, None, -100, 0.0, 0.0, None
+    options = (no_bias, no_weights, ignored, no_z_loss, no_smoothing, "none", no_cap, False, torch.float32)
+    return lambda hidden, weight: -function.apply(hidden, weight, targets, *options)[0]
+
+
+def liger_scaled_cross_entropy(targets: Tensor) -> Logprobs:
+    """A kernel for H100 and H200, which needs nvidia-cutlass-dsl; on other GPUs PyTorch, in chunks of 512 tokens."""
+    require_gpu("Liger's kernel")
+    module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    return lambda hidden, weight: -module.LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets)
 
 
 class Head(torch.nn.Module):

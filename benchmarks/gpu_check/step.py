@@ -1,16 +1,23 @@
-"""Optimizer steps of a model with the shape of Qwen3-0.6B in bfloat16, on sequences of 8k tokens and on one of 32k."""
+"""Optimizer steps in bfloat16: the shape of Qwen3-0.6B on sequences of 8k tokens and on one of 32k, and experts.
+
+With Megatron's local layers, and with Transformer Engine's.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_check.learner import furthest, token_lists
 from benchmarks.gpu_check.measure import report_cost, report_kernels
 from benchmarks.gpu_check.report import Report
-from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings
+from benchmarks.gpu_check.surroundings import ON_GPU, QWEN3, QWEN3_ON_CPU, Surroundings, require_transformer_engine
+from benchmarks.settings import TRAINING
+from miles_async.adapters.megatron.model.environment import DETERMINISTIC, environment
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.types import Group, Sample
@@ -25,6 +32,8 @@ MICRO_BATCH = {SHORT: SHORT[0], LONG: sum(LONG)}
 """Most tokens of a micro-batch."""
 PROMPT = 32
 """Tokens of the prompt."""
+LOCAL: dict[str, Any] = {"transformer_impl": "local"}
+TRANSFORMER_ENGINE: dict[str, Any] = {"transformer_impl": "transformer_engine"}
 RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -33,15 +42,24 @@ RECOMPUTED: dict[str, Any] = {
 
 
 def check(report: Report, surroundings: Surroundings) -> None:
-    """Report speed, memory and kernels of steps, with and without recomputed activations."""
-    for suffix, sizes, settings in (
-        ("", {"short sequences": SHORT, "long sequence": LONG}, {}),
-        (", recomputed", {"long sequence": LONG}, RECOMPUTED),
+    """Report speed, memory and kernels of steps, with and without recomputed activations and with experts."""
+    dense, experts = surroundings.qwen3(), surroundings.experts()
+    short = {"short sequences": SHORT}
+    both = short | {"long sequence": LONG}
+    for suffix, checkpoint, sizes, settings in (
+        ("", dense, both, LOCAL),
+        (", recomputed", dense, {"long sequence": LONG}, LOCAL | RECOMPUTED),
+        (", Transformer Engine", dense, both, TRANSFORMER_ENGINE),
+        (", experts", experts, short, LOCAL),
+        (", experts, Transformer Engine", experts, short, TRANSFORMER_ENGINE),
     ):
-        with report.part(f"learner{suffix}"), learning(surroundings.qwen3(), learner_config(**settings)) as learner:
-            for name, lengths in sizes.items():
-                with report.part(f"{name}{suffix}"):
-                    measure(report, f"{name}{suffix}", learner, lengths)
+        with report.part(f"learner{suffix}"):
+            if settings == TRANSFORMER_ENGINE:
+                require_transformer_engine()
+            with learning(checkpoint, learner_config(**settings)) as learner:
+                for name, lengths in sizes.items():
+                    with report.part(f"{name}{suffix}"):
+                        measure(report, f"{name}{suffix}", learner, lengths)
         gc.collect()
         if ON_GPU:
             torch.cuda.empty_cache()
@@ -59,8 +77,26 @@ def measure(report: Report, part: str, learner: MegatronLearner, lengths: tuple[
     report_kernels(report, part, train)
 
 
+def check_deterministic(report: Report, surroundings: Surroundings) -> None:
+    """Take the same steps twice with `--deterministic-mode`. CUDA's libraries must not have been used before."""
+    with environment(DETERMINISTIC):
+        for name, checkpoint in (("dense", surroundings.qwen3()), ("experts", surroundings.experts())):
+            with report.part(name):
+                first, second = (logprobs_after_steps(checkpoint) for _ in range(2))
+                report.figure(f"{name}: two runs differ by", furthest(first, second), "nats", at_most=0.0)
+
+
+def logprobs_after_steps(checkpoint: Path) -> list[list[float]]:
+    steps = train_steps(SHORT)
+    with learning(checkpoint, learner_config(deterministic_mode=True)) as learner:
+        for rollout in range(2):
+            if not learner.train(rollout, steps).finite:
+                raise RuntimeError("a loss or gradient is not finite")
+        return learner.logprobs(token_lists(SHORT))
+
+
 def learner_config(**settings: Any) -> Any:
-    return run_config(precision="bf16", lr=1e-6, share_prefixes=False, **settings)
+    return run_config(**TRAINING, precision="bf16", lr=1e-6, share_prefixes=False, **settings)
 
 
 def train_steps(lengths: tuple[int, ...]) -> list[TrainStep]:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from megatron.core.models.gpt import gpt_layer_specs
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from benchmarks.gpu_check.report import NotPossibleError
 from miles_async.adapters.megatron.model.environment import environment
@@ -26,7 +34,9 @@ Precision = Literal["bf16", "fp32"]
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp32": 1e-4}
-"""Largest difference of two log-probabilities of the same token, in nats."""
+"""Largest difference of a log-probability from that of float32, in nats."""
+BOTH_ROUND: Mapping[str, float] = {name: 2 * limit for name, limit in TOLERANCE.items()}
+"""The same for two programs that round."""
 SMALL = TinyModel(
     num_layers=2,
     hidden_size=256,
@@ -67,8 +77,31 @@ QWEN3_ON_CPU: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
+QWEN3_MOE: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+"""Settings of a `Qwen3MoeConfig` with two layers of Qwen3-30B-A3B."""
+QWEN3_MOE_ON_CPU: dict[str, Any] = QWEN3_ON_CPU | {
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 LONGEST = 40_960
-"""Positions of the model of `Surroundings.qwen3`, in tokens."""
+"""Positions of the models of `Surroundings.qwen3` and `Surroundings.experts`, in tokens."""
+OF_ALL_SHAPES: dict[str, Any] = {
+    "max_position_embeddings": LONGEST,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 MEMORY_FRACTION = 0.3
 """Part of the GPU's memory that an engine takes. A learner needs room beside it."""
 REQUEST_SECONDS = 300.0
@@ -94,13 +127,22 @@ class Surroundings:
 
     def qwen3(self) -> Path:
         """A model with random weights in bfloat16: the shape of Qwen3-0.6B on a GPU, a small one on a CPU."""
-        path = self.models / "qwen3"
+        shape = QWEN3 if ON_GPU else QWEN3_ON_CPU
+        return self.random_model("qwen3", Qwen3ForCausalLM, Qwen3Config(**shape, **OF_ALL_SHAPES))
+
+    def experts(self) -> Path:
+        """The same with experts: two layers of Qwen3-30B-A3B on a GPU."""
+        shape = QWEN3_MOE if ON_GPU else QWEN3_MOE_ON_CPU
+        config = Qwen3MoeConfig(**shape, **OF_ALL_SHAPES, norm_topk_prob=True)
+        return self.random_model("experts", Qwen3MoeForCausalLM, config)
+
+    def random_model(self, name: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> Path:
+        """A model of the class `kind` with random weights in bfloat16."""
+        path = self.models / name
         if not path.exists():
-            shape = QWEN3 if ON_GPU else QWEN3_ON_CPU
-            config = Qwen3Config(**shape, max_position_embeddings=LONGEST, tie_word_embeddings=True, dtype="bfloat16")
             torch.manual_seed(1)
             with torch.device(DEVICE):
-                model = Qwen3ForCausalLM(config).bfloat16()
+                model = kind(config).bfloat16()
             with atomic_folder(path) as draft:
                 model.save_pretrained(draft)
             del model
@@ -166,6 +208,12 @@ def has_distribution(name: str) -> bool:
 def require_gpu(what: str) -> None:
     if not ON_GPU:
         raise NotPossibleError(f"{what} needs a GPU")
+
+
+def require_transformer_engine() -> None:
+    require_gpu("Transformer Engine")
+    if not gpt_layer_specs.HAVE_TE:  # Megatron 0.19 can be imported without it, and computes with mocks
+        raise NotPossibleError("transformer_engine is not installed")
 
 
 def require_rdma() -> None:

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learner_step import SMOLLM2_SHAPE
+from benchmarks.settings import TRAINING
 from miles_async.config.losses import clip_range
 from miles_async.events import ClusterReady, StepEnded
 from miles_async.modes.shipped import Stream
@@ -108,6 +109,7 @@ def measure_step(trl_steps: int, our_steps: int, *, small: bool) -> dict[str, An
             "--num-rollout": our_steps,
             "--max-weight-staleness": 1,
             "--eval-size": 0,
+            **{f"--{name.replace('_', '-')}": value for name, value in TRAINING.items()},
         }
         result = {
             "ours": run_ours([str(word) for flag in flags.items() for word in flag]).seconds_per_step(OUR_WARM_UP)

@@ -1,7 +1,8 @@
 """The reference pages of the documentation site, generated from the code while MkDocs builds the site.
 
-`reference/settings.md` lists every setting of the schema by section, `reference/alerts.md` every alert, and
-`reference/models.md` every family of models that was tested.
+`reference/settings.md` lists every setting of the schema by section, `reference/alerts.md` every alert,
+`reference/models.md` every family of models that was tested, and `reference/flags-of-slime.md` every flag that launch
+scripts of slime and Miles use.
 `reference/python/` has a page per public module or package; mkdocstrings reads the names from the source files and
 imports nothing.
 """
@@ -9,6 +10,7 @@ imports nothing.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -17,8 +19,14 @@ import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from miles_async.compat.megatron.flags import flags as megatron_rules
+from miles_async.compat.miles.flags import FLAGS as MILES
+from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
+from miles_async.config.flag_text import meaning
+from miles_async.config.guest_flags import shown
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
+from tests.launch_scripts.replay import scripts
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
@@ -40,6 +48,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/settings.md", content=settings_page()))
     files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
     files.append(File.generated(config, "reference/models.md", content=models_page()))
+    files.append(File.generated(config, "reference/flags-of-slime.md", content=flags_page()))
     for name in _public():
         files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
     return files
@@ -123,6 +132,39 @@ def models_page() -> str:
         "[their text part](../how-to/bridge-models.md#models-that-also-take-images).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def flags_page() -> str:
+    """What each flag of the recorded launch scripts means here, and the scripts themselves."""
+    recorded = [script for project in ("slime", "miles") for script in scripts(project)]
+    used = Counter(flag for script in recorded for flag in {row[0] for row in script.arguments})
+    rules = {shown(name): (name, rule) for name, rule in {**megatron_rules(), **MILES, **SLIME}.items()}
+    lines = [
+        "# Flags of slime and Miles",
+        "",
+        f"The flags of {len(recorded)} launch scripts of slime and Miles, and what each means here. A flag is the",
+        "setting of the same name, or is *mapped* to other settings, *compared* with the checkpoint or with what every",
+        "run does, *passed on* to Megatron-core, *without effect* for a reason, or *refused* with what to use. Tests",
+        "run `--check-config` on all of these scripts. `--help-slime` and `--help-megatron` print the whole tables.",
+        "",
+        "| flag | scripts | | meaning |",
+        "|---|---|---|---|",
+    ]
+    for flag, count in sorted(used.items()):
+        name = flag[2:].replace("-", "_")
+        if name in SETTINGS:
+            kind, text = "setting", f"[{name}](settings.md)"
+        elif flag in rules:
+            kind, text = meaning(*rules[flag])
+        else:
+            kind, text = "passed on", "is an argument of SGLang or of its router"
+        lines.append(f"| `{flag}` | {count} | {kind} | {_escaped(text)} |")
+    lines += ["", "## Scripts", "", "| script | commit | model | flags |", "|---|---|---|---|"]
+    for script in recorded:
+        address = f"https://github.com/{script.repository}/blob/{script.commit}/{script.path}"
+        row = (f"[{script.path}]({address})", script.commit[:8], script.family, len(script.arguments))
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join([*lines, ""])
 
 
 def _row(setting: Setting) -> str:

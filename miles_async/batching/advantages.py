@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from miles_async.losses.advantages.estimator import AdvantageEstimator
 from miles_async.losses.advantages.statistics import whiten
 from miles_async.plugins import errors_of, name_of
 from miles_async.types import Group, Sample
+
+PostProcess = Callable[[list[Sample]], Sequence[float]]
+"""`(samples) -> rewards`: a user's `--custom-reward-post-process-path`, with all samples of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,23 @@ class ScoredSample:
     """Factor of each trained token in the loss's sum over tokens."""
 
 
-def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_len: int) -> list[ScoredSample]:
+def score_samples(
+    groups: Sequence[Group], algorithm: Algorithm, max_response_len: int, post_process: PostProcess | None = None
+) -> list[ScoredSample]:
     """Compute the advantage of every sample, trajectory by trajectory in the order of the groups.
 
     A segment has the reward of its trajectory, or its own. Every trajectory counts once in the statistics of its group,
     however many segments it has. `max_response_len` is the response limit in tokens, which the overlong penalty needs.
+    What `post_process` returns takes the place of what the estimator makes of rewards and penalty.
 
     Raises TrajectoryError if a sample has no numeric reward, or if its columns have inconsistent lengths, and UserError
     if a plug-in does not return one advantage per sample.
     """
     estimator, scored = estimator_of(algorithm), []
     first = 0
+    given = None
+    if post_process is not None:
+        given = iter(post_process([one for group in groups for segments in group.trajectories for one in segments]))
     for number, group in enumerate(groups):
         trajectories = group.trajectories
         samples, rewards, weights, owners = [], [], [], []
@@ -55,7 +65,11 @@ def score_samples(groups: Sequence[Group], algorithm: Algorithm, max_response_le
             weights += [1 / len(segments)] * len(segments)
             owners += [owner] * len(segments)
         first += len(trajectories)
-        advantages = _advantages(estimator, rewards, weights, algorithm)
+        advantages: Sequence[float]
+        if given is None:
+            advantages = _advantages(estimator, rewards, weights, algorithm)
+        else:
+            advantages = list(islice(given, len(samples)))
         scored += [
             ScoredSample(sample, number, owner, advantage)
             for sample, owner, advantage in zip(samples, owners, advantages, strict=True)

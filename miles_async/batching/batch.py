@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miles_async.batching.advantages import ScoredSample, score_samples, trained_positions, weight_samples
+from miles_async.batching.advantages import PostProcess, ScoredSample, score_samples, trained_positions, weight_samples
 from miles_async.batching.flops import attention_crossover
 from miles_async.batching.layout import Layout, Padding, forward_layout, training_layout
 from miles_async.batching.packing import PackingReport
@@ -127,19 +127,26 @@ class TrainStep:
 
 
 def rank_batches(
-    groups: Sequence[Group], config: RunConfig, world_size: int, *, share_prefixes: bool = False
+    groups: Sequence[Group],
+    config: RunConfig,
+    world_size: int,
+    *,
+    share_prefixes: bool = False,
+    post_process: PostProcess | None = None,
 ) -> list[list[TrainStep]]:
     """Divide a drained batch among the learner's ranks: `result[rank][step]`.
 
     Ranks of one model replica (tensor, context and pipeline parallelism) get the same batches. `share_prefixes` states
-    whether the ranks compute a common prefix of samples once.
+    whether the ranks compute a common prefix of samples once. `post_process` is that of `score_samples`.
 
     Raises TrajectoryError like `policy_steps`, and UserError if the configuration cannot divide this batch.
     """
     learner = config.learner
     try:
         ranks = learner.data_parallel_ranks(world_size)
-        replica_batches = policy_steps(groups, config, ranks=ranks, share_prefixes=share_prefixes)
+        replica_batches = policy_steps(
+            groups, config, ranks=ranks, share_prefixes=share_prefixes, post_process=post_process
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
     return [replica_batches[learner.data_parallel_rank(rank, world_size)] for rank in range(world_size)]
@@ -152,6 +159,7 @@ def policy_steps(
     ranks: int,
     share_prefixes: bool = False,
     computes_all: bool = False,
+    post_process: PostProcess | None = None,
 ) -> list[list[TrainStep]]:
     """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
 
@@ -166,7 +174,7 @@ def policy_steps(
     """
     steps = config.steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
-    scored = score_samples(groups, config.algorithm, max_response_len)
+    scored = score_samples(groups, config.algorithm, max_response_len, post_process)
     _check_masks(scored)
     columns = trained_columns(one.sample for one in scored)
     trajectories = [list(segments) for _, segments in groupby(scored, key=lambda one: one.trajectory)]

@@ -14,8 +14,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from miles_async.config import presets
 from miles_async.config.checks import notes
+from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
+from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.load import checked_config, config_of_values, translation_table
 from miles_async.config.schema import RunConfig
@@ -42,6 +45,8 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     flags = parse_flags(argv)
     if flags.help:
         _print_and_exit(help_text(command or f"python {entry}"))
+    if flags.help_of is not None:
+        _explain_and_exit(flags.help_of, program)
     if flags.model is not None or flags.gpus is not None:
         _suggest_and_exit(flags, entry, program)
     with warnings.catch_warnings():
@@ -56,12 +61,32 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
         sys.exit(EXIT_INVALID)
-    for note in notes(config, entry):
+    noted = config if flags.preset is None else presets.without_idle(config, flags.preset)
+    for note in [*flags.notes, *notes(noted, entry), *lost_model(config), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
     if flags.check:
+        preset = [] if flags.preset is None else [presets.described(flags.preset)]
         translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]
-        _print_and_exit("\n".join([*translations, table(config, entry)]))
+        _print_and_exit("\n".join([*preset, *translations, table(config, entry)]))
     return config
+
+
+def _idle_notes(flags: Flags) -> list[str]:
+    """What the run ignores of another project's command line, with the reasons if the command line is only checked."""
+    if flags.check:
+        return [f"{flag} {why}" for flag, why in flags.idle.items()]
+    if not flags.idle:
+        return []
+    return [f"{', '.join(flags.idle)} have no effect here; --check-config says why"]
+
+
+def _explain_and_exit(project: str, program: str) -> NoReturn:
+    """Print what the flags of another project mean here."""
+    try:
+        _print_and_exit(guest_help(project))
+    except UserError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(EXIT_INVALID)
 
 
 def _suggest_and_exit(flags: Flags, entry: str, program: str) -> NoReturn:
@@ -85,15 +110,18 @@ def help_text(command: str) -> str:
     lines = [
         f"usage: {command} [--config FILE.yaml]... [--flag VALUE]... [section.setting=VALUE]...",
         "",
-        "Values are YAML 1.2. Later sources override earlier ones: first the files in order, then flags, then dotted",
+        "Values are YAML 1.2. Later sources override earlier ones: the preset, the files in order, flags, and dotted",
         "overrides (section.setting=VALUE).",
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
+        "  --preset PROJECT        use the defaults of another project: " + ", ".join(presets.names()),
         "  --check-config          check settings and user functions, print derived values, and exit",
         "  --suggest-layout MODEL --gpus N",
         "                          print settings of devices and layout with which a checkpoint trains on N GPUs of",
         "                          --gpu-memory-gib, and exit",
         "  --help                  print this help and exit",
+        "  --help-slime, --help-miles, --help-megatron",
+        "                          print what flags of slime, Miles and Megatron-LM mean here, and exit",
         "  --sglang-NAME VALUE     set any SGLang server argument without a flag below",
         "  --sglang-router-NAME VALUE",
         "                          set any sglang-router argument without a flag below; also --router-NAME",

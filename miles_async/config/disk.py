@@ -56,6 +56,12 @@ def disk_space(config: RunConfig, entry: str) -> DiskSpace:
     )
 
 
+def checkpoints_written(config: RunConfig) -> int:
+    """Return how many checkpoints the whole run writes."""
+    rollouts = config.rollout.num_rollout
+    return -(-rollouts // (config.learner.save_interval or rollouts))
+
+
 def _parameters(config: RunConfig) -> int:
     """Return about how many parameters the model has; 0 if its dimensions are not known."""
     if (shape := shape_of(config.model)) is None:

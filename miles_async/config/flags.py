@@ -23,9 +23,10 @@ from itertools import takewhile
 from typing import Any
 
 from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
-from miles_async.config.translation import translate
+from miles_async.config.guest_flags import GuestFlags, aliased, flags_of_guests, value_of
+from miles_async.config.translation import Outcome, translate
 from miles_async.config.yaml_text import YAMLError, parse_yaml
-from miles_async.errors import UserError, raise_collected
+from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
@@ -33,6 +34,8 @@ _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
+_ADDED_UP = ("rollout_sample_hook_path",)
+"""Settings whose flag may be given several times, as in slime: the values add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,13 @@ class Flags:
     """A parsed command line."""
 
     config_files: list[str] = field(default_factory=list)
+    preset: str | None = None
+    """The project whose defaults apply wherever nothing else sets a value."""
     assignments: list[Assignment] = field(default_factory=list)
     """Flags first, then dotted overrides, independent of their order on the command line."""
     help: bool = False
+    help_of: str | None = None
+    """The project whose flags are to be explained, such as `slime` of `--help-slime`."""
     check: bool = False
     model: str | None = None
     """The model of `--suggest-layout`; None if no layout is asked for."""
@@ -61,11 +68,17 @@ class Flags:
     """The number of GPUs for `--suggest-layout`."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each argument that is unknown, lacks a value or is not valid YAML."""
+    idle: dict[str, str] = field(default_factory=dict)
+    """Arguments of other projects that have no effect here, each with the reason."""
+    notes: list[str] = field(default_factory=list)
+    """One sentence for each valid value that another value takes the place of."""
+    guests: GuestFlags = field(default_factory=GuestFlags)
 
 
 def parse_flags(argv: Sequence[str]) -> Flags:
     """Parse a command line without checking the values against the schema."""
-    flags, overrides, words = Flags(), [], list(argv)
+    flags, words = Flags(), list(argv)
+    overrides: list[Assignment] = []
     while words:
         word = words.pop(0)
         values: list[str] = []
@@ -75,18 +88,30 @@ def parse_flags(argv: Sequence[str]) -> Flags:
                 flags.help = True
             elif word == "--check-config":
                 flags.check = True
+            elif word.startswith("--help-"):
+                flags.help_of = word.removeprefix("--help-")
             elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
                 del words[: _read_flag(flags, word, values)]
             elif _OVERRIDE.match(word):
-                overrides += _parse_override(word)
+                _read_override(flags, word, overrides)
             else:
                 raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
         except UserError as error:
             flags.problems += str(error).splitlines()
             # The words that follow belong to the same mistake, such as a value with blanks.
             del words[: len(values)]
+    for outcome in flags.guests.outcomes():
+        _take(flags, outcome, flags.assignments)
     flags.assignments += overrides
     return flags
+
+
+def _take(flags: Flags, outcome: Outcome, assignments: list[Assignment]) -> None:
+    """Add what arguments of another project mean to `flags`, and the settings to `assignments`."""
+    flags.problems += outcome.problems
+    flags.idle |= outcome.idle
+    for dotted, ours in outcome.translation.items():
+        assignments.append(Assignment(tuple(dotted.split(".")), ours.value, ours.key))
 
 
 def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
@@ -99,17 +124,28 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     if flag in ("--suggest-layout", "--gpus"):
         _read_suggestion(flags, flag, values)
         used = 1
+    elif flag == "--preset":
+        _read_preset(flags, values)
+        used = 1
     elif flag == "--config":
         if not values or not values[0]:
             raise UserError("--config needs a YAML file")
         flags.config_files.append(os.path.expanduser(values[0]))
         used = 1
     else:
-        assignment, used = _parse_flag(flag, list(values))
+        used = _read_setting(flags, flag, list(values))
         if equals and not used:
             raise UserError(_not_a_switch(flag, text))
-        flags.assignments.append(assignment)
     return 0 if equals else used
+
+
+def _read_preset(flags: Flags, values: Sequence[str]) -> None:
+    if not values or not values[0]:
+        raise UserError("--preset needs the name of a project, such as slime")
+    first, flags.preset = flags.preset, values[0].lower()
+    if first is not None:
+        flags.preset = None
+        raise UserError(f"--preset {first} and --preset {values[0]:.80} exclude each other: choose one")
 
 
 def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:
@@ -151,16 +187,30 @@ def _project_with(key: str) -> str | None:
     return next((name for name, has_key in answers.items() if has_key), None)
 
 
-def _parse_flag(flag: str, values: list[str]) -> tuple[Assignment, int]:
-    """The assignment that a flag stands for, and how many of `values`, the words after the flag, it uses."""
+def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
+    """Add what a flag sets to `flags`. Returns how many of `values`, the words after the flag, it uses."""
     name = flag[2:].replace("-", "_")
-    if (setting := SETTINGS.get(name)) is not None:
+    setting, found = SETTINGS.get(name), None
+    if setting is None:
+        negated = SETTINGS.get(name.removeprefix("no_"))
+        if negated is not None and bool in negated.kinds:
+            flags.assignments.append(Assignment(negated.path, False, flag))
+            return 0
+        if (found := flags.guests.find(name)) is None:
+            flags.assignments.append(_parse_server_argument(name, flag, values))
+            return len(values)
+        setting = aliased(found[1])
+    if setting is not None:
         value, used = _setting_value(setting, flag, values)
-        return Assignment(setting.path, value, flag), used
-    negated = SETTINGS.get(name.removeprefix("no_"))
-    if negated is not None and bool in negated.kinds:
-        return Assignment(negated.path, False, flag), 0
-    return _parse_server_argument(name, flag, values), len(values)
+        if setting.name in _ADDED_UP and isinstance(value, list):
+            earlier = [one.value for one in flags.assignments if one.path == setting.path]
+            value = [*(earlier[-1] if earlier else []), *value]
+        flags.assignments.append(Assignment(setting.path, value, flag))
+    else:
+        assert found is not None
+        value, used = value_of(found[1], flag, values)
+        flags.guests.add(found[0], name, value)
+    return used
 
 
 def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
@@ -184,10 +234,7 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
-        advice = GUESTS.ask("advise on a flag", lambda guest: guest.advice(name))
-        if instead := next(filter(None, advice.values()), None):
-            raise UserError(f"unknown flag {flag}: {instead}")
-        known = [setting.flag for setting in SETTINGS.values()]
+        known = [*(setting.flag for setting in SETTINGS.values()), *flags_of_guests()]
         similar = nearest(flag, known, cutoff=0.7) or nearest(flag.partition(" ")[0], known, cutoff=0.7)
         raise UserError(f"unknown flag {flag:.80}{similar or '; --help lists all flags'}")
     if not name.removeprefix(prefix):
@@ -197,22 +244,28 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
 
 
-def _parse_override(word: str) -> list[Assignment]:
-    """The assignments of `section.setting=value`; keys of other projects are translated."""
+def _read_override(flags: Flags, word: str, overrides: list[Assignment]) -> None:
+    """Add the assignments of `section.setting=value` to `overrides`; keys of other projects are translated."""
+    dotted, _, text = word.partition("=")
+    is_ours = any(dotted == setting.dotted for setting in SETTINGS.values())
+    if not is_ours and (project := _project_with(dotted)) is not None:
+        _take(flags, translate({dotted: _yaml(text, dotted)}, project), overrides)
+        return
+    overrides.append(_parse_override(word))
+
+
+def _parse_override(word: str) -> Assignment:
+    """The assignment of `section.setting=value`."""
     dotted, _, text = word.partition("=")
     path = tuple(dotted.split("."))
     for setting in SETTINGS.values():
         if setting.path == path:
             value = _yaml(text, dotted) if list in setting.kinds else _scalar(setting, dotted, text)
-            return [Assignment(path, value, dotted)]
+            return Assignment(path, value, dotted)
         if dict in setting.kinds and path[: len(setting.path)] == setting.path:
-            return [Assignment(path, _yaml(text, dotted), dotted)]
-    if (project := _project_with(dotted)) is not None:
-        translation, refused = translate({dotted: _yaml(text, dotted)}, project)
-        raise_collected(refused)
-        return [Assignment(tuple(name.split(".")), ours.value, dotted) for name, ours in translation.items()]
+            return Assignment(path, _yaml(text, dotted), dotted)
     if len(path) == 3 and is_skip_role(path):
-        return [Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)]
+        return Assignment((*SKIP_ROLES, *path[1:]), _yaml(text, dotted), dotted)
     if (misplaced := SETTINGS.get(path[-1])) is not None:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
     if (section := dotted.rstrip(".")) in SECTIONS:

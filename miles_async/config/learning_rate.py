@@ -66,10 +66,12 @@ def learning_rate(config: RunConfig) -> LearningRate:
     """The policy's learning rate. It decays until the end of the run unless `lr_decay_steps` is set."""
     learner = config.learner
     decay_steps = learner.lr_decay_steps or config.rollout.num_rollout * config.steps_per_rollout
+    fraction = learner.lr_warmup_fraction
+    warmup = learner.lr_warmup_steps if fraction is None else int(fraction * decay_steps)
     return LearningRate(
         peak=learner.lr,
         floor=learner.min_lr,
-        warmup_steps=learner.lr_warmup_steps,
+        warmup_steps=warmup,
         style=learner.lr_decay_style,
         decay_steps=decay_steps,
         wsd_decay_steps=learner.lr_wsd_decay_steps or max(1, decay_steps // 10),

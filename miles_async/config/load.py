@@ -17,8 +17,15 @@ from pydantic import ValidationError
 from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import Assignment, Flags, parse_flags
+from miles_async.config.generation import schedule_of
+from miles_async.config.losses import objective_of
+from miles_async.config.memory import longest_sample
+from miles_async.config.presets import preset, unlike
+from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.model import hub_name
+from miles_async.config.server_args import current_name
 from miles_async.config.translation import project_of, translate
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError, collected, raise_collected
@@ -27,9 +34,11 @@ from miles_async.modes.mode import MODES
 from miles_async.modes.shipped import Windowed
 from miles_async.plugins import errors_of
 from miles_async.rewards.plugin import usable_reward
+from miles_async.scheduling.bounds import Schedule
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
+_NUM_ROLLOUT = ("rollout", "num_rollout")
 _ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
 MAX_FILE_BYTES = 16 << 20
 """Largest file of settings, so that a file of data or a device does not fill the memory."""
@@ -47,31 +56,45 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
 
 def config_of_values(flags: Flags) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid for its field, and one sentence for everything else."""
-    config, found, _ = _read_values(flags)
-    return config, found
+    assignments, found, _ = _read_assignments(flags)
+    config, invalid = _validated(assignments, flags.notes)
+    return _resolve_layout(config, flags.notes), [*found, *invalid]
 
 
 def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid, and one sentence for everything else."""
-    config, found, all_files_read = _read_values(flags)
+    assignments, found, all_files_read = _read_assignments(flags)
+    config, invalid = _validated(assignments, flags.notes)
+    config = _resolve_layout(config, flags.notes)
+    found += invalid
     if all_files_read:
+        with collected(found):
+            config = _resolve_correction(config, entry)
         # A sentence about a setting that has another problem may only follow from that problem.
         wrong = _settings_in(" ".join(found))
         found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
+    if not found and flags.preset is None:
+        flags.notes += unlike(config, {assignment.path for assignment in assignments})
     return config, list(dict.fromkeys(found))
 
 
-def _read_values(flags: Flags) -> tuple[RunConfig, list[str], bool]:
-    """As `config_of_values`, and whether all files of settings could be read."""
+def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
+    """All assignments of a command line, one sentence for everything that is none, and whether all files could be
+    read."""
     found, assignments, all_files_read = [*flags.problems], [], True
+    if flags.preset is not None:
+        with collected(found):
+            source = f"--preset {flags.preset}"
+            assignments += [
+                Assignment(SETTINGS[name].path, value, source) for name, value in preset(flags.preset).items()
+            ]
     for path in flags.config_files:
         try:
             assignments += _read(Path(path), found)
         except UserError as error:
             found += str(error).splitlines()
             all_files_read = False
-    config, invalid = _validated([*assignments, *flags.assignments])
-    return config, [*found, *invalid], all_files_read
+    return [*assignments, *flags.assignments], found, all_files_read
 
 
 def _settings_in(text: str) -> set[str]:
@@ -83,13 +106,16 @@ def build(assignments: Sequence[Assignment]) -> RunConfig:
 
     Raises UserError with one line per value that is invalid for its field.
     """
-    config, invalid = _validated(assignments)
+    config, invalid = _validated(assignments, [])
     raise_collected(invalid)
     return config
 
 
-def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]:
-    """The configuration of all assignments that are valid, and one sentence for each of the others."""
+def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[RunConfig, list[str]]:
+    """The configuration of all assignments that are valid, and one sentence for each of the others.
+
+    Adds one sentence to `notes` for each valid value that another value takes the place of.
+    """
     found = []
     for last in {assignment.path: assignment for assignment in assignments}.values():
         if contains_redacted(last.value):
@@ -102,11 +128,14 @@ def _validated(assignments: Sequence[Assignment]) -> tuple[RunConfig, list[str]]
         # A missing value has no assignment. Its siblings have, and the settings that they fill are invalid together.
         invalid = {_assigned(detail["loc"], sources) or tuple(map(str, detail["loc"][:-1])) for detail in details}
         valid = [each for each in assignments if not any(each.path[: len(path)] == path for path in invalid)]
-        config, more = _validated(valid)
+        config, more = _validated(valid, notes)
         return config, [*found, *(_describe(detail, sources) for detail in details), *more]
     config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
     config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
     config = _resolve_reward_key(config)
+    with collected(found):
+        config = _resolve_epochs(config, named=_NUM_ROLLOUT in sources)
+    config = _resolve_server_arguments(config, notes)
     for guest in GUESTS.usable().values():
         with collected(found), errors_of(guest, "resolve its settings"):
             config = RunConfig.model_validate(guest.resolve(config))
@@ -148,11 +177,11 @@ def _read(path: Path, found: list[str]) -> list[Assignment]:
     content = _content(path)
     if (project := project_of(content)) is None:
         return _flatten(content, (), path, found)
-    translation, refused = translate(content, project)
-    found += [f"{path}: {sentence}" for sentence in refused]
+    outcome = translate(content, project)
+    found += [f"{path}: {sentence}" for sentence in outcome.problems]
     return [
         Assignment(tuple(setting.split(".")), translated.value, f"{path}: {translated.key}")
-        for setting, translated in translation.items()
+        for setting, translated in outcome.translation.items()
     ]
 
 
@@ -164,8 +193,11 @@ def translation_table(path: Path) -> str | None:
     content = _content(path)
     if (project := project_of(content)) is None:
         return None
-    settings, _ = translate(content, project)
-    lines = [f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in settings.items()]
+    outcome = translate(content, project)
+    lines = [
+        f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in outcome.translation.items()
+    ]
+    lines += [f"  {key} {why}" for key, why in outcome.idle.items()]
     return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])
 
 
@@ -281,12 +313,74 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
     return with_settings(config, rollout_function_path=resolved)
 
 
+def _resolve_correction(config: RunConfig, entry: str) -> RunConfig:
+    """The configuration with an off-policy correction if generation and training overlap, unless it is set.
+
+    Raises UserError if the policy objective cannot be used.
+    """
+    algorithm = config.algorithm
+    if algorithm.off_policy_correction is not None or config.learner.loss_type != "policy_loss":
+        return config
+    overlap = schedule_of(config, entry) is not Schedule.SYNCHRONOUS
+    correction = "tis" if overlap and not objective_of(algorithm).corrects else "none"
+    return with_settings(config, off_policy_correction=correction)
+
+
 def _resolve_engines(config: RunConfig, *, named: bool) -> RunConfig:
     """The configuration with engines on all devices of the learner if they share devices, unless their number is set
     (`named`)."""
     if not config.cluster.colocate or named:
         return config
     return with_settings(config, rollout_num_gpus=config.learner.ranks)
+
+
+def _resolve_layout(config: RunConfig, notes: list[str]) -> RunConfig:
+    """The configuration with micro-batches that hold the longest sample, and sequence parallelism only where there is
+    tensor parallelism, as in Megatron-LM."""
+    learner = config.learner
+    if learner.sequence_parallel and learner.tensor_model_parallel_size == 1:
+        notes.append("sequence_parallel has no effect, because tensor_model_parallel_size is 1")
+        config = with_settings(config, sequence_parallel=False)
+    longest, fits = longest_sample(config), config.learner.micro_batch_tokens
+    if longest > fits:
+        tokens = config.learner.least_tokens_per_gpu(longest)
+        notes.append(
+            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), so "
+            f"max_tokens_per_gpu is {tokens} instead of {learner.max_tokens_per_gpu}"
+        )
+        config = with_settings(config, max_tokens_per_gpu=tokens)
+    return config
+
+
+def _resolve_server_arguments(config: RunConfig, notes: list[str]) -> RunConfig:
+    """The configuration with SGLang's arguments under the names that the installed version has, and without a tensor
+    parallelism that says what rollout_num_gpus_per_engine says."""
+    given = dict(config.engine.sglang_server_args)
+    for name in ("tp_size", "tensor_parallel_size"):
+        if given.get(name) == config.engine.rollout_num_gpus_per_engine:
+            del given[name]
+    renamed = {name: current_name(name) for name in given if current_name(name) != name}
+    if not renamed and len(given) == len(config.engine.sglang_server_args):
+        return config
+    notes += [f"--sglang-{old} is {new} in the installed SGLang".replace("_", "-") for old, new in renamed.items()]
+    arguments = {renamed.get(name, name): value for name, value in given.items()}
+    return with_settings(config, sglang_server_args=arguments)
+
+
+def _resolve_epochs(config: RunConfig, *, named: bool) -> RunConfig:
+    """The configuration with the number of batches in `num_epoch` passes over the prompts, unless it is set (`named`).
+
+    Raises UserError if the rows of the prompts cannot be counted.
+    """
+    epochs, prompts = config.rollout.num_epoch, config.data.prompt_data
+    if epochs is None or named:
+        return config
+    if prompts is None or hub_name(prompts) is not None:
+        raise UserError("num_epoch needs the number of prompts, which only a file in prompt_data has: set num_rollout")
+    if not Path(split_slice(prompts)[0]).expanduser().is_file():
+        return config  # it is reported elsewhere
+    rollouts = epochs * count_rows(prompts) // config.rollout.rollout_batch_size
+    return with_settings(config, num_rollout=max(1, rollouts))
 
 
 def _resolve_reward_key(config: RunConfig) -> RunConfig:

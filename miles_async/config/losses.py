@@ -24,8 +24,8 @@ def objective_of(algorithm: Algorithm) -> Objective:
 
 
 def correction_of(algorithm: Algorithm) -> Correction:
-    """The plug-in of the off-policy correction."""
-    return CORRECTIONS.find(algorithm.off_policy_correction)
+    """The plug-in of the off-policy correction: the setting, else the one for tokens that current weights sampled."""
+    return CORRECTIONS.find(algorithm.off_policy_correction or "none")
 
 
 def estimator_of(algorithm: Algorithm) -> AdvantageEstimator:
@@ -93,7 +93,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 
 def loss_aggregation(algorithm: Algorithm) -> LossAggregation:
     """How token losses are averaged: the setting, else as in the paper of the objective."""
-    return algorithm.loss_aggregation or objective_of(algorithm).aggregation or "token_mean"
+    return algorithm.loss_aggregation or objective_of(algorithm).aggregation or "sequence_mean"
 
 
 def clip_range(algorithm: Algorithm) -> tuple[float, float]:

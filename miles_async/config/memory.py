@@ -29,6 +29,9 @@ from miles_async.planning.plan import (
     plan_learner,
 )
 
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -139,6 +142,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
     """
     learner, algorithm = config.learner, config.algorithm
     width = 4 if precision_on_gpus(learner) == "fp32" else 2
+    transport = config.weight_transport(on_gpus=True)
     copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
     job = LearnerJob(
         model=model,
@@ -146,7 +150,12 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         split=split_of(learner),
         pipeline=learner.pipeline_model_parallel_size,
         chunks=learner.virtual_pipeline_model_parallel_size or 1,
-        sharded_optimizer=copies > 1 and learner.use_distributed_optimizer is not False,
+        sharded_optimizer=learner.optimizer_holds_masters
+        or (copies > 1 and learner.use_distributed_optimizer is not False),
+        gradient=_WIDTHS[learner.main_grads_dtype],
+        master=_WIDTHS[learner.main_params_dtype],
+        moments=_WIDTHS[learner.exp_avg_dtype] + _WIDTHS[learner.exp_avg_sq_dtype],
+        offloaded=learner.optimizer_offload_fraction if learner.optimizer_cpu_offload else 0.0,
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
@@ -156,10 +165,11 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         gathers_on_host=learner.distrib_optim_fully_reshardable_mem_efficient,
         rollback=config.steps_per_rollout > 1,
         offloads=config.cluster.colocate,
-        bucket=config.weights.update_weight_buffer_size * (config.weights.weight_transfer == "broadcast"),
+        bucket=config.weights.update_weight_buffer_size * (transport in ("broadcast", "ipc")),
+        stages_on_device=transport == "ipc",
         engine_width=_engine_width(config) if generates(config) else 0,
         chunk_entries=int(card * LOGITS_FRACTION) // width,
-        foreach_adam=learner.transformer_impl != "transformer_engine",
+        foreach_adam=learner.transformer_impl != "transformer_engine" and not learner.optimizer_holds_masters,
     )
     if learner.transformer_impl is not None or width == 4:
         return job

@@ -56,6 +56,21 @@ def model_type_of(hf_checkpoint: str) -> str | None:
     return _read_config(hf_checkpoint).get("model_type")
 
 
+def reference_of(ref_load: str | None, hf_checkpoint: str) -> str:
+    """The Hugging Face checkpoint of the reference model.
+
+    Scripts for slime and Miles name a conversion of `hf_checkpoint` to the format of Megatron-LM in `ref_load`. The
+    checkpoint itself has the same weights.
+    """
+    return hf_checkpoint if ref_load is None or is_of_megatron(ref_load) else ref_load
+
+
+def is_of_megatron(folder: str) -> bool:
+    """Whether a folder holds a checkpoint in the format of Megatron-LM."""
+    path = Path(folder).expanduser()
+    return (path / "latest_checkpointed_iteration.txt").is_file() and not (path / "config.json").is_file()
+
+
 def architecture_of(hf_checkpoint: str) -> str | None:
     """The class of a checkpoint's model in transformers, by which Megatron-Bridge knows it; None if it is not named."""
     architectures = _read_config(hf_checkpoint).get("architectures")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
 from miles_async.section import Section
 
 REDACTED = "<redacted>"
 MIN_SECRET_LENGTH = 8
 
-_SECRET_SETTINGS = frozenset({"sglang_router_api_key"})
+_SECRET_SETTINGS = frozenset({"sglang_router_api_key", "wandb_key"})
 _SECRET_SOURCES = ("env:", "file:")
 """A secret setting that begins with one of these names the place of the secret instead of the secret."""
 _SECRET_WORDS = frozenset(
@@ -109,6 +112,24 @@ def secret_values(variables: Mapping[str, str], command: Sequence[str] = ()) -> 
     arguments = {flag.removeprefix("--"): value for flag, value in pairwise(command) if flag.startswith("--")}
     named = (*variables.items(), *arguments.items())
     return {value for name, value in named if is_secret(name) and len(value) >= MIN_SECRET_LENGTH}
+
+
+def read_secret(setting: str, value: str | None) -> str | None:
+    """The secret that a setting has or names: `env:NAME` for an environment variable, `file:PATH` for a file.
+
+    Raises UserError if there is no such variable or file.
+    """
+    source, _, name = (value or "").partition(":")
+    try:
+        if source == "env":
+            return os.environ[name]
+        if source == "file":
+            return Path(name).expanduser().read_text().strip()
+    except KeyError as error:
+        raise UserError(f"{setting} {value}: set the environment variable {name}") from error
+    except OSError as error:
+        raise UserError(f"{setting} {value}: the file cannot be read ({error.strerror})") from error
+    return value
 
 
 def contains_redacted(value: Any) -> bool:

@@ -70,10 +70,22 @@ _ROUTER_BALANCING = (
 )
 """Beginnings of the arguments that fit a router in front of the engines of a run."""
 
+_RENAMED = {
+    "cuda_graph_bs": "cuda_graph_bs_decode",
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
+    "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
+}
+"""Names of arguments in older versions of SGLang."""
+
 # SGLang declares arguments as annotated dataclass fields; their aliases appear only as quoted flags.
 _DATACLASS_FIELD = re.compile(r"^    ([a-z]\w*): A\[", re.MULTILINE)
 _ROUTER_FIELD = re.compile(r"^    ([a-z]\w*): ", re.MULTILINE)
 _QUOTED_FLAG = re.compile(r"\"--([a-z][\w-]*)\"")
+
+
+def current_name(argument: str) -> str:
+    """The name of an SGLang argument in the installed version."""
+    return argument if argument in known_arguments() else _RENAMED.get(argument, argument)
 
 
 def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:

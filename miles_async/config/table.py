@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from miles_async.config.disk import disk_space
+from miles_async.config.disk import checkpoints_written, disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
 from miles_async.config.memory import MemoryPlan, gib_text, memory_plan, precision_on_gpus
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
-from miles_async.planning.plan import GIB
+from miles_async.planning.plan import GIB, GRADIENT
 from miles_async.scheduling.bounds import Schedule
 
 
@@ -80,11 +80,11 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
         )
     ]
     if learner.save is not None and space.checkpoint is not None:
-        size = _size((learner.save_keep + 1) * space.checkpoint)
-        meaning = (
-            f"about {_size(space.checkpoint)} for each checkpoint: {learner.save_keep} kept, and one being written"
-        )
-        rows.append(("save", size, meaning))
+        count, kept = checkpoints_written(config), "all kept"
+        if learner.save_keep is not None:
+            count, kept = learner.save_keep + 1, f"{learner.save_keep} kept, and one being written"
+        meaning = f"about {_size(space.checkpoint)} for each checkpoint: {kept}"
+        rows.append(("save", _size(count * space.checkpoint), meaning))
     return rows
 
 
@@ -99,12 +99,15 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, obj
         stage = f" (pipeline stage {one.stage})" if job.pipeline > 1 else ""
         layers = "Transformer Engine" if job.split.transformer_engine else "the local layers"
         shards = "divided among data-parallel ranks" if job.sharded_optimizer else "whole on each data-parallel rank"
+        if job.offloaded:
+            shards += f", and {job.offloaded:.0%} of it in main memory"
         rows = [
             ("memory", gib_text(one.peak), f"at most on a learner rank{stage}, of {card}"),
             (" weights", gib_text(one.weights), precision),
-            (" gradients", gib_text(one.gradients), "fp32"),
+            (" gradients", gib_text(one.gradients), "fp32" if job.gradient == GRADIENT else "bf16"),
             (" optimizer", gib_text(one.optimizer), f"{shards}; {gib_text(one.step)} more in a step"),
             *([(" others", gib_text(one.others), "reference model and critic")] if one.others else []),
+            *([(" staged", gib_text(one.staged), "weights from which engines read")] if one.staged else []),
             (" layers", gib_text(one.activations), f"activations of {job.tokens} tokens, with {layers}"),
             (" backward", gib_text(one.layer), "in addition, in the backward pass of a layer"),
             (" logits", gib_text(one.logits), "output layer and loss"),

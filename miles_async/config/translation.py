@@ -1,15 +1,15 @@
-"""Translates configuration files of other projects.
+"""Translates configuration files and command lines of other projects.
 
 `Translator` does so with a table, which has a rule for every key that is accepted. A key sets one of our settings, or
-it may only have the value that corresponds to what a run does anyway, or it is refused with the setting to use instead.
-No key is ignored.
+it may only have the value that corresponds to what a run does anyway, or it has no effect here, which is said, or it is
+refused with the setting to use instead. No key is ignored silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from miles_async.config.fields import SECTIONS, nearest
 from miles_async.guests import GUESTS
@@ -45,13 +45,30 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Idle:
+    """The key has no effect here."""
+
+    why: str
+    """The end of a sentence that begins with the key, such as `belongs to the training loop of Megatron-LM`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Combined:
     """The key determines our settings together with other keys, so the module of the project computes them."""
 
 
-Rule = Sets | Only | Refused | Combined
+Rule = Sets | Only | Refused | Idle | Combined
 Table = Mapping[str, Rule]
 """The rules of a project by dotted key. A rule may also be for a section, if it applies to everything in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of another project's command line."""
+
+    rule: Rule
+    takes: Literal["nothing", "value", "values"] = "value"
+    """How many words follow the flag. A flag that takes nothing has the value true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,17 @@ Translation = dict[str, Translated]
 """Our settings by dotted path."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the keys of another project mean here."""
+
+    translation: Translation = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """One sentence for each key that is refused."""
+    idle: dict[str, str] = field(default_factory=dict)
+    """The keys that have no effect here, each with the reason, as in `Idle`."""
+
+
 def project_of(content: Mapping[str, Any]) -> str | None:
     """The project whose configuration file has this content; None for a file with our own sections.
 
@@ -76,12 +104,13 @@ def project_of(content: Mapping[str, Any]) -> str | None:
     return next((name for name, recognised in answers.items() if recognised), None)
 
 
-def translate(content: Mapping[str, Any], project: str) -> tuple[Translation, list[str]]:
-    """Our settings for the content of a file of `project`, and one sentence per key that is refused."""
+def translate(content: Mapping[str, Any], project: str) -> Outcome:
+    """What the content of a file of `project` means here."""
     guest = GUESTS.find(project)
     with errors_of(guest, "translate settings"):
-        translation, refused = guest.translate(content)
-        return {name: Translated(entry.value, entry.key) for name, entry in translation.items()}, list(refused)
+        found = guest.translate(content)
+        translation = {name: Translated(entry.value, entry.key) for name, entry in found.translation.items()}
+        return Outcome(translation=translation, problems=list(found.problems), idle=dict(found.idle))
 
 
 def sets(*settings: str) -> Sets:
@@ -110,13 +139,11 @@ def entries(section: Mapping[str, Any], table: Table, prefix: str = "") -> Itera
 
 
 @dataclass(slots=True)
-class Translator:
+class Translator(Outcome):
     """Applies the rules of a table to the entries of a file, and collects every problem."""
 
     project: str
     table: Table
-    translation: Translation = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
 
     def apply(self, key: str, value: Any) -> None:
         """Follow the rule of a key of the file."""
@@ -144,6 +171,8 @@ class Translator:
                 self.problems.append(f"{key} {value!r} is not supported: {instead}")
             case Refused(instead):
                 self.problems.append(f"{key} has no counterpart: {instead}")
+            case Idle(why):
+                self.idle[key] = why
 
     def set(self, setting: str, value: Any, key: str) -> None:
         """Set one of our settings. Two keys may set it only to the same value."""

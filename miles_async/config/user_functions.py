@@ -37,9 +37,15 @@ FORMS = {
     "custom_advantage_function_path": Form("args, rollout_data"),
     "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
     "custom_loss_function_path": Form("args, tokens"),
+    "custom_megatron_before_log_prob_hook_path": Form("args, model, store_prefix"),
+    "custom_megatron_before_train_step_hook_path": Form(
+        "args, rollout_id, step_id, model, optimizer, opt_param_scheduler"
+    ),
+    "custom_megatron_init_path": Form("args"),
     "custom_pg_loss_reducer_function_path": Form(
         "total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
     ),
+    "custom_reward_post_process_path": Form("args, samples"),
     "custom_rm_path": Form("args, sample", may_be_async=True),
     "custom_tis_function_path": Form(
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
@@ -49,6 +55,7 @@ FORMS = {
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
     "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
     "rollout_sample_filter_path": Form("args, groups"),
+    "rollout_sample_hook_path": Form("args, sample", may_be_async=True),
     "warm_start_examples_path": Form("sample", may_yield=True),
 }
 """By setting. With group_rm, a reward gets the samples of a group instead of one sample."""
@@ -71,15 +78,20 @@ def check_functions(config: RunConfig) -> None:
     """
     settings = values_of(config)
     install_guests(settings)
-    named: dict[str, str | None] = {setting: settings[setting] for setting in FORMS}
+    named = [(setting, path) for setting in FORMS for path in _paths(settings[setting])]
     for of_set, dataset in config.rollout.eval_datasets.items():
-        named[f"eval_datasets.{of_set}.custom_rm_path"] = dataset.custom_rm_path
+        named += [(f"eval_datasets.{of_set}.custom_rm_path", path) for path in _paths(dataset.custom_rm_path)]
     problems: list[str] = []
-    for setting, path in named.items():
-        if path is not None and not _is_defined_here(path):
+    for setting, path in named:
+        if not _is_defined_here(path):
             with collected(problems):
                 load_function(path, setting=setting)
     raise_collected(problems)
+
+
+def _paths(value: str | list[str] | None) -> list[str]:
+    """The functions that a setting names."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _is_defined_here(path: str) -> bool:

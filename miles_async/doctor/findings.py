@@ -126,8 +126,7 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield _warning(
             "Transformer Engine is not installed, so the learner uses local layers: experts are computed one after the "
             "other, and context parallelism with a mask over all tokens",
-            "python -m pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.11.0' "
-            "flash-attn==2.8.3.post2",
+            "python -m pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.11.0'",
         )
     if not any(machine.packages.get(name) for name in ("sglang-kernel", "sgl-kernel")):
         yield _problem("sglang-kernel, with SGLang's kernels for GPUs, is not installed", "make setup-gpu")

@@ -36,7 +36,7 @@ class PolicyLossSettings:
     """Coefficient of the KL penalty that is added to the loss."""
     kl_reward_coef: float
     """Coefficient of the KL penalty that is subtracted from advantages which compare the samples of a group."""
-    kl_estimator: Literal["k1", "k2", "k3"]
+    kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"]
 
     @classmethod
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
@@ -270,14 +270,16 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) from tokens that the policy sampled; 0 where both agree.
 
     `k1`, the log-ratio, is unbiased but may be negative. `k2`, half its square, has the right gradient. `k3` is
-    unbiased and never negative. Source: Schulman, "Approximating KL divergence", 2020.
+    unbiased and never negative. Source: Schulman, "Approximating KL divergence", 2020. `low_var_kl` is slime's `k3`,
+    which is at most 10.
     """
     log_ratio = reference - logprobs
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
-    return log_ratio.exp() - 1 - log_ratio
+    estimate = log_ratio.exp() - 1 - log_ratio
+    return estimate.clamp(max=10) if estimator == "low_var_kl" else estimate
 
 
 def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:

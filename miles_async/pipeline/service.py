@@ -161,8 +161,9 @@ class Service:
         # Until the state is restored, the stored values must stay as they are.
         version, trained = (0, []) if self._stored is None else await self._restore(self._stored)
         self._ports.journal.progress = self._progress
+        await self._devices.begin()
         await self._publisher.stage(version, trained)
-        await self._devices.release_learner()
+        await self._devices.to_engines()
         self._tasks.forever("repair", self._repair.run())
         await self._publisher.publish()
         await self._catch_up(self._next_rollout - 1)

@@ -21,6 +21,8 @@ SOFTMAX_BYTES = 2 * 4 * 2**25
 """Two float32 parts of `PART_ENTRIES` logits each (`losses/logprobs.py`), while a softmax is computed."""
 GRADIENT, MASTER, MOMENTS = 4, 4, 8
 """Bytes per weight: the float32 gradient, the float32 copy under bf16, and Adam's two float32 moments."""
+HOST_GRADIENT = 4
+"""Bytes per weight for the gradient of an offloaded optimizer, in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,14 @@ class LearnerJob:
     """Virtual pipeline stages per rank."""
     sharded_optimizer: bool = False
     """Whether data-parallel ranks divide the state of the optimizer."""
+    gradient: int = GRADIENT
+    """Bytes of a gradient."""
+    master: int = MASTER
+    """Bytes of the optimizer's copy of a weight, which it has under bf16."""
+    moments: int = MOMENTS
+    """Bytes of Adam's moments of a weight."""
+    offloaded: float = 0.0
+    """Part of the optimizer's state that is in host memory, where the CPU computes the steps."""
     width: int = 2
     """Bytes of a weight and of an activation: 2 with bf16, 4 with fp32."""
     tokens: int
@@ -63,6 +73,8 @@ class LearnerJob:
     """Whether the state moves to host memory while engines use the device."""
     bucket: int = 0
     """Bytes of weights that a rank copies to its device at a time, to send them to the engines."""
+    stages_on_device: bool = False
+    """Whether staged weights and that copy stay on the device."""
     engine_width: int = 2
     """Bytes of a weight in the engines."""
     chunk_entries: int
@@ -95,8 +107,11 @@ class RankMemory:
     """In addition while weights are copied for the engines."""
     checkpoint: int
     """In addition while the state is gathered for a checkpoint."""
+    staged: int
+    """Weights that are staged on the device, and the buffer from which engines read them."""
     host: int
-    """Host memory: staged weights, and a copy of the state for rollbacks or for engines that use the device."""
+    """Host memory: weights that are staged there, the offloaded state of the optimizer, and a copy of the state for
+    rollbacks or for engines that use the device."""
     saved: int
     """Host memory for a checkpoint, on the first data-parallel rank."""
     gathered: int
@@ -105,7 +120,7 @@ class RankMemory:
     @property
     def state(self) -> int:
         """What the rank keeps all the time."""
-        return self.weights + self.gradients + self.optimizer + self.others
+        return self.weights + self.gradients + self.optimizer + self.others + self.staged
 
     @property
     def peak(self) -> int:
@@ -131,38 +146,48 @@ def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> lis
 def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -> RankMemory:
     split, model = job.split, job.model
     weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
-    moved = MOMENTS + (MASTER if job.width < MASTER else 0)
+    has_copy = job.width < MASTER
+    state, stored = job.moments + job.master * has_copy, MOMENTS + MASTER * has_copy
+    on_device = state * (1 - job.offloaded)
     per_stage = job.ranks // job.pipeline
     copies = (per_stage // split.tensor, per_stage // (split.expert * split.expert_tensor))
     shards = copies if job.sharded_optimizer else (1, 1)
     sharded = -(-weights.dense // shards[0]) + -(-weights.expert // shards[1])
-    trained = weights.total * (job.width + GRADIENT) + sharded * moved
+    trained = weights.total * (job.width + job.gradient) + int(sharded * on_device)
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = (elements * job.width for elements in _activations(job, stage))
     if measured is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
-    host = staged + (job.rollback or job.offloads) * (weights.total * job.width + sharded * moved)
+    in_host = (1 + job.critics) * sharded * job.offloaded
+    copied = weights.total * job.width + sharded * max(job.rollback * state, job.offloads * on_device)
+    staged_there = staged * (not job.stages_on_device)
+    host = staged_there + in_host * (state + HOST_GRADIENT) + (job.rollback or job.offloads) * copied
+    # At first Megatron copies the weights that other data-parallel ranks update too.
+    host = max(host, MASTER * (in_host + weights.total * job.offloaded))
     # The first data-parallel rank copies weights and state. Before, all of these ranks, or only this one, gather the
     # state if they divide it: all three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of
     # Megatron's optimizer).
     shares = job.checkpoints and job.sharded_optimizer
     gathered = weights.total * (MASTER + MOMENTS + 2 * MASTER) * shares
-    saved = weights.total * (job.width + moved) * job.checkpoints + gathered
+    saved = weights.total * (job.width + stored) * job.checkpoints + gathered
+    # Transformer Engine's Adam computes states of less than 4 bytes in float32.
+    unpacked = (MASTER - job.master + MOMENTS - job.moments) // 2
     return RankMemory(
         stage=stage,
         weights=weights.total * job.width,
-        gradients=weights.total * GRADIENT,
-        optimizer=sharded * moved,
+        gradients=weights.total * job.gradient,
+        optimizer=int(sharded * on_device),
         others=job.references * weights.total * job.width + job.critics * trained,
         activations=int(activations),
         layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
-        step=MASTER * sharded * job.foreach_adam,
-        publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket,
+        step=MASTER * sharded * (unpacked + job.foreach_adam),
+        publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket * (not job.stages_on_device),
+        staged=(staged + min(job.bucket, staged)) * job.stages_on_device,
         # One value of all weights in float32, gathered on the device.
         checkpoint=MASTER * max(weights.dense, weights.expert) * (shares and not job.gathers_on_host),
-        host=host,
+        host=int(host),
         saved=saved,
         gathered=gathered * (not job.gathers_on_host),
     )

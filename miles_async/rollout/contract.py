@@ -69,7 +69,8 @@ def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
     of_guests = GUESTS.ask("provide arguments", lambda guest: dict(guest.arguments(settings)))
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    return Arguments({**settings, **ChainMap(*of_guests.values()), **objective, **runtime})
+    own = config.rollout.custom_args
+    return Arguments({**own, **settings, **ChainMap(*of_guests.values()), **objective, **runtime})
 
 
 MAX_USELESS_CALLS = 3

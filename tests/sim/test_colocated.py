@@ -12,10 +12,10 @@ from tests.sim.world import Trainer, World
 
 
 class Sharing:
-    """Records whether learner or engines have their memory on the devices. Both have it at the start."""
+    """Records whether learner or engines have their memory on the devices. The learner has it at the start."""
 
     def __init__(self) -> None:
-        self.learner = self.engines = True
+        self.learner, self.engines = True, False
         self.handed_over = 0
 
 
@@ -38,8 +38,12 @@ def test_engines_and_learner_use_the_devices_alternately() -> None:
             sharing.engines = False
 
         async def onload(self) -> None:
-            assert not sharing.learner
+            assert (sharing.learner, sharing.engines) == (False, False), "SGLang would end"
             sharing.engines = True
+
+        async def stage(self, version: int) -> None:
+            assert sharing.learner
+            await super().stage(version)
 
     class SharedTrainer(Trainer):
         async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
+from miles_async.batching.batch import TrainStep
 from miles_async.config.schema import RunConfig
 from miles_async.types import Group, Sample
 
@@ -120,6 +123,31 @@ def create_experts(path: Path, seed: int) -> Qwen3MoeForCausalLM:
 def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """A copy, by Hugging Face's names."""
     return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
+    """The gradients of a step over all ranks, without taking it. All ranks must call it."""
+    learner._policy_gradients(step, *learner._pre_step_values([step]))
+    return gradients_now(learner)
+
+
+def gradients_now(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """The gradients over all ranks that a learner has computed. All ranks must call it."""
+    with redirect_cuda_to_cpu():
+        finalize_model_grads(learner._model.chunks, force_all_reduce=True)
+    return gradients_by_name(learner)
+
+
+def gradients_by_name(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+    """A copy of the gradients by Hugging Face's names, in the type of the weights: they travel the way weights do."""
+    weights = [(p, p.detach().clone()) for chunk in learner._model.chunks for p in chunk.parameters()]
+    with torch.no_grad():
+        for parameter, _ in weights:
+            parameter.copy_(parameter.main_grad)
+        gradients = weights_of(learner)
+        for parameter, weight in weights:
+            parameter.copy_(weight)
+    return gradients
 
 
 def save_state(learner: MegatronLearner, folder: Path) -> None:

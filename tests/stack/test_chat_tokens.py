@@ -51,7 +51,13 @@ def run_of(checkpoint: Path, prompts: list[Any], **settings: Any) -> RunConfig:
     path = checkpoint.parent / "rows.jsonl"
     rows = [{"prompt": prompt, "label": "So", "tools": TOOLS} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"prompt_data": str(path), "hf_checkpoint": str(checkpoint), "rollout_shuffle": False, "rm_type": "exact"}
+    data = {
+        "prompt_data": str(path),
+        "hf_checkpoint": str(checkpoint),
+        "rollout_shuffle": False,
+        "rm_type": "exact",
+        "rollout_skip_special_tokens": True,
+    }
     return run_config(**data | {"eval_size": 0, "n_samples_per_prompt": 1} | settings)
 
 

@@ -7,17 +7,29 @@ from pathlib import Path
 
 from benchmarks.gpu_check import job
 from benchmarks.gpu_check.report import Report
-from miles_async.events import EngineChanged
-from tests.stack.conftest import Stack
+from benchmarks.gpu_check.surroundings import Surroundings
+from miles_async.events import EngineChanged, StartupChanged
 
 
-def test_colocated_engines_resume_with_the_right_weights_and_cache(stack: Stack, tmp_path: Path) -> None:
-    run = stack.play("train.py", *job.COLOCATED)
-    job.judge(Report("job", tmp_path / "job.jsonl"), "run", run.events, "fp32")
+def test_a_colocated_engine_starts_before_the_learner_and_resumes_with_the_right_weights_and_cache(
+    tmp_path: Path,
+) -> None:
+    surroundings = Surroundings(folder=tmp_path, models=tmp_path / "models")
+    events = job.play(surroundings, "train.py", *job.COLOCATED, precision="fp32")
+    job.judge(Report("job", tmp_path / "job.jsonl"), "run", events, "fp32")
     rows = [json.loads(line)["row"] for line in (tmp_path / "job.jsonl").read_text().splitlines()]
     assert {row["part"]: row["status"] for row in rows} == {
         "run: optimizer steps": "pass",
         "run: engine against learner": "pass",
         "run: longest pause of a publish": "pass",
     }
-    assert run.of(EngineChanged) == run.of(EngineChanged)[:1], "no engine was lost on the way"
+    starts = [event for event in events if isinstance(event, StartupChanged) and event.part in ("engine-0", "learner")]
+    assert [(event.part, event.seconds is None) for event in starts] == [
+        ("engine-0", True),
+        ("engine-0", False),
+        ("learner", True),
+        ("learner", False),
+    ]
+    # SGLang ends if it is asked to release memory that it has not allocated, or the other way round.
+    changes = [event for event in events if isinstance(event, EngineChanged)]
+    assert [event.state for event in changes] == ["routed"], "no engine was lost on the way"

@@ -6,26 +6,44 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import broadcast, engine, ipc, learner, offload, output_layer, publish, state, step
+from benchmarks.gpu_check import (
+    broadcast,
+    engine,
+    experts,
+    ipc,
+    learner,
+    offload,
+    optimizer,
+    output_layer,
+    parallel,
+    publish,
+    state,
+    step,
+)
 from benchmarks.gpu_check.report import Report, Row
 from benchmarks.gpu_check.surroundings import Surroundings
+from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.megatron.training.optimizer import Snapshot
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
-from tests.stack.learning import learning
+from tests.stack.learning import gradients_by_name, learning
+from tests.stack.pretended_device import pretended_gpu
 from tests.waiting import START_SECONDS
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
 ROOT = Path(__file__).parents[2]
+COMPARED_OF_EXPERTS = ("result", *(f"gradient of the {what}" for what in ("input", "router", "experts")))
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +110,9 @@ def test_chunks_of_logits_have_the_gradients_of_all_logits_at_once(
     surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
 ) -> None:
     output_layer.check(report, surroundings)
-    assert {part for part, status in parts().items() if status == "pass"} == {
+    found = parts()
+    assert found["Liger's cross-entropy"] == found["Liger's scaled cross-entropy"] == "not possible here"
+    assert {part for part, status in found.items() if status == "pass"} == {
         f"{variant}: {figure}"
         for variant in ("as in a learner", "four chunks", "plain logits")
         for figure in ("gradient of hidden states", "gradient of weights", "time")
@@ -115,11 +135,90 @@ def test_steps_of_short_and_long_sequences_are_measured(
     surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
 ) -> None:
     step.check(report, surroundings)
-    assert {part for part, status in parts().items() if status == "pass"} == {
+    found = parts()
+    assert found["learner, Transformer Engine"] == "not possible here"
+    assert {part for part, status in found.items() if status == "pass"} == {
         f"{steps}: {figure}"
-        for steps in ("short sequences", "long sequence", "long sequence, recomputed")
+        for steps in ("short sequences", "long sequence", "long sequence, recomputed", "short sequences, experts")
         for figure in ("time", "speed", "kernels", "time in kernels")
     }
+
+
+def test_two_deterministic_runs_are_equal(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    try:
+        step.check_deterministic(report, surroundings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert parts() == {"dense: two runs differ by": "pass", "experts: two runs differ by": "pass"}
+
+
+def test_layouts_of_two_ranks_are_compared_with_one_rank(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "RANKS", 2)
+    parallel.check(report, surroundings)
+    found = parts()
+    for name, layout in parallel.LAYOUTS.items():
+        for precision in parallel.PRECISIONS:
+            part = f"{name}, {precision}"
+            if layout.ranks > 2:
+                assert found[part] == "not possible here"
+            else:
+                compared = ("log-probabilities", "gradients", "state loaded", "step")
+                assert {found[f"{part}: {what}"] for what in compared} == {"pass"}
+
+
+def test_a_layout_that_learns_something_else_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "LAYOUTS", {"decayed": parallel.Layout(False, 1, {"weight_decay": 10.0})})
+    monkeypatch.setattr(parallel, "PRECISIONS", ["fp32"])
+    with parallel.Ranks(1) as ranks:
+        parallel.compare(report, surroundings, ranks, experts=False)
+    assert {row["part"] for row in rows(tmp_path) if row["status"] == "fail"} == {"decayed, fp32: step"}
+
+
+def test_ranks_compute_further_tasks_after_one_of_them_failed(surroundings: Surroundings, tmp_path: Path) -> None:
+    task = parallel.Task(parallel.Layout(False, 1, {}), "fp32", surroundings.checkpoint(parallel.DENSE), [])
+    with parallel.Ranks(1) as ranks:
+        with pytest.raises(RuntimeError, match=r"rank 0: .*nowhere"):
+            ranks.compute(replace(task, checkpoint=tmp_path / "nowhere"))
+        assert ranks.compute(task).stepped == []
+
+
+def test_one_gpu_has_no_room_for_two_ranks(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "RANKS", 1)
+    parallel.check(report, surroundings)
+    assert parts() == {"dense": "not possible here", "experts": "not possible here"}
+
+
+def test_experts_are_compared_with_float32(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]]
+) -> None:
+    experts.check(report, surroundings)
+    assert {part for part, status in parts().items() if status == "pass"} == {
+        f"{variant}: {figure}"
+        for variant in ("one by one", "one by one, recomputed")
+        for figure in (*COMPARED_OF_EXPERTS, "time", "speed")
+    }
+
+
+def test_a_wrong_gradient_of_an_expert_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_one(learner: MegatronLearner) -> dict[str, torch.Tensor]:
+        name = "model.layers.0.mlp.experts.3.up_proj.weight"
+        found = gradients_by_name(learner)
+        return found | {name: found[name] * (learner._model.config.params_dtype is torch.float32)}
+
+    monkeypatch.setattr(experts, "gradients_by_name", without_one)
+    experts.check(report, surroundings)
+    failed = {row["part"] for row in rows(tmp_path) if row["status"] == "fail"}
+    assert failed == {f"{variant}: gradient of the experts" for variant in ("one by one", "one by one, recomputed")}
 
 
 def test_a_training_state_is_the_same_after_a_rollback_and_from_a_checkpoint(
@@ -130,6 +229,34 @@ def test_a_training_state_is_the_same_after_a_rollback_and_from_a_checkpoint(
     assert (
         found["rollback: log-probabilities changed by"] == found["checkpoint: log-probabilities changed by"] == "pass"
     )
+
+
+def test_optimizers_are_compared_with_one_on_the_gpu(
+    surroundings: Surroundings, report: Report, parts: Callable[[], dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "require_gpu", lambda what: None)
+    with pretended_gpu():
+        optimizer.check(report, surroundings)
+    found = parts()
+    assert found["moments in bf16"] == found["offloaded: step, memory"] == "not possible here"
+    compared = [part for part, status in found.items() if "rollback" in part and status == "pass"]
+    assert len(compared) == len(optimizer.VARIANTS) - 1
+
+
+def test_an_optimizer_that_forgets_its_moments_fails(
+    surroundings: Surroundings, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_moments(snapshot: Snapshot) -> None:
+        restore(snapshot)
+        for inner in snapshot._model.inner_optimizers:
+            for one in inner.state.values():
+                one["exp_avg"].zero_()
+
+    restore = Snapshot.restore
+    monkeypatch.setattr(Snapshot, "restore", without_moments)
+    optimizer.check(report, surroundings)
+    failed = [row["part"] for row in rows(tmp_path) if row["status"] == "fail"]
+    assert failed == ["on the GPU: weights, after a rollback and a checkpoint"]
 
 
 def test_another_process_gets_the_weights_of_this_one(
@@ -150,12 +277,12 @@ def test_a_broadcast_to_an_engine_that_dies_or_takes_no_part_fails(
     }
 
 
-def test_each_transport_is_compared_with_a_bare_copy(
+def test_each_transport_is_compared_with_a_bare_copy_and_sends_beside_steps(
     restored: Stack, tmp_path: Path, report: Report, parts: Callable[[], dict[str, str]]
 ) -> None:
     publish.compare(report, restored.engine, restored.checkpoint, tmp_path / "weights", "fp32")
     found = parts()
-    assert len(found) == 3 * len(publish.TRANSPORTS)
+    assert len(found) == 9 * len(publish.TRANSPORTS)
     assert set(found.values()) == {"pass"}
 
 
@@ -172,8 +299,14 @@ def test_an_engine_that_was_resumed_has_its_weights_and_takes_new_ones(
         "learner: log-probabilities changed by": "pass",
         "engine: memory freed": "not possible here",
         "engine: log-probabilities changed by": "pass",
-        "engine resumed, disk: tokens recomputed by the learner": "pass",
-        "engine resumed, p2p: tokens recomputed by the learner": "pass",
+    } | {
+        f"engine resumed, {transport}: {figure}": status
+        for transport in ("disk", "p2p", "ipc")
+        for figure, status in (
+            ("memory freed", "not possible here"),
+            ("send", "pass"),
+            ("tokens recomputed by the learner", "pass"),
+        )
     }
 
 

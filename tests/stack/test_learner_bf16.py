@@ -25,7 +25,17 @@ from tests.stack.learning import learning, save_state, weights_of
 
 SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 # Micro-batches of two sequences, so that gradients are added up over several.
-LEARNER = {"lr": 1e-3, "precision": "bf16", "max_tokens_per_gpu": 16}
+LEARNER = {
+    "precision": "bf16",
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.98,
+    "loss_aggregation": "token_mean",
+    "off_policy_correction": "tis",
+    "kl_loss_type": "k3",
+    "max_tokens_per_gpu": 16,
+}
 NORM = "model.layers.0.input_layernorm.weight"
 
 

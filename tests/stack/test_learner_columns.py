@@ -26,7 +26,8 @@ from miles_async.types import Group
 from tests.configuration import run_config
 from tests.plugin_packages import write_package
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.test_learner_parallel import gradients_of, most_apart
+from tests.stack.learning import gradients_of
+from tests.stack.test_learner_parallel import most_apart
 from tests.stack.test_loss_functions import FIXED, HERE, groups, learner_of, metrics_of
 
 SOURCE = """

@@ -30,7 +30,17 @@ from tests.configuration import run_config
 from tests.stack.learning import learning, weights_of
 
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
-CONFIG = run_config(lr=0.001, max_tokens_per_gpu=400, eps_clip=0.01)
+CONFIG = run_config(
+    lr=0.001,
+    lr_decay_style="constant",
+    weight_decay=0.0,
+    max_tokens_per_gpu=400,
+    eps_clip=0.01,
+    loss_aggregation="token_mean",
+    off_policy_correction="tis",
+    kl_loss_coef=0.001,
+    kl_loss_type="k3",
+)
 TEMPERATURE = 0.7
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA3 = {
@@ -330,6 +340,28 @@ def test_a_batch_that_fails_in_its_second_step_restores_the_optimizer(tiny: Path
     good, failing = shares(batch()), shares(batch(poison=True), steps=2)
     assert same(weights_after(good, failing, good), weights_after(good, good))
     assert same(weights_after(failing, good), weights_after(good))
+
+
+def test_a_failed_batch_restores_the_step_count_that_fused_optimizers_keep_in_parameter_groups(
+    learner: MegatronLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = learner._model.optimizer
+    step = optimizer.step
+    applied: list[None] = []
+
+    def counted_step() -> Any:
+        applied.append(None)
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return step()
+
+    monkeypatch.setattr(optimizer, "step", counted_step)
+    for batches in (0, 1):
+        if batches:
+            learner.train(0, shares(batch()))
+        learner.train(1, shares(batch(poison=True), steps=2))
+        assert {group.get("step", 0) for group in optimizer.param_groups} == {batches}
+    assert len(applied) == 3
 
 
 def test_a_saved_checkpoint_loads_in_transformers_with_its_tokenizer(learner: MegatronLearner, tmp_path: Path) -> None:

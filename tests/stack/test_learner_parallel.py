@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from safetensors.torch import load_file, save_file
 
 from miles_async.adapters.megatron.checkpoint import training_state
@@ -31,7 +33,8 @@ from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
-from tests.stack.learning import create_experts, learning, prompted_groups, save_state, uneven_groups, weights_of
+from tests.stack.learning import create_experts, gradients_of, learning, prompted_groups, save_state, uneven_groups
+from tests.stack.pretended_device import pretended_gpu
 from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
@@ -59,6 +62,7 @@ VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FRUGAL = DISTRIBUTED | {"distrib_optim_fully_reshardable_mem_efficient": True}
 ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
 ALL_ROWS = ROWS | {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train": 4}
@@ -67,6 +71,7 @@ DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
 LAYOUTS = {
     "data parallel": Layout("dense", "usual", 2, {"overlap_grad_reduce": True}),
     "tensor parallel": Layout("dense", "usual", 2, TENSOR),
+    "tensor parallel beyond the key and value heads": Layout("dense", "usual", 4, {"tensor_model_parallel_size": 4}),
     "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
     "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
     "returns, context and data parallel, in rows": Layout("dense", "returns", 4, CONTEXT | ROWS),
@@ -85,9 +90,11 @@ ALONE = {
 """What the layouts are compared with."""
 TOGETHER = {f"{model}, one rank, prefixes shared": Layout(model, "usual", 1, {}) for model in ("dense", "experts")}
 BF16 = {"precision": "bf16"}
+OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 MIXED = {
     "bf16, one rank": Layout("dense", "usual", 1, BF16),
-    "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | FRUGAL),
+    "bf16, distributed optimizer": Layout("dense", "usual", 2, BF16 | FRUGAL | OVERLAPPED),
+    "bf16, offloaded optimizer": Layout("dense", "usual", 2, BF16 | OFFLOADED),
     "bf16, pipeline and context parallel": Layout("dense", "usual", 4, BF16 | UNEVEN | CONTEXT),
     "bf16, experts shared and dealt": Layout("experts", "usual", 4, BF16 | SEQUENCE | EXPERT),
 }
@@ -109,6 +116,7 @@ def config(root: Path, layout: Layout) -> RunConfig:
     # Adam's first step divides each gradient by its own size, rounding errors included: where a gradient is almost
     # nothing the ranks may differ by a share of the learning rate.
     other_terms = {"entropy_coef": 0.01, "use_kl_loss": True, "ref_load": str(root / f"{layout.model} reference")}
+    other_terms |= {"kl_loss_coef": 0.001, "kl_loss_type": "k3", "off_policy_correction": "tis"}
     return run_config(
         lr=0.0001,
         max_tokens_per_gpu=40,
@@ -167,7 +175,8 @@ def learn(root: Path, name: str, rank: int, port: int) -> None:
         if name in AUXILIARY:
             usual = Qwen3Moe.transformer_config
             patch.setattr(Qwen3Moe, "transformer_config", lambda *given: usual(*given) | {"moe_z_loss_coeff": 0.1})
-        _learn(root, name, rank, port)
+        with pretended_gpu() if ALL[name].settings.keys() & OFFLOADED.keys() else nullcontext():
+            _learn(root, name, rank, port)
 
 
 def _learn(root: Path, name: str, rank: int, port: int) -> None:
@@ -184,7 +193,8 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
     further = {"prompted": prompted, "masked": masked} if name in LAYOUTS | ALONE | TOGETHER else {}
     batches = {"gradients": steps} | further
     gradients = {batch: gradients_of(learner, its_steps[0]) for batch, its_steps in batches.items()}
-    report = learner.train(0, steps)
+    with counted_gathers() as gathers:
+        report = learner.train(0, steps)
     if layout.loss == "skipping":
         # Nothing changes, not even by the momentum of the step before.
         learner.train(1, rank_batches(groups_without_advantage(3), settings, ranks)[rank])
@@ -203,24 +213,23 @@ def _learn(root: Path, name: str, rank: int, port: int) -> None:
         for batch, its_gradients in gradients.items():
             save_file(its_gradients, out / f"{batch}.safetensors")
         metrics = {"metrics": dict(report.metrics), "of_masked": dict(of_masked.metrics)}
-        seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments}
+        seen = {"logprobs": before, "after": after, "greedy": greedy, "moments": moments, "gathers": gathers}
         (out / "facts.json").write_text(json.dumps(metrics | seen))
 
 
-def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
-    """By Hugging Face names: they travel the way that weights do."""
-    learner._policy_gradients(step, *learner._pre_step_values([step]))
-    chunks = learner._model.chunks
-    with redirect_cuda_to_cpu():
-        finalize_model_grads(chunks, force_all_reduce=True)
-    weights = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters()]
-    with torch.no_grad():
-        for parameter, _ in weights:
-            parameter.copy_(parameter.main_grad)
-        gradients = weights_of(learner)
-        for parameter, weight in weights:
-            parameter.copy_(weight)
-    return gradients
+@contextmanager
+def counted_gathers() -> Iterator[list[bool]]:
+    """Whether each gather of weights went on beside other work."""
+    gathers: list[bool] = []
+    usual = _ParamAndGradBucketGroup.start_param_sync
+
+    def counted(group: Any, *args: Any, **options: Any) -> None:
+        usual(group, *args, **options)
+        gathers.append(group.param_gather_handle is not None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ParamAndGradBucketGroup, "start_param_sync", counted)
+        yield gathers
 
 
 def facts(out: Path) -> dict[str, Any]:
@@ -346,7 +355,7 @@ def test_ranks_in_bfloat16_compute_nearly_the_gradients_of_one_rank_in_float32(r
 def test_a_checkpoint_in_bfloat16_restores_float32_weights_in_another_layout(runs: Path) -> None:
     run = config(runs, MIXED["bf16, one rank"])
     full = load_file(runs / "dense, usual, one rank/saved/model.safetensors")
-    for layout in ("bf16, distributed optimizer", "bf16, pipeline and context parallel"):
+    for layout in ("bf16, distributed optimizer", "bf16, offloaded optimizer", "bf16, pipeline and context parallel"):
         saved = load_file(runs / layout / "saved/model.safetensors")
         with learning(runs / "dense", run) as learner:
             learner.load_state(str(runs / layout / "state"))
@@ -382,6 +391,14 @@ def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_expert
 def test_the_distributed_optimizer_shards_its_moments_over_the_ranks(runs: Path) -> None:
     parts, all_of_them = facts(runs / "m2po, distributed optimizer"), facts(runs / "data parallel")
     assert parts["moments"] == pytest.approx(all_of_them["moments"] / 2, rel=0.05)
+
+
+def test_weights_are_gathered_beside_the_forward_pass_if_that_is_asked_for(runs: Path) -> None:
+    """The first forward pass after a step gathers them, and after the last step they are gathered at once."""
+    beside = facts(runs / "bf16, distributed optimizer")["gathers"]
+    assert beside[-1] is False
+    assert True in beside
+    assert not any(facts(runs / "m2po, distributed optimizer")["gathers"])
 
 
 def test_one_rank_holds_the_optimizer_state_of_a_checkpoint_if_it_is_asked_for(runs: Path) -> None:

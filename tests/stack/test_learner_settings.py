@@ -35,7 +35,15 @@ from tests.stack.learning import learning, weights_of
 from workers.learner import LearnerRank
 
 SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
-BASE = {"lr": 1e-3, "num_rollout": 4, "num_steps_per_rollout": 2, "adam_beta2": 0.9, "weight_decay": 0.01}
+BASE = {
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "adam_beta2": 0.9,
+    "weight_decay": 0.01,
+    "num_rollout": 4,
+    "num_steps_per_rollout": 2,
+    "off_policy_correction": "tis",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +115,11 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "tis_clip": (0.3, {}),
     "use_kl_loss": (True, {"kl_loss_coef": 1.0}),
     "kl_loss_coef": (1.0, {"use_kl_loss": True}),
-    "kl_loss_type": ("k1", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
+    "kl_loss_type": ("k3", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
     "kl_coef": (1.0, {}),
     "entropy_coef": (0.1, {}),
+    "use_rollout_logprobs": (True, {}),
+    "lr_warmup_fraction": (0.5, {"lr_decay_steps": 6}),
     "loss_aggregation": ("constant", {}),
     "lr": (2e-3, {}),
     "lr_warmup_steps": (3, {}),
@@ -153,10 +163,10 @@ def test_another_estimator_or_correction_learns_other_weights(
 
 def test_the_reference_model_may_be_another_checkpoint(tiny: Path, tmp_path: Path) -> None:
     create_tiny_model(TinyModel(**SMALL), tmp_path / "other", seed=2)
-    kl = {"use_kl_loss": True, "kl_loss_coef": 1.0}
+    kl = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k3"}
     own = learned(tiny, **kl)
     assert not same(learned(tiny, **kl, ref_load=str(tmp_path / "other")), own)
-    assert not same(learned(tiny, **kl, kl_loss_type="k1"), own)
+    assert not same(learned(tiny, **kl | {"kl_loss_type": "k1"}), own)
 
 
 def test_each_role_is_built_and_computes_under_its_own_environment(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +273,8 @@ def test_the_tiny_model_has_the_configured_shape(tmp_path: Path, setting: str, t
 def taught(cache: Path, **settings: Any) -> tuple[Path, int]:
     """The model after a warm start whose first check succeeds, and the number of its steps."""
     short = {"warm_start_max_steps": 8, "warm_start_check_every": 2, "warm_start_accuracy": [0.0, 1.0]}
-    run = config(**SMALL, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
+    tiny = {f"tiny_{name}": value for name, value in SMALL.items()}
+    run = config(**tiny, **short | {"warm_start_batch_size": 4, "cache_dir": str(cache)} | settings)
     problems = [Example(f"{i}=", str(i)) for i in range(8)]
     made = warm_start(run, problems, problems, lambda step, loss, accuracy: None)
     return Path(made.path), made.steps

@@ -16,8 +16,7 @@ from miles_async.batching.batch import TrainStep, policy_steps
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.types import Group, Sample, VersionSpan
 from tests.configuration import run_config
-from tests.stack.learning import create_experts, learning, weights_of
-from tests.stack.test_learner_parallel import gradients_of
+from tests.stack.learning import create_experts, gradients_of, learning, weights_of
 
 ROUNDING = 1e-5
 """Largest relative difference of gradients that rounding explains."""
@@ -161,7 +160,7 @@ def test_later_steps_of_a_rollout_have_the_same_loss_and_gradient_norm(models: P
 
 
 def test_counts_and_shares_are_over_all_tokens_and_the_other_metrics_over_the_computed_ones(models: Path) -> None:
-    run = config()
+    run = config(off_policy_correction="tis")
     computed = [group for group in half_without_advantage() if group[0].reward != group[1].reward]
     batches = {
         "skipping": policy_steps(half_without_advantage(), run, ranks=1),
@@ -203,7 +202,7 @@ def test_a_step_without_any_advantage_changes_nothing(models: Path, nothing_to_l
 
 
 @pytest.mark.parametrize(
-    "settings", [{"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_type": "k1"}], ids=["entropy bonus", "KL loss"]
+    "settings", [{"entropy_coef": 0.1}, {"use_kl_loss": True, "kl_loss_coef": 0.1}], ids=["entropy bonus", "KL loss"]
 )
 def test_terms_without_an_advantage_are_learned_from_all_samples(
     models: Path, nothing_to_learn: list[Group], settings: dict[str, Any]

@@ -25,8 +25,8 @@ from miles_async.rollout.contract import flat_args
 from miles_async.types import Group
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, run_ranks
-from tests.stack.learning import uneven_groups
-from tests.stack.test_learner_parallel import gradients_of, most_apart
+from tests.stack.learning import gradients_of, uneven_groups
+from tests.stack.test_learner_parallel import most_apart
 
 HERE = "tests.stack.user_losses"
 OF_TOKENS = {"loss_type": "custom_loss", "custom_loss_function_path": f"{HERE}.loss_of_tokens"}
@@ -60,6 +60,7 @@ FIXED: dict[str, Any] = {
     "max_tokens_per_gpu": 40,
     "rollout_temperature": 0.8,
     "grpo_std_normalization": False,
+    "off_policy_correction": "tis",
 }
 
 
@@ -148,7 +149,9 @@ def test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss(
 def test_another_function_of_a_part_learns_other_weights(runs: Path, setting: str, other: str) -> None:
     """Gradients of the opposite sign or of half the size."""
     usual = load_file(runs / "one rank/parts/token_mean/gradients.safetensors")
-    found = trained_once(runs, run_config(**FIXED, **PARTS | {setting: f"{HERE}.{other}"}))
+    found = trained_once(
+        runs, run_config(loss_aggregation="token_mean", **FIXED, **PARTS | {setting: f"{HERE}.{other}"})
+    )
     factor = -1.0 if other == "opposite_advantages" else 0.5
     assert all(torch.allclose(found[name], factor * gradient, atol=1e-6) for name, gradient in usual.items())
 

@@ -72,7 +72,12 @@ PLUGINS = (
     (CORRECTIONS, "bounded", "of_users:Bounded"),
     (ADVANTAGES, "centred", "of_users:Centred"),
 )
-LIKE_THEM: dict[str, Any] = {"eps_clip": 0.01, "tis_clip": 1.5, "grpo_std_normalization": False}
+LIKE_THEM: dict[str, Any] = {
+    "eps_clip": 0.01,
+    "off_policy_correction": "tis",
+    "tis_clip": 1.5,
+    "grpo_std_normalization": False,
+}
 MINE: dict[str, Any] = {
     "policy_objective": "corridor",
     "corridor_width": 0.02,

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 
+from miles_async.adapters.null import NullEngines, NullLearner
 from miles_async.adapters.ray.learner import RayRanks
 from miles_async.adapters.ray.servers import start_engine
 from miles_async.adapters.sglang.fleet import SGLangFleet
@@ -24,6 +25,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.channel import find_transports
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StepEnded
+from miles_async.pipeline.devices import SharedDevices
 from tests.stack.conftest import Played, Stack, settings
 from tests.stack.listeners import is_reachable, listeners_of
 from workers.engine import Engine
@@ -51,7 +53,8 @@ def servers(stack: Stack) -> Iterator[list[EngineInfo]]:
     try:
         first = stack.do(start_engine(parts))
         stack.do(withdrawn(before, usual))
-        transports = [stack.do(find_transports(ranks, transport, [first])) for transport in TRANSPORTS]
+        apart = SharedDevices(NullLearner(), NullEngines(), colocated=False)
+        transports = [stack.do(find_transports(ranks, transport, [first], apart)) for transport in TRANSPORTS]
         stack.cluster.handles = replace(
             before, engines=[first], engine_actors={"engine-0": parts}, weight_transports=transports[-1]
         )

@@ -18,8 +18,7 @@ from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Algorithm, RunConfig, TinyModel
 from miles_async.losses.objectives.objective import LossAggregation
 from tests.configuration import run_config
-from tests.stack.learning import learning, prompted_groups
-from tests.stack.test_learner_parallel import gradients_of
+from tests.stack.learning import gradients_of, learning, prompted_groups
 
 ESTIMATORS = get_args(Algorithm.model_fields["advantage_estimator"].annotation)
 AGGREGATIONS = get_args(LossAggregation)
@@ -30,8 +29,9 @@ VARIANTS: list[dict[str, Any]] = [
         for estimator in ESTIMATORS
         for aggregation in AGGREGATIONS
     ),
+    {"off_policy_correction": "tis"},
     *({"policy_objective": objective, "off_policy_correction": "none"} for objective in OBJECTIVES),
-    {"entropy_coef": 0.01, "use_kl_loss": True},
+    {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
 ]
 
 

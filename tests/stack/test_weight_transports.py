@@ -32,7 +32,7 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
-TRANSPORTS = ["memory", "p2p", "broadcast", "disk", "disk_delta"]
+TRANSPORTS = ["memory", "p2p", "broadcast", "ipc", "disk", "disk_delta"]
 PROMPT = [(7 * i) % 250 for i in range(120)]
 
 
@@ -64,7 +64,7 @@ def source(serving: Stack, tmp_path: Path) -> Iterator[WeightSource]:
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-@pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["memory", "p2p", "broadcast", "ipc", "disk"])
 async def test_after_a_publish_no_token_is_sampled_from_old_weights(
     serving: Stack, source: WeightSource, transport: str, mode: str
 ) -> None:
@@ -313,7 +313,7 @@ def test_sglangs_loader_loads_the_weights_of_a_model_whose_layout_is_unknown(
 
     monkeypatch.setattr("miles_async.adapters.weights.source.read_layouts", unknown)
     source = source_of(serving, tmp_path, verify_all=False)
-    for position, transport in enumerate(("broadcast", "disk")):
+    for position, transport in enumerate(("broadcast", "ipc", "disk")):
         serving.change_weights()
         version = next(serving.versions)
         source.stage(version, serving.named_tensors(), [transport])

@@ -46,6 +46,7 @@ class FaultyTransport:
         self._transport = transport
         self._faults = faults
         self._kill = kill
+        self.device = transport.device
         self.connect, self.disconnect, self.prepare, self.close = (
             transport.connect,
             transport.disconnect,

@@ -93,11 +93,14 @@ def test_a_response_lasts_from_its_first_to_its_last_trained_token() -> None:
     assert layout.of_samples(torch.tensor([1.0, 1, 1, 3, 3, 4, 4])).tolist() == [1, 3, 4]
 
 
+TIS = Algorithm(off_policy_correction="tis", loss_aggregation="token_mean")
+
+
 def test_the_loss_of_the_page_is_the_built_in_loss(page: ModuleType) -> None:
     logprobs, entropy = (columns(batch()).old_logprobs + 0.3 * torch.randn(7)).requires_grad_(), torch.rand(7)
     own = called(LossFunctions(ARGS, loss=named(page.clipped_loss)))
     expected, sums = policy_loss(
-        logprobs, entropy, own.columns, total_tokens=14, settings=PolicyLossSettings.from_algorithm(Algorithm())
+        logprobs, entropy, own.columns, total_tokens=14, settings=PolicyLossSettings.from_algorithm(TIS)
     )
     result = own.token_loss(logprobs, entropy)
     assert result.loss.item() == pytest.approx(expected.item())

@@ -23,3 +23,8 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
 def test_no_gradient_is_read_back_from_the_device() -> None:
     """A tensor on `meta` has no values that could be read."""
     assert norm([torch.zeros(3, device="meta"), torch.zeros(2, 2, device="meta")]).shape == (1,)
+
+
+def test_the_norm_of_gradients_in_bfloat16_has_the_precision_of_float32() -> None:
+    gradients = [torch.full((257,), 1.0, dtype=torch.bfloat16), torch.full((2,), 3.0, dtype=torch.bfloat16)]
+    assert norm(gradients).item() == pytest.approx(275**0.5, rel=1e-6)

@@ -89,6 +89,36 @@ def test_the_gradient_of_many_chunks_is_added_to_megatrons_buffer_in_float32() -
     assert relative(weight.main_grad - 1, expected.float()) < 4e-3
 
 
+def test_chunks_do_not_leave_the_gradient_of_the_weight_to_a_fused_kernel() -> None:
+    class FusedLinear(Linear):
+        """Like Megatron's layer with Apex, looks for the buffer of gradients on the weight that it is given."""
+
+        gradient_accumulation_fusion = True
+
+        def forward(self, hidden: Tensor, weight: Any) -> tuple[Tensor, None]:
+            if self.gradient_accumulation_fusion:
+                assert weight.main_grad is not None
+            return super().forward(hidden, weight)
+
+    model = Model(torch.float32)
+    model.output_layer = FusedLinear(torch.float32)
+    weight: Any = model.output_layer.weight
+    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN)
+    loss_of(model, torch.randn(TOKENS, HIDDEN), 2).backward()
+    assert weight.main_grad.any()
+
+
+def test_a_buffer_in_bfloat16_gets_the_gradient_that_was_added_up_in_float32() -> None:
+    _, _, expected = gradients(torch.bfloat16, 2)
+    model = Model(torch.bfloat16)
+    hidden = torch.randn(TOKENS, HIDDEN).bfloat16().requires_grad_()
+    weight: Any = model.output_layer.weight
+    weight.main_grad = torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
+    loss_of(model, hidden, 2).backward()
+    assert torch.equal(weight.grad, expected), "Megatron adds it to the buffer"
+    assert not weight.main_grad.any()
+
+
 def test_without_an_entropy_bonus_no_gradient_of_the_entropy_is_computed() -> None:
     taken: list[Tensor | None] = []
 

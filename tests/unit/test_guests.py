@@ -25,8 +25,11 @@ from types import ModuleType
 from miles_async.guests import Guest
 
 class Workshop(Guest):
-    def advice(self, flag):
-        return "set --num-rollout" if flag == "workshop_steps" else None
+    def flags(self):
+        from miles_async.config.translation import Flag, Refused, sets
+
+        refused = Flag(Refused("set --num-rollout"))
+        return {"workshop_steps": Flag(sets("rollout.num_rollout")), "workshop_epochs": refused}
 
     def arguments(self, settings):
         return {"workshop_steps": settings["num_rollout"]}
@@ -38,7 +41,7 @@ class Workshop(Guest):
 
 
 def test_the_guests_of_the_project_are_found_by_name() -> None:
-    assert GUESTS.names == ["ROLL", "slime", "verl"]
+    assert GUESTS.names == ["Megatron-LM", "ROLL", "miles", "slime", "verl"]
 
 
 def test_the_worked_example_of_the_documentation_translates_files_and_overrides(
@@ -61,10 +64,11 @@ def test_the_worked_example_of_the_documentation_translates_files_and_overrides(
     ]
 
 
-def test_a_package_adds_advice_attributes_of_args_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_adds_flags_attributes_of_args_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_plugin(tmp_path, monkeypatch, GUESTS, "workshop", "of_a_workshop:Workshop", WORKSHOP)
-    with pytest.raises(UserError, match="unknown flag --workshop-steps: set --num-rollout"):
-        run_config("--workshop-steps", "7")
+    assert run_config("--workshop-steps", "7").rollout.num_rollout == 7
+    with pytest.raises(UserError, match="--workshop-epochs has no counterpart: set --num-rollout"):
+        run_config("--workshop-epochs", "7")
     args = flat_args(run_config(num_rollout=9))
     assert (args.workshop_steps, args.rollout_global_dataset) == (9, True)
     install_guests({"slime_imports": False})
@@ -80,10 +84,10 @@ def test_a_package_adds_advice_attributes_of_args_and_modules(tmp_path: Path, mo
         ("def has_key(self, key): raise SystemExit(0)", "recognise a key: SystemExit: 0"),
         ("def recognises(self, content): return True\n    translate = None", "translate settings: TypeError: "),
         (
-            "def recognises(self, content): return True\n    def translate(self, content): return {'lr': 1}, []",
-            "translate settings: AttributeError: 'int' object has no attribute 'value'",
+            "def recognises(self, content): return True\n    def translate(self, content): return {'lr': 1}",
+            "translate settings: AttributeError: 'dict' object has no attribute 'translation'",
         ),
-        ("def advice(self, flag): return flag.steps", "advise on a flag: AttributeError: "),
+        ("def flags(self): return self.steps", "name its flags: AttributeError: "),
         ("def resolve(self, config): pass", "resolve its settings: ValidationError: "),
         ("def install_modules(self, settings): import a_trainer_of_nobody", "install its modules: ModuleNotFoundError"),
     ],

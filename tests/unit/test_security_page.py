@@ -11,6 +11,7 @@ PICKLE = {
     "miles_async/rewards/grader_pool.py": "requests to its child processes",
     "miles_async/compat/slime/saved_batches.py": "slime's files, which torch reads without running code",
     "miles_async/observability/snapshot.py": "what follows from the events of a run; only values and listed classes",
+    "miles_async/adapters/weights/transports/ipc.py": "for engines, what SGLang expects: where they find weights",
     "miles_async/adapters/megatron/checkpoint/training_state.py": "the errors of Megatron's checkpoints",
 }
 """Files that pickle or unpickle, and what."""

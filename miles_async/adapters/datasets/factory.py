@@ -11,12 +11,13 @@ from typing import Any
 from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Problem, Problems
-from miles_async.adapters.datasets.rows import open_rows, split_slice
+from miles_async.adapters.datasets.rows import open_rows
 from miles_async.adapters.datasets.source import BufferedSource, Render
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
+from miles_async.config.prompt_files import split_slice
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError

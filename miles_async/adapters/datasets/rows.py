@@ -6,7 +6,6 @@ regardless of the size of a row.
 
 from __future__ import annotations
 
-import re
 from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from miles_async.adapters.datasets.parquet import ParquetRows
+from miles_async.config.prompt_files import split_slice
 from miles_async.errors import DataRowError, UserError
 from miles_async.parsing import decode_json
 
-_SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 24
 _SHORTEST_ROW = len(b"{}")
 
@@ -54,15 +53,6 @@ def open_rows(prompt_data: str, *, cache_dir: str) -> Rows:
     if not len(rows):
         raise UserError(f"prompt_data {prompt_data} has no rows: name a file with data, or widen the slice")
     return rows
-
-
-def split_slice(prompt_data: str) -> tuple[str, slice | None]:
-    """Split `data.jsonl@[10:20]` into path and slice. Open ends and negative numbers work as in Python."""
-    match = _SLICED.fullmatch(prompt_data)
-    if match is None:
-        return prompt_data, None
-    start, stop = (int(text) if text else None for text in match.group("start", "stop"))
-    return match["path"], slice(start, stop)
 
 
 class JsonlRows:

@@ -14,6 +14,7 @@ import ray
 from miles_async.adapters.ray.actor_errors import actor_result
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.system.work_time import WorkTime
+from miles_async.batching.advantages import PostProcess
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
@@ -70,9 +71,20 @@ class RayLearner:
     Every call raises FatalError if a rank is lost.
     """
 
-    def __init__(self, config: RunConfig, ranks: RayRanks, run: str, resumed_from: Path | None = None) -> None:
-        """`run` is the name of the run; `resumed_from` is the checkpoint that the next one follows."""
+    def __init__(
+        self,
+        config: RunConfig,
+        ranks: RayRanks,
+        run: str,
+        resumed_from: Path | None = None,
+        post_process: PostProcess | None = None,
+    ) -> None:
+        """`run` is the name of the run; `resumed_from` is the checkpoint that the next one follows.
+
+        `post_process` is the user's function for the rewards of a batch.
+        """
         self._config = config
+        self._post_process = post_process
         self._run = run
         self._ranks = ranks
         save = config.learner.save_folder
@@ -121,7 +133,9 @@ class RayLearner:
         a node read it without a copy.
         """
         ranks = len(self._ranks.actors)
-        batches = rank_batches(groups, self._config, ranks, share_prefixes=share_prefixes)
+        batches = rank_batches(
+            groups, self._config, ranks, share_prefixes=share_prefixes, post_process=self._post_process
+        )
         replicas = [self._config.learner.data_parallel_rank(rank, ranks) for rank in range(ranks)]
         stored = {replica: ray.put(batches[replicas.index(replica)]) for replica in sorted(set(replicas))}
         return [stored[replica] for replica in replicas]

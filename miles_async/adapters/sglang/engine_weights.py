@@ -3,7 +3,7 @@
 SGLang passes `/weights_checker` to every tensor-parallel rank and collects one answer per rank. This module adds
 actions to it: the addresses of all parameters, where the loader puts the tensors of a checkpoint, and checksums of the
 parameters and of what the loader received. `miles_async.adapters.weights` calls them. It also adds a load format for
-files that hold only the changed bytes of the weights.
+files that hold only the changed bytes of the weights, and an answer if memory of another process cannot be read.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def regions(model: Model) -> dict[str, dict[str, Any]]:
             "address": parameter.data_ptr(),
             "shape": list(parameter.shape),
             "dtype": str(parameter.dtype).removeprefix("torch."),
-            "device": parameter.device.type,
+            "device": str(parameter.device),
         }
         for name, parameter in tensors_of(model).items()
     }
@@ -151,6 +151,23 @@ def checksums(model: Model, windows: list[tuple[str, int, int]]) -> list[int]:
     """Return the CRC-32 of each window: parameter, first byte, number of bytes."""
     parameters = tensors_of(model)
     return [zlib.crc32(_bytes(parameters[name], start, size).cpu().numpy()) for name, start, size in windows]
+
+
+def load_from_memory(original: Callable[..., tuple[bool, str]], worker: Any, request: Any) -> tuple[bool, str]:
+    """Wrap SGLang's `BaseTpWorker.update_weights_from_tensor`, for weights in memory of another process.
+
+    SGLang would end if that memory cannot be opened, and answers before the GPU has read it. Returns success and a
+    sentence, as SGLang does.
+    """
+    import torch
+
+    try:
+        outcome = original(worker, request)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except (RuntimeError, OSError) as error:
+        return False, f"the weights could not be loaded from memory: {error}"
+    return outcome
 
 
 def load_from_disk(

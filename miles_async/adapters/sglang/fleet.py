@@ -24,6 +24,12 @@ from miles_async.errors import EngineLostError, RouterLostError, TrajectoryError
 from miles_async.events import EngineChanged, Event, RouterChanged
 from miles_async.types import EngineLoad
 
+IDLE_SECONDS = 10
+"""Time for an engine to end the batch whose last answer has arrived already."""
+RELEASE = (f"/flush_cache?timeout={IDLE_SECONDS}", "/release_memory_occupation")
+"""Requests that release the memory of an engine. SGLang would end if it were not idle yet; the first one waits."""
+ALLOCATE = ("/resume_memory_occupation",)
+"""Requests that allocate it again."""
 ROUTER_POLL_SECONDS = 0.05
 ROUTER_SECONDS = 10.0
 """A router that has not answered after this time is restarted. It answers within milliseconds, also under load."""
@@ -51,6 +57,34 @@ class Servers:
 
 
 def _ignore_event(event: Event) -> None: ...
+
+
+class StartedEngines:
+    """Engines that are in no fleet yet, as a user of devices that the learner shares."""
+
+    def __init__(self, engines: Sequence[EngineInfo], timeout: float = 30.0) -> None:
+        """`timeout` is in seconds until an engine has released or allocated memory."""
+        self._engines = engines
+        self._timeout = timeout
+
+    async def offload(self) -> None:
+        """Release the memory of all engines. Raises EngineLostError if one of them does not."""
+        await self._ask(RELEASE)
+
+    async def onload(self) -> None:
+        """Allocate it again. Raises EngineLostError if an engine does not."""
+        await self._ask(ALLOCATE)
+
+    async def _ask(self, paths: Sequence[str]) -> None:
+        client = JsonClient()
+        try:
+            for path in paths:
+                asked = (client.post(one.url + path, key=one.key, within=self._timeout) for one in self._engines)
+                await asyncio.gather(*asked)
+        except TrajectoryError as refusal:
+            raise EngineLostError(str(refusal)) from refusal
+        finally:
+            await client.close()
 
 
 class SGLangFleet:
@@ -188,7 +222,8 @@ class SGLangFleet:
         self._paused, self._pauses = True, self._pauses + 1
 
         async def release(engine: EngineInfo) -> None:
-            await self._post(engine, "/release_memory_occupation", {}, within=self._timeout)
+            for path in RELEASE:
+                await self._post(engine, path, {}, within=self._timeout)
 
         await self._on_all_or_fence(release)
 
@@ -196,7 +231,8 @@ class SGLangFleet:
         """See `ports.Fleet.onload`."""
 
         async def allocate(engine: EngineInfo) -> None:
-            await self._post(engine, "/resume_memory_occupation", {}, within=self._timeout)
+            for path in ALLOCATE:
+                await self._post(engine, path, {}, within=self._timeout)
 
         await self._on_all_or_fence(allocate)
         self._paused = False

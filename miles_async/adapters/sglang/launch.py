@@ -251,6 +251,9 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.devices:
         values["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.devices))
+    if has_cuda() and _dtype(spec) == "float32":
+        # SGLang's CUDA kernel for RMSNorm has no float32.
+        values["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
     if not has_cuda():
         cores, ranks = spec.cpus or tuple(sorted(os.sched_getaffinity(0))), spec.tp // spec.nodes
         values |= {
@@ -331,6 +334,10 @@ def unused_models(spec: EngineSpec) -> list[str]:
     unused = [name for name, text in modules.items() if not any(definition in text for definition in definitions)]
     # If no module defines the architecture, SGLang decides what to use instead.
     return unused if len(unused) < len(modules) else []
+
+
+def _dtype(spec: EngineSpec) -> str:
+    return str(spec.server_args.get("dtype", spec.dtype))
 
 
 def _kv_tokens(spec: EngineSpec) -> int:

@@ -59,6 +59,8 @@ def register() -> None:
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
+    worker = "sglang.srt.managers.tp_worker.BaseTpWorker"
+    HookRegistry.register(f"{worker}.update_weights_from_tensor", engine_weights.load_from_memory, HookType.AROUND)
     gauges = "sglang.srt.utils.gauge_histogram.GaugeHistogram.set_by_current_observations"
     HookRegistry.register(gauges, set_gauges, HookType.AROUND)
     if not torch.cuda.is_available():

@@ -106,8 +106,9 @@ class CheckpointFolder:
         with (draft / _PROGRESS).open("w") as file:
             file.writelines(json_pieces(progress))
 
-    def commit(self, draft: Path, rollout_id: int, keep: int) -> Path:
-        """Turn the draft into the newest checkpoint, and delete all but the newest `keep` checkpoints of this run.
+    def commit(self, draft: Path, rollout_id: int, keep: int | None) -> Path:
+        """Turn the draft into the newest checkpoint, and delete all but the newest `keep` checkpoints of this run, if
+        `keep` is a number.
 
         Checkpoints of the runs that this run was resumed from count as its own. A checkpoint of another run is replaced
         if it has the same name, and kept otherwise. Returns the path of the checkpoint. Raises OSError if the disk is
@@ -123,7 +124,8 @@ class CheckpointFolder:
         # The folder exists already if this run was resumed from an earlier checkpoint.
         replace_folder(draft, path)
         names = [path.name, *(name for name in self._names if name != path.name)]
-        self._names, old = names[:keep], names[keep:]
+        kept = len(names) if keep is None else keep
+        self._names, old = names[:kept], names[kept:]
         # The marker is written last: until then, an interrupted commit leaves the previous checkpoint the newest.
         write_atomically(self._root / _MARKER, "".join(f"{name}\n" for name in self._names).encode())
         for name in old:

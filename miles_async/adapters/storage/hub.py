@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
-from miles_async.adapters.datasets.rows import split_slice
 from miles_async.atomic_files import atomic_file
 from miles_async.config.fields import with_settings
+from miles_async.config.prompt_files import split_slice
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.errors import UserError

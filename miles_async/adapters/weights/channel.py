@@ -32,6 +32,14 @@ class Ranks(Protocol):
         ...
 
 
+class DeviceTurns(Protocol):
+    """Gives devices that learner and engines share to one of them; see `pipeline.devices.SharedDevices`."""
+
+    async def to_learner(self) -> None: ...
+
+    async def to_engines(self) -> None: ...
+
+
 class Channel:
     """Implements `ports.WeightChannel`.
 
@@ -96,25 +104,32 @@ class Channel:
         return self._transports[self._fallbacks.get(engine, 0)]
 
 
-async def find_transports(ranks: Ranks, wanted: str, engines: Sequence[EngineInfo]) -> tuple[str, ...]:
+async def find_transports(
+    ranks: Ranks, wanted: str, engines: Sequence[EngineInfo], devices: DeviceTurns
+) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
     `wanted` is `auto` or the name of a transport. The first fallback that works replaces an optional transport that
     does not work, with a warning. `auto` measures transports and keeps the last fallback as the last one. The engines
-    must be idle.
+    must be idle. If they share `devices` with the learner, the learner has them before and afterwards.
 
     A warning says if an engine computes other log-probabilities than the learner.
 
     Raises UserError if another named transport does not work, EngineLostError if an engine does not answer or cannot
     generate, and FatalError if an engine serves another model or no transport works.
     """
+    await ranks.on_all("describe")
+    await devices.to_engines()
     await ranks.on_all("connect", engines, {})
+    await devices.to_learner()
     await ranks.on_all("stage", 0, [])
+    await devices.to_engines()
     infos = {engine.name: engine for engine in engines}
     transports = await (_fastest(ranks, infos) if wanted == AUTO else _working(ranks, wanted, infos))
     for sentence in await asyncio.gather(*(_compare(ranks, engine) for engine in infos)):
         if sentence is not None:
             _log.warning(sentence)
+    await devices.to_learner()
     return transports
 
 

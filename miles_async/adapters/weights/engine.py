@@ -41,6 +41,7 @@ class Region:
     dtype: str
     """Torch's name of the dtype, such as `bfloat16`."""
     device: str
+    """Torch's name of the device in the engine's process: `cpu`, or for example `cuda:0`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class RankMemory:
     machine: str
     """Identifies the machine and its process numbers, see `engine_weights.machine_id`."""
     regions: Mapping[str, Region]
+
+    @property
+    def device(self) -> str:
+        """See `Region.device`."""
+        return next(iter(self.regions.values())).device
 
     @property
     def shapes(self) -> dict[str, Shape]:

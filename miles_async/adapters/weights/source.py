@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 
+import torch
+
 from miles_async.adapters.sglang.engine_weights import Shape
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import (
@@ -77,6 +79,8 @@ class WeightSource:
         """Pairs of a transport and an engine that it is connected to."""
         self._lock = Lock()
         """Sends to several engines run in threads; only one of them may connect or prepare a transport at a time."""
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+        """For sends, so that they do not wait for a training step, nor the step for them."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         """Connect to exactly these engines: read the layout of new ones, disconnect all others.
@@ -113,7 +117,10 @@ class WeightSource:
         `transports` do the work now that they can do before the engines are paused. Another transport does that work in
         `send`. Raises FatalError if a tensor is missing.
         """
-        self._require_staging().fill(version, named_tensors)
+        staging = self._require_staging()
+        devices = {self._transports[one].device for one in transports if one in self._transports}
+        staging.move("cuda" if devices == {"cuda"} else "cpu")
+        staging.fill(version, named_tensors)
         for transport in transports:
             self._prepare(transport)
 
@@ -129,8 +136,9 @@ class WeightSource:
                 # A transport that became the fallback after staging is neither connected nor prepared yet.
                 self._connect_transport(transport, name)
                 self._prepare(transport)
-                size = self._transports[transport].send(staging, self._engines[name])
-                self._verify(self._engines[name])
+                with torch.cuda.stream(self._stream):
+                    size = self._transports[transport].send(staging, self._engines[name])
+                    self._verify(self._engines[name])
         except (EngineLostError, FatalError) as failure:
             error = f"engine {name}: {failure}"
             # A repeated send connects again, because a failure may have broken the connection.
@@ -195,6 +203,8 @@ class WeightSource:
         staging = self._require_staging()
         with self._lock:
             if transport in self._transports and self._prepared.get(transport) != staging.fill_count:
+                if self._transports[transport].device == "cpu":
+                    staging.move("cpu")
                 self._transports[transport].prepare(staging)
                 self._prepared[transport] = staging.fill_count
 

@@ -3,11 +3,14 @@
 Each weight source (learner rank) stages only the tensors that it sends. All staging buffers together are one copy of
 the model, for any number of engines. Every transport reads from the staging buffer, so a version can be sent again by
 another transport while training goes on.
+
+The buffer is in main memory, or on the learner's GPU if all transports in use read it there (`Transport.device`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import zlib
 from collections import Counter
@@ -51,10 +54,24 @@ class Staging:
         for plan in self.plans:
             self._offsets[plan.name] = size
             size += plan.numel * dtype_of[plan.name].itemsize
+        self._dtype_of = dtype_of
         self.buffer = torch.zeros(size, dtype=torch.uint8)
-        self._views = {
-            name: self.buffer[offset : offset + self._by_name[name].numel * dtype_of[name].itemsize].view(
-                dtype_of[name]
+        self._views = self._views_of(self.buffer)
+
+    def move(self, device: str) -> None:
+        """Move the buffer to `cpu` or `cuda`, unless it is there. Sends that run meanwhile may read either of the two.
+
+        On a GPU, the memory shares no segment of torch's allocator with tensors of the learner. A segment is returned
+        to the device as a whole, for an engine that shares the device.
+        """
+        if self.buffer.device.type != device:
+            moved = empty_bytes(len(self.buffer), device).copy_(self.buffer)
+            self.buffer, self._views = moved, self._views_of(moved)
+
+    def _views_of(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: buffer[offset : offset + self._by_name[name].numel * self._dtype_of[name].itemsize].view(
+                self._dtype_of[name]
             )
             for name, offset in self._offsets.items()
         }
@@ -86,6 +103,8 @@ class Staging:
             missing.discard(name)
         if missing:
             raise FatalError(f"the learner no longer exports {min(missing)}")
+        if self.buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()  # transports read the buffer in other streams
         self.version = version
 
     def offset(self, name: str) -> int:
@@ -96,17 +115,18 @@ class Staging:
         """Return the bytes per element of a tensor."""
         return self._views[name].itemsize
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as a checkpoint contains it, for SGLang's loader.
+    def tensor(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a tensor as a checkpoint contains it, for SGLang's loader: `out`, if that is given.
 
-        The result is a view of staged memory unless the tensor is staged in pieces.
+        Otherwise the result is a view of staged memory, unless the tensor is staged in pieces.
         """
         plan = self._by_name[name]
         values = self._views[name]
         if not plan.pieces:
-            return values.view(plan.shape)
+            staged = values.view(plan.shape)
+            return staged if out is None else out.copy_(staged)
         # Elements that no engine holds stay 0.
-        whole = torch.zeros(plan.shape, dtype=values.dtype)
+        whole = torch.zeros(plan.shape, dtype=values.dtype, device=values.device) if out is None else out.zero_()
         for piece, part, staged in _pieces(plan, whole, values):
             if not piece.offset:
                 part.copy_(staged)
@@ -135,14 +155,27 @@ class Staging:
                 if copy.rank == rank and copy.numel:
                     yield base + copy.source * width, copy.parameter, copy.target * width, copy.numel * width
 
-    def flat(self, bucket: Sequence[TensorPlan]) -> torch.Tensor:
-        """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: a view if possible."""
+    def sizes(self, bucket: Sequence[TensorPlan]) -> list[int]:
+        """The bytes of each tensor of a bucket, as `tensor` returns it."""
+        return [math.prod(plan.shape) * self.element_size(plan.name) for plan in bucket]
+
+    def flat(self, bucket: Sequence[TensorPlan], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the bytes of the tensors of a bucket, as `tensor` returns them, without gaps: at the start of `out`.
+
+        If that is not given, the result is a view of staged memory if possible.
+        """
+        sizes = self.sizes(bucket)
         if all(not plan.pieces for plan in bucket):
             # Neighbours in a bucket are neighbours in the buffer.
-            last = bucket[-1]
-            end = self._offsets[last.name] + last.numel * self.element_size(last.name)
-            return self.buffer[self._offsets[bucket[0].name] : end]
-        return torch.cat([self.tensor(plan.name).flatten().view(torch.uint8) for plan in bucket])
+            first = self._offsets[bucket[0].name]
+            staged = self.buffer[first : first + sum(sizes)]
+            return staged if out is None else out[: len(staged)].copy_(staged)
+        if out is None:
+            out = torch.empty(sum(sizes), dtype=torch.uint8, device=self.buffer.device)
+        flat = out[: sum(sizes)]
+        for plan, part in zip(bucket, flat.split(sizes), strict=True):
+            self.tensor(plan.name, part.view(self._dtype_of[plan.name]).view(plan.shape))
+        return flat
 
     def checksums(self, ranks: int, *, verify_all: bool) -> tuple[list[list[Window]], list[list[int]]]:
         """Choose the bytes of an engine to verify; return the windows and the CRC-32 that each must have, by rank.
@@ -151,7 +184,7 @@ class Staging:
         """
         windows: list[list[Window]] = [[] for _ in range(ranks)]
         expected: list[list[int]] = [[] for _ in range(ranks)]
-        memory = self.buffer.numpy()
+        memory = self.buffer
         for plan in self.plans:
             width, base = self.element_size(plan.name), self._offsets[plan.name]
             for copy in plan.copies:
@@ -161,7 +194,7 @@ class Staging:
                     size = SAMPLE_BYTES
                 start = base + copy.source * width + skipped
                 windows[copy.rank].append((copy.parameter, copy.target * width + skipped, size))
-                expected[copy.rank].append(zlib.crc32(memory[start : start + size].data))
+                expected[copy.rank].append(zlib.crc32(memory[start : start + size].cpu().numpy().data))
         return windows, expected
 
     def received(self, *, verify_all: bool) -> dict[str, int]:
@@ -177,6 +210,14 @@ def _pieces(
     for piece, staged in zip(plan.pieces, values.split([piece.numel for piece in plan.pieces]), strict=True):
         first = flat.storage_offset() + piece.source
         yield piece, flat.as_strided(piece.shape, piece.strides, first), staged.view(piece.shape)
+
+
+def empty_bytes(size: int, device: str) -> torch.Tensor:
+    """Memory on `cpu` or `cuda`; see `Staging.move`."""
+    if device == "cpu":
+        return torch.empty(size, dtype=torch.uint8)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def plans_of_source(plans: Sequence[TensorPlan], source: int, sources: int) -> list[TensorPlan]:

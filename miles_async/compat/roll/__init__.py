@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from miles_async.guests import Guest
 
 if TYPE_CHECKING:
-    from miles_async.config.translation import Translation
+    from miles_async.config.translation import Outcome
 
 ROLES = ("actor_train", "actor_infer", "reference")
 
@@ -21,7 +21,12 @@ class Roll(Guest):
     def recognises(self, content: Mapping[str, Any]) -> bool:
         return any(role in content for role in ROLES)
 
-    def translate(self, content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+    def translate(self, content: Mapping[str, Any]) -> Outcome:
         from miles_async.compat.roll.translation import translate
 
         return translate(content)
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.roll.defaults import DEFAULTS
+
+        return DEFAULTS

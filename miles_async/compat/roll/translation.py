@@ -10,10 +10,10 @@ from miles_async.compat.roll import ROLES
 from miles_async.config.translation import (
     Combined,
     Only,
+    Outcome,
     Refused,
     Rule,
     Table,
-    Translation,
     Translator,
     converts,
     entries,
@@ -201,8 +201,8 @@ _NUMBERS = re.compile(r"\[((?:\d{1,6}(?:,|(?=\])))*)\]")
 _INTERPOLATION = re.compile(r"\$\{([^}]*)\}")
 
 
-def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
-    """Our settings for the content of a file, and one sentence per key that is refused.
+def translate(content: Mapping[str, Any]) -> Outcome:
+    """What the content of a file means here.
 
     `${key}` stands for the value of another key, as in OmegaConf.
     """
@@ -219,7 +219,7 @@ def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
         translator.apply(key, value is not None if key in _TEMPLATES else value)
     for combine in (_environment, _devices, _batch_sizes, _reference_layout, _recomputation, _data, _sampling, _engine):
         combine(translator, values)
-    return translator.translation, translator.problems
+    return translator
 
 
 def _interpolated(translator: Translator, key: str, value: Any, values: Mapping[str, Any]) -> Any:

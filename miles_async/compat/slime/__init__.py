@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_async.guests import Guest
 from miles_async.section import Section
 from miles_async.types import Group
 
-_ADVICE = {
-    "lora_": "LoRA is not supported, remove it",
-    "eval_prompt_data": "set eval_datasets to the name and the path of each data set",
-    "n_samples_per_eval_prompt": "set n_samples of each data set in eval_datasets",
-}
-"""Beginnings of slime's flags that have no counterpart of a similar name, and what to do instead."""
+if TYPE_CHECKING:
+    from miles_async.config.schema import RunConfig
+    from miles_async.config.translation import Flag, Translator
 
 
 class Slime(Guest):
     """Lets functions and workers that were written for slime run unchanged."""
 
     name = "slime"
+    is_compared = True
 
     class Settings(Section):
         slime_imports: bool = False
@@ -29,8 +27,25 @@ class Slime(Guest):
         project. Other modules of slime come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs
         unchanged. If off, imports of slime find only a checkout."""
 
-    def advice(self, flag: str) -> str | None:
-        return next((text for start, text in _ADVICE.items() if flag.startswith(start)), None)
+    def flags(self) -> Mapping[str, Flag]:
+        from miles_async.compat.slime.flags import FLAGS
+
+        return FLAGS
+
+    def combine(self, values: Mapping[str, Any], translator: Translator) -> None:
+        from miles_async.compat.slime.flags import combine
+
+        combine(values, translator)
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.slime.defaults import DEFAULTS
+
+        return DEFAULTS
+
+    def resolve(self, config: RunConfig) -> RunConfig:
+        from miles_async.compat.slime.resolution import resolve
+
+        return resolve(config)
 
     def load_batch(self, path: Path) -> tuple[int, list[Group]] | None:
         from miles_async.compat.slime.saved_batches import load_batch

@@ -8,6 +8,7 @@ the modules that it imports are these:
     slime.rollout.rm_hub            rm_hub.py
     slime.rollout.data_source       data_source.py
     slime.rollout.base_types        base_types.py
+    slime.rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std
     slime.utils.types               miles_async/types.py
     slime.utils.async_utils         run
     slime.utils.http_utils          get_rollout_num_engines
@@ -28,7 +29,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
-from miles_async import types
+from miles_async import filters, types
 from miles_async.compat.slime import base_types, data_source, rm_hub, sglang_rollout
 from miles_async.config.user_functions import load_function
 
@@ -45,15 +46,23 @@ def install_slime_imports() -> None:
     rewards = _package("slime.rollout.rm_hub")
     vars(rewards).update(async_rm=rm_hub.async_rm, batched_async_rm=rm_hub.batched_async_rm)
     if importlib.util.find_spec("slime") is None:
-        for name in ("slime", "slime.rollout", "slime.utils"):
+        for name in ("slime", "slime.rollout", "slime.rollout.filter_hub", "slime.utils"):
             sys.modules[name] = _package(name)
-    elif (found := importlib.util.find_spec("slime.rollout.rm_hub")) is not None:
-        rewards.__path__ = list(found.submodule_search_locations or ())
+    else:
+        if importlib.util.find_spec("slime.rollout.filter_hub") is None:
+            sys.modules["slime.rollout.filter_hub"] = _package("slime.rollout.filter_hub")
+        found = importlib.util.find_spec("slime.rollout.rm_hub")
+        if found is not None:
+            rewards.__path__ = list(found.submodule_search_locations or ())
     stand_ins = {
         "slime.rollout.sglang_rollout": sglang_rollout,
         "slime.rollout.rm_hub": rewards,
         "slime.rollout.data_source": data_source,
         "slime.rollout.base_types": base_types,
+        "slime.rollout.filter_hub.dynamic_sampling_filters": _module(
+            "slime.rollout.filter_hub.dynamic_sampling_filters",
+            check_reward_nonzero_std=filters.check_reward_nonzero_std,
+        ),
         "slime.utils.types": types,
         "slime.utils.async_utils": _module("slime.utils.async_utils", run=run),
         "slime.utils.http_utils": _module(

@@ -10,7 +10,7 @@ from miles_async.section import Section
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
-    from miles_async.config.translation import Translation
+    from miles_async.config.translation import Outcome
     from miles_async.rollout.recordings import RecordingContext
 
 
@@ -34,10 +34,15 @@ class Verl(Guest):
 
         return key in TABLE
 
-    def translate(self, content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
+    def translate(self, content: Mapping[str, Any]) -> Outcome:
         from miles_async.compat.verl.translation import translate
 
         return translate(content)
+
+    def defaults(self) -> Mapping[str, Any]:
+        from miles_async.compat.verl.defaults import DEFAULTS
+
+        return DEFAULTS
 
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.verl.translation import resolve_skip_rollout

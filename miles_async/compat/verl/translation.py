@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_async.config.schema import RunConfig
-from miles_async.config.translation import Refused, Table, Translation, Translator, entries, sets
+from miles_async.config.translation import Outcome, Refused, Table, Translator, entries, sets
 
 _SKIP_FIELDS = ("enable", "dump_dir", "steps", "action")
 
@@ -70,13 +70,13 @@ def recognises(content: Mapping[str, Any]) -> bool:
     return not _SECTIONS.isdisjoint(content) or any(key in own for key, _ in entries(content, TABLE))
 
 
-def translate(content: Mapping[str, Any]) -> tuple[Translation, list[str]]:
-    """Our settings for the content of a file, and one sentence per key that is refused."""
+def translate(content: Mapping[str, Any]) -> Outcome:
+    """What the content of a file means here."""
     table = {**TABLE, **_skip_roles(content.get("skip"))}
     translator = Translator("verl", table)
     for key, value in entries(content, table):
         translator.apply(key, value)
-    return translator.translation, translator.problems
+    return translator
 
 
 def resolve_skip_rollout(config: RunConfig) -> RunConfig:

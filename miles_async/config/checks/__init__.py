@@ -6,7 +6,18 @@ nothing heavy. Problems with the data, the weights or a user's module are found 
 
 from __future__ import annotations
 
-from miles_async.config.checks import layouts, memory, models, placeholders, plugins, rollouts, serving, sizes, untested
+from miles_async.config.checks import (
+    layouts,
+    memory,
+    models,
+    placeholders,
+    plugins,
+    rollouts,
+    serving,
+    sizes,
+    switches,
+    untested,
+)
 from miles_async.config.checks.notes import NOTES
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of
 from miles_async.config.schema import RunConfig
@@ -46,5 +57,5 @@ def notes(config: RunConfig, entry: str) -> list[str]:
     return [sentence for note in NOTES for sentence in note(config, entry)]
 
 
-_MODULES = (plugins, sizes, placeholders, rollouts, models, layouts, memory, serving, untested)
+_MODULES = (plugins, sizes, placeholders, rollouts, models, switches, layouts, memory, serving, untested)
 _CHECKS = [check for module in _MODULES for check in module.CHECKS]

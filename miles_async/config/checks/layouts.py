@@ -59,7 +59,9 @@ def _ranks(learner: Learner, ranks: int) -> Iterator[str]:
 def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
     tensor = learner.tensor_model_parallel_size
     for count, name in ((shape.heads, "attention heads"), (shape.query_groups, "key/value heads")):
-        if count % tensor:
+        # Ranks beyond the key/value heads share heads.
+        shares = name == "key/value heads" and tensor % count == 0
+        if count % tensor and not shares:
             yield (
                 f"the model's {count} {name} are not divisible by tensor_model_parallel_size {tensor}; set "
                 f"tensor_model_parallel_size to a divisor of {count}"
@@ -105,10 +107,10 @@ def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
     expert_parallel, tensor = learner.expert_model_parallel_size, learner.tensor_model_parallel_size
     expert_tensor = learner.expert_tensor_parallel_size
     if shape.experts is None:
-        if expert_parallel > 1 or expert_tensor is not None:
+        if max(expert_parallel, expert_tensor or 1) > 1:
             yield (
                 "expert_model_parallel_size and expert_tensor_parallel_size need a mixture-of-experts model, but this "
-                "model is dense: unset them"
+                "model is dense: set them to 1, or unset them"
             )
         return
     if shape.experts % expert_parallel:

@@ -52,7 +52,7 @@ def memory_problems(config: RunConfig) -> Iterator[str]:
     host = config.cluster.host_memory_gib
     if host is not None and plan.host > host * GIB:
         yield (
-            f"the learner ranks of a node copy {gib_text(plan.host)} to host memory, but host_memory_gib is {host:g}: "
+            f"the learner ranks of a node need {gib_text(plan.host)} of host memory, but host_memory_gib is {host:g}: "
             f"{_host_advice(config)}"
         )
 
@@ -103,8 +103,11 @@ def _fits(config: RunConfig, model: Architecture, card: int, change: Change, *, 
         return False
     if changed.samples_per_step < learner.data_parallel_ranks(learner.ranks) or shares_biases(model, learner):
         return False
-    plan = plan_of(changed, model, card)
-    return plan.learner_fits if of_learner else plan.engine_fits
+    plan, host = plan_of(changed, model, card), config.cluster.host_memory_gib
+    if not of_learner:
+        return plan.engine_fits
+    too_much_on_host = learner.optimizer_cpu_offload and host is not None and plan.host > host * GIB
+    return plan.learner_fits and not too_much_on_host
 
 
 def _named(change: Change) -> str:
@@ -146,6 +149,9 @@ def _learner_changes(config: RunConfig) -> list[Change]:
         )
         changes.append({"context_parallel_size": context, "max_tokens_per_gpu": min(tokens, fewer)})
         changes.append({"pipeline_model_parallel_size": learner.pipeline_model_parallel_size * times})
+    may_hold_masters = learner.precision != "fp32" and learner.use_distributed_optimizer is not False
+    if may_hold_masters and not learner.optimizer_holds_masters:
+        changes.append({"optimizer_cpu_offload": True})
     changes += [{"actor_num_nodes": learner.actor_num_nodes << number} for number in range(1, 7)]
     return changes
 
@@ -168,7 +174,10 @@ def _host_advice(config: RunConfig) -> str:
     if config.learner.save is not None and config.learner.use_distributed_optimizer is not False:
         if not config.learner.distrib_optim_fully_reshardable_mem_efficient:
             found.append("set distrib_optim_fully_reshardable_mem_efficient, so that only one rank gathers the state")
-        found.append("set use_distributed_optimizer to false, so that no rank gathers the state of others")
+        if not config.learner.optimizer_holds_masters:
+            found.append("set use_distributed_optimizer to false, so that no rank gathers the state of others")
+    if config.learner.optimizer_cpu_offload:
+        found.append("lower optimizer_offload_fraction, so that more of the optimizer's state stays on the GPU")
     if config.cluster.colocate:
         found.append("unset colocate, which copies the learner's state")
     elif config.steps_per_rollout > 1:

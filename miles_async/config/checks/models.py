@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_async.config.fields import nearest
 from miles_async.config.generation import generates
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
+from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, table_version
 from miles_async.config.memory import longest_sample
-from miles_async.config.model_shape import config_complaint, context_limit, hf_config
+from miles_async.config.model_flags import differences
+from miles_async.config.model_shape import config_complaint, context_limit, hf_config, is_of_megatron
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name, is_gguf
@@ -34,6 +37,33 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
                 source_of(config.learner.megatron_to_hf_mode, checkpoint)
             except UserError as error:
                 yield str(error)
+
+
+def _described(config: RunConfig) -> Iterator[str]:
+    """Megatron's flags that describe another model than the checkpoint."""
+    flags, checkpoint = config.model.megatron_model_flags, config.model.hf_checkpoint
+    if not flags:
+        return
+    if checkpoint is None:
+        names = ", ".join(sorted(flags))
+        yield f"{names} describe a checkpoint, but hf_checkpoint is unset: set it, or remove them; {_TINY}"
+        return
+    for name, given, theirs in differences(flags, hf_config(checkpoint)):
+        yield (
+            f"{name} {given} differs from config.json of hf_checkpoint {checkpoint}, which has {theirs}: correct the "
+            "flag, or set hf_checkpoint to the checkpoint of this model"
+        )
+
+
+_TINY = "the tiny model is described by --tiny-num-layers and its kin"
+
+
+def _megatron_args(config: RunConfig) -> Iterator[str]:
+    for name in config.learner.megatron_args:
+        if name in SET_BY_THE_RUN:
+            yield f"megatron_args.{name} is set by the run itself: {SET_BY_THE_RUN[name]}"
+        elif name not in (known := megatron_fields()):
+            yield f"megatron_args.{name}: Megatron-core {table_version()} has no such field{nearest(name, known)}"
 
 
 def _unusable(setting: str, folder: str | None) -> Iterator[str]:
@@ -75,26 +105,25 @@ def _tiny_model(config: RunConfig) -> Iterator[str]:
     model, response = config.model.tiny_model, config.rollout.rollout_max_response_len
     if model.hidden_size % model.num_attention_heads:
         yield (
-            f"hidden_size {model.hidden_size} is not divisible by num_attention_heads {model.num_attention_heads}; set "
-            "hidden_size to a multiple"
+            f"tiny_hidden_size {model.hidden_size} is not divisible by tiny_num_attention_heads "
+            f"{model.num_attention_heads}; set tiny_hidden_size to a multiple"
         )
     if model.num_attention_heads % model.num_query_groups:
         yield (
-            f"num_attention_heads {model.num_attention_heads} is not divisible by num_query_groups "
-            f"{model.num_query_groups}; set num_query_groups to a divisor"
+            f"tiny_num_attention_heads {model.num_attention_heads} is not divisible by tiny_num_query_groups "
+            f"{model.num_query_groups}; set tiny_num_query_groups to a divisor"
         )
     if response >= model.max_position_embeddings:
         yield (
-            f"rollout_max_response_len {response} leaves no room for a prompt in the tiny model's "
-            f"max_position_embeddings {model.max_position_embeddings}; lower the first or raise the second"
+            f"rollout_max_response_len {response} leaves no room for a prompt in "
+            f"tiny_max_position_embeddings {model.max_position_embeddings}; lower the first or raise the second"
         )
 
 
 def _reference(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    yield from _unusable("ref_load", algorithm.ref_load)
-    if algorithm.ref_load is not None and not config.keeps_reference:
-        yield "ref_load names a reference model that is not used: set use_kl_loss or kl_coef, or unset ref_load"
+    folder = config.algorithm.ref_load
+    if folder is not None and not is_of_megatron(folder):
+        yield from _unusable("ref_load", folder)
 
 
 def _critic(config: RunConfig) -> Iterator[str]:
@@ -236,4 +265,16 @@ def _loss(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_checkpoint, _reference, _critic, _folders, _resume, _exports, _recomputation, _dynamic_batching, _loss)
+CHECKS = (
+    _checkpoint,
+    _described,
+    _megatron_args,
+    _reference,
+    _critic,
+    _folders,
+    _resume,
+    _exports,
+    _recomputation,
+    _dynamic_batching,
+    _loss,
+)

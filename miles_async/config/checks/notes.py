@@ -7,17 +7,63 @@ from collections.abc import Iterator
 from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import rollout_mode, schedule_of, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
+from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
 
+_COMPARE_WHOLE_TEXTS = ("exact", "f1", "reasoning_gym")
+
 
 def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    is_corrected = corrects(config.algorithm) or objective_of(config.algorithm).corrects
-    if not is_corrected and schedule_of(config, entry) is Schedule.FULLY_ASYNC:
+    algorithm = config.algorithm
+    is_corrected = corrects(algorithm) or objective_of(algorithm).corrects
+    if (
+        algorithm.off_policy_correction is not None
+        and not is_corrected
+        and schedule_of(config, entry) is Schedule.FULLY_ASYNC
+    ):
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
+        )
+
+
+def _reference(config: RunConfig, entry: str) -> Iterator[str]:
+    folder = config.algorithm.ref_load
+    if folder is not None and not config.keeps_reference:
+        yield "ref_load has no effect, because no reference model is used: set use_kl_loss or kl_coef, or unset it"
+    elif folder is not None and is_of_megatron(folder):
+        yield (
+            f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint, of which it is "
+            "taken to be a conversion: set ref_load to a Hugging Face checkpoint if it is another model"
+        )
+
+
+def _kl_loss(config: RunConfig, entry: str) -> Iterator[str]:
+    if config.algorithm.use_kl_loss and not config.algorithm.kl_loss_coef and config.learner.loss_type == "policy_loss":
+        yield (
+            "use_kl_loss measures the KL divergence and does not train on it, because kl_loss_coef is 0: set "
+            "kl_loss_coef, or unset use_kl_loss, which saves the memory of the reference model"
+        )
+
+
+def lost_model(config: RunConfig) -> Iterator[str]:
+    """A sentence if a run trains a model and keeps it nowhere."""
+    learner, debug = config.learner, config.debug
+    if learner.save is None and learner.save_hf is None and not debug.debug_rollout_only and not trains_only(config):
+        yield (
+            "the trained model will be lost when the run ends, because neither save nor save_hf is set: set save to a "
+            "folder for checkpoints, or save_hf to a folder for the model in Hugging Face format"
+        )
+
+
+def _whole_texts(config: RunConfig, entry: str) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rm_type in _COMPARE_WHOLE_TEXTS and not rollout.rollout_skip_special_tokens:
+        yield (
+            f"rm_type {rollout.rm_type} compares the whole response with the answer, and responses end with a special "
+            "token: set rollout_skip_special_tokens"
         )
 
 
@@ -159,6 +205,8 @@ NOTES = (
     _unused_over_sampling_filter,
     _unused_skip,
     _policy_notes,
+    _reference,
+    _kl_loss,
     _unlike_the_paper,
     unused_settings,
     _training_notes,
@@ -166,4 +214,5 @@ NOTES = (
     _texts_like_switches,
     _saved_format,
     _plugins,
+    _whole_texts,
 )

@@ -96,7 +96,9 @@ def _reward(config: RunConfig) -> Iterator[str]:
     environment = config.data.environment is not None
     if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
-    if not environment and rollout.rm_type is None and rollout.custom_rm_path is None and generates(config):
+    by_user = generates_by_user(config)  # the function may set the reward of its samples
+    has_none = rollout.rm_type is None and rollout.custom_rm_path is None
+    if has_none and not environment and not by_user and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     reward = usable_reward(rollout.rm_type)
     if reward is not None and reward.keys and rollout.reward_key not in reward.keys:
@@ -115,7 +117,7 @@ def _reward(config: RunConfig) -> Iterator[str]:
 
 def _evaluation(config: RunConfig) -> Iterator[str]:
     for name, dataset in config.rollout.eval_datasets.items():
-        if dataset.top_k == 0 or dataset.top_k < -1:
+        if dataset.top_k is not None and (dataset.top_k == 0 or dataset.top_k < -1):
             yield f"eval_datasets.{name}.top_k {dataset.top_k} is not a number of tokens: set it to 1 or more, or to -1"
     arguments = config.engine.sglang_server_args
     policy = arguments.get("schedule_policy", "fcfs")

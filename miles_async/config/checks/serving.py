@@ -72,6 +72,15 @@ def _colocated(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _transport(config: RunConfig) -> Iterator[str]:
+    nodes = config.learner.actor_num_nodes
+    if config.weights.weight_transfer == "ipc" and nodes > 1:
+        yield (
+            f"weight_transfer ipc reaches engines on the learner's node only, but actor_num_nodes is {nodes}: set "
+            "weight_transfer to p2p or broadcast"
+        )
+
+
 def _faults(config: RunConfig) -> Iterator[str]:
     others = {fault.process for fault in config.faults.inject_faults if fault.process != "rollout_worker"}
     if others and config.cluster.ray_address is not None:
@@ -81,4 +90,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _faults)

@@ -69,7 +69,7 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
-    uses_advantages = config.learner.loss_type != "sft_loss"
+    uses_advantages = config.learner.loss_type != "sft_loss" and rollout.custom_reward_post_process_path is None
     estimator = config.algorithm.advantage_estimator
     if rollout.n_samples_per_prompt == 1 and estimator_of(config.algorithm).compares_samples and uses_advantages:
         yield (
@@ -86,19 +86,6 @@ def _smaller_groups(config: RunConfig) -> Iterator[str]:
         yield (
             f"min_samples_per_group {least} is more than n_samples_per_prompt {rollout.n_samples_per_prompt}, the size "
             "of a group; set it to that number or less, or leave it unset"
-        )
-
-
-def _lengths(config: RunConfig) -> Iterator[str]:
-    rollout, learner = config.rollout, config.learner
-    longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
-    if longest > (room := learner.micro_batch_tokens):
-        ranks = learner.context_parallel_size
-        factor = f" * context_parallel_size {ranks}" if ranks > 1 else ""
-        yield (
-            f"a sample may have {longest} tokens (rollout_max_prompt_len + rollout_max_response_len), but a "
-            f"micro-batch holds at most {room} (max_tokens_per_gpu {learner.max_tokens_per_gpu}{factor}); set "
-            f"max_tokens_per_gpu to {learner.least_tokens_per_gpu(longest)} or more"
         )
 
 
@@ -184,7 +171,6 @@ CHECKS = (
     _batch_sizes,
     _over_sampling,
     _smaller_groups,
-    _lengths,
     _ranges,
     _learning_rates,
     _critic_only,

@@ -86,8 +86,7 @@ NEEDS = (
     ),
     *_of_plugins(),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
-    # Scripts for slime often set it to 0 and leave the loss off.
-    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss or c.algorithm.kl_loss_coef == 0, "use_kl_loss"),
+    Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
     Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
@@ -100,6 +99,11 @@ NEEDS = (
         "lr_decay_style linear, cosine or WSD",
     ),
     Needs("lr_wsd_decay_steps lr_wsd_decay_style", lambda c: c.learner.lr_decay_style == "WSD", "lr_decay_style WSD"),
+    Needs(
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d",
+        lambda c: c.learner.optimizer_cpu_offload,
+        "optimizer_cpu_offload",
+    ),
     Needs("micro_batch_size", lambda c: not c.learner.use_dynamic_batch_size, "use_dynamic_batch_size turned off"),
     Needs(
         "max_tokens_per_microbatch_in_train sequence_length_round_in_train",
@@ -134,7 +138,11 @@ NEEDS = (
         "use_pytorch_profiler",
     ),
     Needs("trace_max_bytes", lambda c: c.observability.trace, "trace"),
-    Needs("wandb_mode wandb_project wandb_group", lambda c: c.observability.use_wandb, "use_wandb"),
+    Needs(
+        "wandb_key wandb_host wandb_team wandb_mode wandb_project wandb_group",
+        lambda c: c.observability.use_wandb,
+        "use_wandb",
+    ),
     Needs(
         "wandb_always_use_train_step",
         lambda c: c.observability.use_wandb or c.observability.use_tensorboard,
@@ -155,7 +163,7 @@ NEEDS = (
     ),
     Needs("custom_loss_function_path", lambda c: c.learner.loss_type == "custom_loss", "loss_type custom_loss"),
     Needs(
-        "custom_advantage_function_path",
+        "custom_advantage_function_path custom_reward_post_process_path custom_megatron_before_log_prob_hook_path",
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
     ),
@@ -172,6 +180,11 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
             rows = needs.rows_choose and config.data.prompt_data is not None
             exception = ", except on rows whose metadata name another rm_type" if rows else ""
             yield f"{_listed(names)} {have} no effect{exception}: {need} {needs.condition}"
+
+
+def has_effect(config: RunConfig, name: str) -> bool:
+    """Whether no other setting of the run keeps a setting from having an effect."""
+    return all(needs.used(config) for needs in NEEDS if name in needs.settings.split())
 
 
 def _listed(names: list[str]) -> str:

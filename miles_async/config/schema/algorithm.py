@@ -60,8 +60,7 @@ class Algorithm(Section):
     """How token losses are averaged over an optimizer step: token_mean is the mean over all tokens (DAPO),
     sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
     by the number of samples times rollout_max_response_len (Dr. GRPO). All segments of an agent's trajectory together
-    count as one sample. If unset, as in the paper of policy_objective: sequence_mean for gspo, gmpo and sapo, otherwise
-    token_mean."""
+    count as one sample. If unset, token_mean for policy_objective cispo, as in its paper, otherwise sequence_mean."""
     eps_clip: float | None = Field(None, ge=0)
     """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
     are clipped at -eps_clip. If unset, as in the paper of policy_objective: 3e-4 for gspo, 1 (no bound) for cispo, 0.4
@@ -70,9 +69,13 @@ class Algorithm(Section):
     """Upper clip range of the policy ratio: ratios are clipped at 1 + eps_clip_high. With policy_objective gmpo,
     log-ratios are clipped at eps_clip_high. If unset, eps_clip is used, or if that is unset too, 4e-4 for gspo, 0.4 for
     gmpo, otherwise 0.2. A larger value is DAPO's clip-higher (arXiv 2503.14476)."""
-    off_policy_correction: Annotated[str, CORRECTIONS] = "tis"
+    off_policy_correction: Annotated[str, CORRECTIONS] | None = None
     """Importance weight of tokens that older weights or a different engine sampled, by the ratio of their
-    probabilities."""
+    probabilities. If unset, tis if generation and training overlap, otherwise none."""
+    use_rollout_logprobs: bool = False
+    """Take the log-probabilities of the engines as those of the policy before the batch's first step. The policy ratio
+    then corrects for older weights and other engines too, so off_policy_correction has no effect, and a batch of
+    several steps needs no further forward pass. Training and engines must compute nearly equal log-probabilities."""
     overlong_buffer_len: int | None = Field(None, ge=1)
     """Number of tokens before rollout_max_response_len over which the penalty on long responses grows from 0 to
     overlong_penalty (soft overlong punishment, DAPO, arXiv 2503.14476). If unset, long responses are not penalized."""
@@ -84,11 +87,12 @@ class Algorithm(Section):
     use_kl_loss: bool = False
     """Add the KL divergence from a frozen reference model to the loss. The reference model is kept in memory beside the
     policy."""
-    kl_loss_coef: float = Field(0.001, ge=0)
-    """Coefficient of the KL loss that use_kl_loss adds."""
-    kl_loss_type: Literal["k1", "k2", "k3"] = "k3"
+    kl_loss_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL loss that use_kl_loss adds. With 0, the divergence is only measured."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
     """Estimator of the KL divergence, for both the KL loss and the KL penalty on rewards: k1 is the log-ratio, k2 half
-    of its square, k3 the unbiased estimator of low variance."""
+    of its square, k3 the unbiased estimator of low variance, and
+    low_var_kl is k3 with at most 10 per token, as in slime."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty that is subtracted from the reward of each token. With advantage_estimator ppo,
     reinforce_plus_plus and reinforce_plus_plus_baseline this happens before advantages are estimated and normalized,

@@ -65,10 +65,10 @@ class Data(Section):
     prompt_template: str = "{question}"
     """Template of the prompt for reasoning-gym problems. `{question}` is replaced by the whole question, `{expression}`
     by the text after the question's last colon."""
-    eval_size: int = Field(512, ge=0, le=1_000_000)
+    eval_size: int = Field(0, ge=0, le=1_000_000)
     """Number of problems that are held out from training and used to measure greedy accuracy. 0 disables this
     evaluation."""
-    rollout_shuffle: bool = True
+    rollout_shuffle: bool = False
     """Reshuffle the prompts at the start of every epoch. If off, prompts keep the order of the data set."""
     rollout_seed: int = Field(42, ge=0, le=2**31 - 1)
     """Seed of the prompt order, of the reasoning-gym problems and of the engines' sampling."""

@@ -18,16 +18,29 @@ class Learner(MegatronSwitches):
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"
     """Loss to minimize: policy_loss is the policy-gradient loss, sft_loss the negative log-likelihood of supervised
     examples, and custom_loss what custom_loss_function_path computes."""
+    custom_megatron_init_path: str | None = None
+    """Function fn(args) that each learner rank calls once before it builds the model, when Megatron's process groups
+    exist, as module.function. If unset, nothing is called."""
+    custom_megatron_before_log_prob_hook_path: str | None = None
+    """Function fn(args, model, store_prefix) that each learner rank calls before it computes the log-probabilities of a
+    batch without gradients, as module.function. store_prefix is "ref_" for the reference model and "" for the
+    policy, which needs no such pass if a batch has one optimizer step. If unset, nothing is called."""
+    custom_megatron_before_train_step_hook_path: str | None = None
+    """Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that each learner rank calls before
+    each optimizer step of the policy, when the gradients are zero, as module.function. opt_param_scheduler is None. If
+    unset, nothing is called."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
     num_steps_per_rollout: int | None = Field(None, ge=1)
     """Optimizer steps per training batch. If unset, it is rollout_batch_size * n_samples_per_prompt /
     global_batch_size, or 1 if global_batch_size is unset too."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, ge=0)
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0 to lr."""
-    lr_decay_style: DecayStyle = "constant"
+    lr_warmup_fraction: float | None = Field(None, ge=0, le=1)
+    """Part of lr_decay_steps over which the learning rate rises, in place of lr_warmup_steps."""
+    lr_decay_style: DecayStyle = "linear"
     """Shape of the learning rate after the warm-up. constant keeps lr; linear and cosine fall to min_lr at
     lr_decay_steps; inverse-square-root falls until the end of the run; WSD (warm-up, stable, decay; MiniCPM, arXiv
     2404.06395) keeps lr and falls over the last lr_wsd_decay_steps."""
@@ -39,13 +52,13 @@ class Learner(MegatronSwitches):
     lr_wsd_decay_steps: int | None = Field(None, ge=1)
     """Optimizer steps over which the learning rate falls with lr_decay_style WSD. If unset, a tenth of
     lr_decay_steps."""
-    lr_wsd_decay_style: AnnealStyle = "linear"
+    lr_wsd_decay_style: AnnealStyle = "exponential"
     """Shape of the decay at the end of lr_decay_style WSD."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay (AdamW)."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
-    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
     """Decay rate of Adam's second moment."""
     clip_grad: float = Field(1.0, gt=0)
     """Maximum gradient norm; larger gradients are scaled down to it."""
@@ -63,7 +76,7 @@ class Learner(MegatronSwitches):
     share_prefixes: bool | None = None
     """Compute a common prefix of samples, such as the prompt of a group, only once. Gradients are the same up to
     rounding. By default this is on for CPUs. On GPUs it replaces the layers' attention by PyTorch's FlexAttention,
-    which has not been run there yet, so it is off unless it is set."""
+    which was run on one H200 only, so it is off unless it is set."""
     use_dynamic_batching_in_train: bool = False
     """Train on samples that are sorted by length and padded to equal length within a micro-batch (ROLL's dynamic
     batching), instead of packing samples end to end."""
@@ -147,8 +160,8 @@ class Learner(MegatronSwitches):
     save_hf: str | None = None
     """Folder for exports of the model in Hugging Face format, written whenever a checkpoint is due. `{rollout_id}` in
     the name is replaced by the number of the rollout. If unset, nothing is exported."""
-    save_keep: int = Field(2, ge=1)
-    """Number of checkpoints to keep in save; older checkpoints are deleted."""
+    save_keep: int | None = Field(None, ge=1)
+    """Number of checkpoints to keep in save; older checkpoints are deleted. If unset, all checkpoints are kept."""
     checkpoint_checksums: bool = True
     """Store a checksum of each file of a checkpoint, and compare the checksums when a run resumes (load), so that a
     file with damaged contents is found. If off, only the sizes of files are compared: reading a checkpoint of many

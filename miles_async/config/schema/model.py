@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -32,6 +33,8 @@ def hub_name(text: str) -> str | None:
 class TinyModel(Section):
     """A small Qwen3 with a byte-level tokenizer, created locally in Hugging Face format."""
 
+    flag_prefix: ClassVar[str] = "tiny_"
+
     num_layers: int = Field(4, ge=1, le=1024)
     """Number of transformer layers of the tiny model."""
     hidden_size: int = Field(128, ge=16, le=65_536)
@@ -56,6 +59,10 @@ class Model(Section):
     """Folder of the Hugging Face checkpoint to train, or its name on the Hugging Face Hub, such as Qwen/Qwen3-4B, or a
     GGUF file, which is converted once into cache_dir. `package:NAME/FILE` is a GGUF file in the installed Python
     package NAME. If unset, a tiny model is created locally."""
+    megatron_model_flags: dict[str, Any] = {}
+    """Megatron's flags that describe the model, under their names with underscores, such as {num_layers: 36}. They are
+    compared with config.json of hf_checkpoint, and a difference is refused. Flags such as `--num-layers 36` set single
+    entries."""
     tiny_model: TinyModel = TinyModel()
     """Shape of the tiny model that is created if hf_checkpoint is unset."""
 

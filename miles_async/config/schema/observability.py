@@ -55,6 +55,14 @@ class Observability(Section):
     wandb_mode: Literal["online", "offline"] = "online"
     """online sends metrics to Weights & Biases during the run; offline stores them in the run folder for a later `wandb
     sync`."""
+    wandb_key: str | None = None
+    """API key of Weights & Biases. env:NAME reads the key from an environment variable, file:PATH from a file; neither
+    shows it on the command line. If unset, wandb finds the key itself, in WANDB_API_KEY or where `wandb login` put
+    it."""
+    wandb_host: str | None = None
+    """Address of a Weights & Biases server of your own. If unset, WANDB_BASE_URL, or the public server."""
+    wandb_team: str | None = None
+    """Team or user in Weights & Biases to which the run belongs. If unset, WANDB_ENTITY, or the owner of the key."""
     wandb_project: str | None = None
     """Project in Weights & Biases. If unset, project_name is used."""
     wandb_group: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -26,13 +26,13 @@ class EvalDataset(Section):
     """Number of rows to use, from the first row on. If unset, all rows are used."""
     n_samples: int = Field(1, ge=1, le=MOST_SAMPLES)
     """Samples per prompt."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature. 0 is greedy decoding."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature. 0 is greedy decoding. If unset, rollout_temperature applies."""
+    top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling: sample from the smallest set of tokens whose probabilities add up to this value. 1 disables
-    it."""
-    top_k: int = -1
-    """Sample from the k most likely tokens. -1 disables top-k sampling."""
+    it. If unset, rollout_top_p applies."""
+    top_k: int | None = None
+    """Sample from the k most likely tokens. -1 disables top-k sampling. If unset, rollout_top_k applies."""
     max_response_len: int | None = Field(None, ge=1)
     """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
     rm_type: str | None = None
@@ -58,6 +58,9 @@ class Rollout(Section):
     declaration. --check-config prints which applies."""
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
+    num_epoch: int | None = Field(None, ge=1)
+    """Number of passes over prompt_data, which must be a file. num_rollout is then num_epoch times the number of rows,
+    divided by rollout_batch_size. If num_rollout is set too, num_epoch has no effect."""
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
     """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
     flight."""
@@ -115,9 +118,9 @@ class Rollout(Section):
     """Strings that end a response. The response keeps the string that ended it, as in slime."""
     rollout_stop_token_ids: list[int] = []
     """Token ids that end a response, in addition to the tokenizer's end-of-sequence token."""
-    rollout_skip_special_tokens: bool = True
-    """Remove special tokens from the response text. The tokens that are trained on are not affected. slime keeps
-    them by default; set --no-rollout-skip-special-tokens for rewards that expect them."""
+    rollout_skip_special_tokens: bool = False
+    """Remove special tokens, such as the one that ends a response, from the response text. The tokens that are trained
+    on are not affected. Rewards that compare the whole text with an answer need this."""
     rm_type: Annotated[str | None, REWARDS] = None
     """Built-in reward, the reward of an installed package, or module.Class of your own. With the prefix `boxed_`, such
     as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always gets the whole
@@ -161,6 +164,19 @@ class Rollout(Section):
     rollout_sample_filter_path: str | None = None
     """Function that inspects a batch before training, as module.function with the signature fn(args, groups). It sets
     sample.remove_sample to exclude a sample from the loss. If unset, all samples are trained."""
+    rollout_sample_hook_path: list[str] = []
+    """Functions hook(args, sample) that are called in turn with each finished sample before its reward, as
+    module.function, plain or async. A returned sample replaces the sample. They get evaluation (a boolean) and
+    rollout_id (always None, because a sample belongs to no batch yet) as keyword arguments if they take them. The flag
+    may be given several times."""
+    custom_reward_post_process_path: str | None = None
+    """Function fn(args, samples) that gets all samples of a batch before training and returns two lists with a number
+    per sample, as module.function: the rewards to log as raw_reward, and those that take the place of what
+    advantage_estimator makes of the rewards of a group; for grpo they are the advantages. overlong_penalty is not
+    subtracted from them. If unset, advantage_estimator compares the samples of each group."""
+    custom_args: dict[str, Any] = {}
+    """Attributes of `args` for functions of users, in addition to all settings. slime's `--custom-config-path FILE`
+    sets them from a file."""
     partial_rollout: bool = False
     """Continue groups that were aborted at the end of a batch from the tokens generated so far. If off, such groups are
     generated from scratch. This applies to rollout functions that return batches."""

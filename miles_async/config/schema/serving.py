@@ -16,12 +16,12 @@ SAMPLING_MASK_MAX_TOKENS = 4096
 class Weights(Section):
     """How the learner's weights reach the engines."""
 
-    weight_transfer: Annotated[str, TRANSPORTS] = "p2p"
+    weight_transfer: Annotated[str, TRANSPORTS] | None = None
     """How weights reach the engines: a transport of this project or of an installed package, or module.Class of your
-    own."""
+    own. If unset, p2p, or with colocate on the GPUs of one node ipc."""
     update_weight_buffer_size: int = Field(512 << 20, ge=1)
     """Amount of weights sent at a time, in bytes. With weight_transfer broadcast, an engine needs this much memory
-    beside its own weights."""
+    beside its own weights; with ipc, a learner rank."""
     check_weight_update_equal: bool = False
     """Compare all bytes of an engine's weights after each write. If off, only samples of each tensor are compared. Use
     this to debug weight transfers."""

@@ -13,19 +13,20 @@ EPSILON = 1e-6
 def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_normalization: bool) -> list[float]:
     """Subtract the group's mean from each reward and, with `std_normalization`, divide by the standard deviation.
 
-    `rewards` belong to the samples of one prompt, and `weights` are their weights in both statistics. Equal rewards
-    give zeros. If any reward is not finite, all advantages are NaN, so that the learner skips the step.
+    `rewards` belong to the samples of one prompt, and `weights` are their weights in both statistics. The deviation is
+    that of a sample of n, with n - 1, as in slime, verl and TRL. A group of one has none, so it is not divided by it.
+    Equal rewards give zeros. If any reward is not finite, all advantages are NaN, so that the learner skips the step.
     Source: GRPO, DeepSeekMath (arXiv 2402.03300). Without the division it is Dr. GRPO (arXiv 2503.20783), which shows
     that dividing favours prompts that are nearly solved or nearly hopeless.
     """
-    if std_normalization:
-        return whiten(rewards, weights)
     if not all(map(isfinite, rewards)):
         return [nan] * len(rewards)
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)  # the mean of equal floats may be off by one bit
-    mean = fmean(rewards, weights)
-    return [reward - mean for reward in rewards]
+    mean, others = fmean(rewards, weights), sum(weights) - 1
+    # The weights of segments add up to one with a rounding error.
+    scale = _deviation(rewards, weights, mean, others) + EPSILON if std_normalization and others > EPSILON else 1.0
+    return [(reward - mean) / scale for reward in rewards]
 
 
 def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
@@ -40,6 +41,11 @@ def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     if not total or max(values) == min(values):
         return [0.0] * len(values)
     mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-    deviations = (sqrt(weight / total) * (value - mean) for value, weight in zip(values, weights, strict=True))
-    scale = hypot(*deviations) + EPSILON  # hypot scales its arguments: huge rewards do not overflow when squared
+    scale = _deviation(values, weights, mean, total) + EPSILON
     return [(value - mean) / scale for value in values]
+
+
+def _deviation(values: Sequence[float], weights: Sequence[float], mean: float, count: float) -> float:
+    """The square root of the weighted sum of squared differences to `mean`, divided by `count`."""
+    # hypot scales its arguments: huge rewards do not overflow when squared.
+    return hypot(*(sqrt(weight / count) * (value - mean) for value, weight in zip(values, weights, strict=True)))

@@ -66,7 +66,7 @@ class Objective(Plugin):
     paper: ClassVar[str | None] = None
     """The paper and its section. Settings that are far from the values below are noted; None turns this off."""
     aggregation: ClassVar[LossAggregation | None] = None
-    """Mean over tokens; None for token_mean where the paper does not insist on one."""
+    """Mean over tokens; None for sequence_mean where the paper does not insist on one."""
     clip: ClassVar[tuple[float, float] | None] = None
     """Lower and upper clip range; None if the objective does not use `eps_clip` and `eps_clip_high`."""
     clip_is_published: ClassVar[bool] = True

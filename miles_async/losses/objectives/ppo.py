@@ -14,11 +14,10 @@ class Ppo(Objective):
     """Clips the ratio of each token (arXiv 1707.06347).
 
     GRPO (arXiv 2402.03300) uses the objective unchanged, and DAPO (arXiv 2503.14476, section 3.1) with a higher upper
-    clip. The mean over tokens is DAPO's (section 3.3).
+    clip.
     """
 
     name = "ppo"
-    aggregation = "token_mean"
     clip = (0.2, 0.2)
     scales_with_advantage = True
 

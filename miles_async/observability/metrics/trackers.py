@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
-from miles_async.config.redaction import redacted_values
+from miles_async.config.redaction import read_secret, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import BatchDrained, Evaluated, Event, PublishEnded, StepEnded, StepStarted
 from miles_async.observability.run_folder import RunFolder
@@ -69,14 +69,17 @@ class WandbTracker:
         import wandb
 
         settings = config.observability
+        server = {"base_url": settings.wandb_host, "api_key": read_secret("wandb_key", settings.wandb_key)}
+        given: dict[str, Any] = {name: value for name, value in server.items() if value is not None}
         self._run = wandb.init(
+            entity=settings.wandb_team,
             project=settings.wandb_project or settings.project_name,
             group=settings.wandb_group or settings.experiment_name,
             name=folder.path.name,
             mode=settings.wandb_mode,
             dir=str(folder.path),
             config=redacted_values(config),
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(silent=True, console="off", **given),
         )
         for axis, families in {"train/step": ["train/*"], "rollout/step": ["rollout/*", "eval/*"]}.items():
             over = "train/step" if settings.wandb_always_use_train_step else axis

@@ -19,8 +19,19 @@ def test_an_advantage_is_the_difference_to_the_mean_reward_of_the_group() -> Non
     assert group_advantages([1.0, 0.0, 0.0, 1.0], [1] * 4, std_normalization=False) == [0.5, -0.5, -0.5, 0.5]
 
 
-def test_std_normalization_makes_the_spread_of_a_group_one() -> None:
-    assert group_advantages([10.0, 0.0, 0.0, 10.0], [1] * 4, std_normalization=True) == pytest.approx([1, -1, -1, 1])
+def test_std_normalization_makes_the_sample_deviation_of_a_group_one() -> None:
+    rewards = [10.0, 0.0, 3.0, 10.0]
+    advantages = group_advantages(rewards, [1] * 4, std_normalization=True)
+    assert np.std(advantages, ddof=1) == pytest.approx(1)
+    assert advantages == pytest.approx([(reward - 5.75) / (np.std(rewards, ddof=1) + 1e-6) for reward in rewards])
+
+
+def test_nearly_equal_rewards_give_small_advantages() -> None:
+    assert group_advantages([0.5, 0.5 + 1e-7], [1, 1], std_normalization=True)[1] == pytest.approx(0.0467, abs=1e-4)
+
+
+def test_a_group_of_one_trajectory_has_no_deviation_to_divide_by() -> None:
+    assert group_advantages([0.0, 3.0, 3.0], [1 / 3] * 3, std_normalization=True) == pytest.approx([-2, 1, 1])
 
 
 @pytest.mark.parametrize("std_normalization", [True, False])
@@ -52,7 +63,7 @@ def test_a_reward_that_is_not_finite_makes_all_compared_advantages_nan(reward: f
 
 
 def test_rewards_whose_squares_overflow_are_normalized_correctly() -> None:
-    assert group_advantages([1e200, 0.0], [1, 1], std_normalization=True) == pytest.approx([1, -1])
+    assert group_advantages([1e200, 0.0], [1, 1], std_normalization=True) == pytest.approx([0.5**0.5, -(0.5**0.5)])
     assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
 
 

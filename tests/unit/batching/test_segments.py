@@ -120,7 +120,8 @@ def columns(groups: Sequence[Group], **settings: Any) -> dict[int, tuple[float, 
 def test_a_trajectory_counts_once_in_the_baseline_of_its_group_however_many_segments_it_has() -> None:
     assert advantages([group_of_two()]) == {20: 0.5, 21: 0.5, 22: 0.5, 23: -0.5}
     normalized = advantages([group_of_two()], grpo_std_normalization=True)
-    assert normalized == pytest.approx({20: 1, 21: 1, 22: 1, 23: -1}, abs=1e-5)
+    spread = 0.5**0.5
+    assert normalized == pytest.approx({20: spread, 21: spread, 22: spread, 23: -spread}, abs=1e-5)
 
 
 def test_a_segment_with_its_own_reward_gets_its_own_advantage() -> None:

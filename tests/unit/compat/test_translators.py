@@ -96,15 +96,15 @@ def settings_of(content: dict[str, Any]) -> dict[str, Any]:
     """Our settings for the content of a file, by dotted path."""
     project = project_of(content)
     assert project is not None
-    translation, refused = translate(content, project)
-    assert refused == []
-    return {setting: translated.value for setting, translated in translation.items()}
+    outcome = translate(content, project)
+    assert outcome.problems == []
+    return {setting: translated.value for setting, translated in outcome.translation.items()}
 
 
 def refusals(content: dict[str, Any]) -> list[str]:
     project = project_of(content)
     assert project is not None
-    return translate(content, project)[1]
+    return translate(content, project).problems
 
 
 def refusal(edit: Edit) -> str:

@@ -14,6 +14,7 @@ from miles_async import types
 from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import parse_flags
 from miles_async.config.user_functions import load_function
 from miles_async.rollout import rm_hub
 
@@ -30,7 +31,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 13
+    assert len(FUNCTIONS) == 18
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)
@@ -116,6 +117,12 @@ def test_every_function_that_cannot_be_imported_is_named(capsys: pytest.CaptureF
     first, second = capsys.readouterr().err.splitlines()
     assert "buffer_filter_path 'no_such_module.f'" in first
     assert "rollout_sample_filter_path 'no_such_module.g'" in second
+
+
+def test_a_hook_of_samples_may_be_named_several_times() -> None:
+    flag = "--rollout-sample-hook-path"
+    parsed = parse_flags([flag, "mine.first", flag, "mine.second", "mine.third"])
+    assert parsed.assignments[-1].value == ["mine.first", "mine.second", "mine.third"]
 
 
 def test_a_function_of_the_started_program_is_refused(

@@ -48,7 +48,7 @@ def test_the_help_lists_every_flag_once_under_its_section() -> None:
 
 def test_the_help_gives_choices_and_defaults() -> None:
     text = " ".join(help_text("miles-async train").split())
-    assert "--weight-transfer auto|broadcast|disk|disk_delta|memory|p2p How weights reach the engines" in text
+    assert "--weight-transfer auto|broadcast|disk|disk_delta|ipc|memory|p2p How weights reach the engines" in text
     assert "(default 1000)" in text
     assert "usage: miles-async train" in text
 

@@ -8,17 +8,20 @@ import pytest
 from miles_async.config.checks import notes, problems
 from miles_async.config.generation import bounds_of, schedule_of, takes_from_queue
 from miles_async.config.learning_rate import learning_rate
+from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.errors import UserError
 from miles_async.modes.shipped import External, Stream, Supervised
 from miles_async.scheduling.bounds import Schedule
 from tests.configuration import run_config
+from tests.planned_models import checkpoint
 
 RUNNABLE: dict[str, Any] = {
     "reasoning_gym_task": "chain_sum",
     "rm_type": "reasoning_gym",
     "rollout_max_response_len": 8,
+    "rollout_skip_special_tokens": True,
 }
 ASYNC: dict[str, Any] = {"rollout_function_path": Stream.function}
 
@@ -146,10 +149,9 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
         ({"rollout_num_gpus": 3, "rollout_num_gpus_per_engine": 2}, "rollout_num_gpus 3 is not divisible by"),
         ({"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "global_batch_size": 8, "rollout_batch_size": 4,
           "n_samples_per_prompt": 2}, "set global_batch_size to 16 or more"),
-        ({"hidden_size": 130}, "hidden_size 130 is not divisible by num_attention_heads 4"),
-        ({"num_query_groups": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
+        ({"tiny_hidden_size": 130}, "tiny_hidden_size 130 is not divisible by tiny_num_attention_heads 4"),
+        ({"tiny_num_query_groups": 3}, "tiny_num_attention_heads 4 is not divisible by tiny_num_query_groups 3"),
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
-        ({"max_tokens_per_gpu": 100, "rollout_max_prompt_len": 96}, "set max_tokens_per_gpu to 104 or more"),
         ({"warm_start_accuracy": [0.5, 0.2]}, "is not a range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
     ],
@@ -323,8 +325,8 @@ def test_padded_rows_of_the_reference_model_are_checked_if_the_run_keeps_one(
     [
         ({"overlong_buffer_len": 9, "rollout_max_response_len": 8}, "overlong_buffer_len 9 is above"),
         ({"icepop_band": [1.5, 2]}, "does not contain the ratio 1"),
-        ({"policy_objective": "dppo"}, "set off_policy_correction to none"),
-        ({"policy_objective": "m2po"}, "set off_policy_correction to none"),
+        ({"policy_objective": "dppo", "off_policy_correction": "tis"}, "set off_policy_correction to none"),
+        ({"policy_objective": "m2po", "off_policy_correction": "tis"}, "set off_policy_correction to none"),
         ({"policy_objective": "ppo", "advantage_estimator": "gspo"}, "set advantage_estimator to grpo"),
     ],
 )
@@ -338,12 +340,22 @@ def test_one_sample_per_prompt_is_accepted_if_the_estimator_does_not_compare_gro
     assert "compares the samples of a group" in refusals(n_samples_per_prompt=1)[0]
 
 
-def test_a_reference_model_must_exist_and_be_used(tmp_path: Path) -> None:
+def test_a_reference_model_must_exist(tmp_path: Path) -> None:
     (sentence,) = refusals(ref_load=str(tmp_path), use_kl_loss=True)
     assert "is not a Hugging Face checkpoint" in sentence
     (tmp_path / "config.json").write_text("{}")
     assert refusals(ref_load=str(tmp_path), kl_coef=0.1) == []
-    assert "is not used" in refusals(ref_load=str(tmp_path))[0]
+    assert refusals(ref_load=str(tmp_path)) == []
+    config = run_config(ref_load=str(tmp_path))
+    assert any("ref_load has no effect" in note for note in notes(config, "train.py"))
+
+
+def test_a_reference_model_in_the_format_of_megatron_is_the_checkpoint_itself(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert refusals(ref_load=str(tmp_path), use_kl_loss=True) == []
+    config = run_config(ref_load=str(tmp_path), use_kl_loss=True)
+    assert any("has the format of Megatron-LM" in note for note in notes(config, "train.py"))
+    assert reference_of(str(tmp_path), "checkpoint") == "checkpoint"
 
 
 def test_critic_settings_need_an_estimator_with_a_critic(tmp_path: Path) -> None:
@@ -379,6 +391,43 @@ def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp
 )
 def test_recomputation_must_be_configured_completely(settings: dict[str, Any], said: str) -> None:
     assert said in refusal(**settings)
+
+
+@pytest.mark.parametrize(
+    "model, module, lack",
+    [
+        ("Qwen3-4B", "mla_up_proj", "multi-head latent attention"),
+        ("Qwen3-4B", "layernorm", "experts or latent attention"),
+        ("Qwen3-4B", "moe_act", "experts"),
+        ("Qwen3-30B-A3B", "mlp", "dense feed-forward layers"),
+        ("Qwen3-30B-A3B", "shared_experts", "shared experts"),
+    ],
+)
+def test_modules_that_the_model_does_not_have_are_not_recomputed(
+    tmp_path: Path, model: str, module: str, lack: str
+) -> None:
+    given = {"hf_checkpoint": checkpoint(model, tmp_path), "recompute_granularity": "selective"}
+    assert f"because this model has no {lack}" in refusal(**given, recompute_modules=["core_attn", module])
+
+
+def test_the_modules_that_a_model_has_may_be_recomputed(tmp_path: Path) -> None:
+    for model, modules in (
+        ("Qwen3-4B", ["core_attn", "mlp"]),
+        ("Qwen3-30B-A3B", ["moe", "moe_act", "layernorm"]),
+        ("DeepSeek-V3", ["mla_up_proj", "mlp", "moe", "shared_experts", "layernorm"]),
+    ):
+        given = {"hf_checkpoint": checkpoint(model, tmp_path), "recompute_granularity": "selective"}
+        assert [one for one in refusals(**given, recompute_modules=modules) if "recompute" in one] == []
+
+
+def test_some_switches_need_the_layers_of_transformer_engine(tmp_path: Path) -> None:
+    given = {"hf_checkpoint": checkpoint("Qwen3-30B-A3B", tmp_path), "moe_router_fusion": True}
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    assert refusals(**given, **recomputed) == []
+    for local in ({"transformer_impl": "local"}, {"precision": "fp32"}):
+        assert refusal(**given, **recomputed, **local).startswith(
+            "only the layers of Transformer Engine have recompute_modules layernorm and moe_router_fusion: unset this"
+        )
 
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:

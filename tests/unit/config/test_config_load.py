@@ -146,7 +146,7 @@ def test_an_override_can_set_one_key_of_a_dict(config_file: ConfigFile) -> None:
         (["--lr", "fast"], "--lr: input should be a valid number"),
         (["--num-rollout", "0"], "--num-rollout: input should be greater than or equal to 1, got 0"),
         (["--engine-health-timeout-seconds", "1"], "input should be greater than or equal to 2, got 1"),
-        (["learner.lr=-1"], "learner.lr: input should be greater than 0, got -1"),
+        (["learner.lr=-1"], "learner.lr: input should be greater than or equal to 0, got -1"),
         (
             ["--weight-transfer", "pigeon"],
             "--weight-transfer: no weight transport is called 'pigeon': use one of auto, broadcast, disk, disk_delta, ",
@@ -241,12 +241,15 @@ def test_a_ratio_selects_the_windowed_function_unless_another_one_is_set() -> No
     assert load().rollout.rollout_function_path == greedy
 
 
+EXPERTS = ("--expert-model-parallel-size", "2", "--actor-num-gpus-per-node", "2")
+
+
 def test_a_sentence_that_may_follow_from_another_problem_waits_until_that_is_corrected() -> None:
     """Without its wrong value, the batch has its default size, which 7 steps do not divide."""
-    wrong = error_message("--rollout-batch-size", "many", "--num-steps-per-rollout", "7", "--sequence-parallel")
+    wrong = error_message("--rollout-batch-size", "many", "--num-steps-per-rollout", "7", *EXPERTS)
     batch, layout = wrong.splitlines()
     assert batch.startswith("--rollout-batch-size: input should be a valid integer")
-    assert layout.startswith("sequence_parallel needs tensor parallelism")
+    assert layout.startswith("expert_model_parallel_size and expert_tensor_parallel_size need a mixture-of-experts")
 
 
 def test_help_is_shown_beside_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,8 +197,8 @@ OBSERVED: dict[str, Change] = {
     "prompt_data": change(data, "rows.jsonl@[2:]", **FILE),
     "input_key": change(data, "other_prompt", **FILE),
     "label_key": change(data, "other_label", **FILE),
-    "rollout_shuffle": change(data, False, **FILE),
-    "rollout_seed": change(data, 43, **FILE),
+    "rollout_shuffle": change(data, True, **FILE),
+    "rollout_seed": change(data, 43, **FILE, rollout_shuffle=True),
     "eval_size": change(data, 2, **FILE),
     "n_samples_per_prompt": change(data, 3, **FILE),
     "reasoning_gym_task": change(data, "basic_arithmetic", **SUMS),
@@ -214,7 +214,7 @@ OBSERVED: dict[str, Change] = {
     "reasoning_parser": change(parsers, "qwen3"),
     "rollout_stop": change(requests, ["END"]),
     "rollout_stop_token_ids": change(requests, [7]),
-    "rollout_skip_special_tokens": change(requests, False),
+    "rollout_skip_special_tokens": change(requests, True),
     "num_rollout": change(simulated(), 5, **SMALL),
     "rollout_batch_size": change(plan, 16),
     "over_sampling_batch_size": change(plan, 64),
@@ -232,7 +232,7 @@ OBSERVED: dict[str, Change] = {
     # algorithm
     "advantage_estimator": change(learner_input, "reinforce_plus_plus"),
     "grpo_std_normalization": change(learner_input, False),
-    "loss_aggregation": change(learner_input, "sequence_mean"),
+    "loss_aggregation": change(learner_input, "token_mean"),
     "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
     "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
     "critic_lr": change(learning_rates, 1.0),
@@ -247,7 +247,7 @@ OBSERVED: dict[str, Change] = {
     "min_lr": change(learning_rates, 0.1, **DECAY),
     "lr_wsd_decay_steps": change(learning_rates, 50, **DECAY),
     "lr_wsd_decay_style": change(learning_rates, "cosine", **DECAY),
-    "max_tokens_per_gpu": change(learner_input, 20),
+    "max_tokens_per_gpu": change(learner_input, 20, rollout_max_response_len=8),
     "use_dynamic_batch_size": change(learner_input, False),
     "micro_batch_size": change(learner_input, 2, use_dynamic_batch_size=False),
     "balance_data": change(learner_input, False),
@@ -325,6 +325,7 @@ SKIP_MANAGER = "unit/compat/verl/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LEARNER_HOOKS = "stack/test_learner_hooks.py"
 LOSS_FUNCTIONS = (
     "stack/test_loss_functions.py::"
     "test_functions_of_the_user_compute_the_gradients_of_the_same_built_in_loss[token_mean-tokens-one rank]"
@@ -334,6 +335,7 @@ SWITCHES = "stack/test_megatron_switches.py"
 LAYOUTS = "unit/batching/test_layouts.py"
 STORAGE = "unit/adapters/storage"
 PARALLEL = "stack/test_learner_parallel.py"
+OPTIMIZER = "stack/test_optimizer_memory.py"
 
 FAULTS = "unit/pipeline/test_fault_points.py"
 
@@ -356,13 +358,16 @@ NAMED: dict[str, str] = {
     "drain_seconds": "sim/test_drain.py::test_groups_that_take_longer_than_the_drain_are_interrupted",
     # model and warm start
     "hf_checkpoint": "unit/workers/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
-    "num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
-    "init_std": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "megatron_model_flags": (
+        "unit/compat/test_guest_flags.py::test_a_flag_that_describes_another_model_is_refused_with_both_values"
+    ),
+    "tiny_num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_ffn_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_num_attention_heads": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_num_query_groups": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_max_position_embeddings": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
+    "tiny_init_std": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
     "warm_start_max_steps": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
     "warm_start_accuracy": f"{LEARNER}::test_a_warm_start_is_checked_at_its_interval_and_after_its_last_step",
     "warm_start_lr": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
@@ -391,6 +396,10 @@ NAMED: dict[str, str] = {
     "reward_memory_gb": "stack/test_confined_graders.py::test_a_response_that_needs_too_much_memory_counts_as_wrong",
     "over_sampling_filter_path": f"{FILTERS}::test_the_over_sampling_filter_is_loaded_by_its_path_and_given_the_groups",
     "rollout_sample_filter_path": f"{FILTERS}::test_a_sample_filter_takes_samples_out_of_the_loss_but_not_the_batch",
+    "custom_reward_post_process_path": (
+        "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
+    ),
+    "rollout_sample_hook_path": f"{GENERATORS}::test_hooks_change_and_replace_each_finished_sample_in_turn",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
@@ -414,6 +423,11 @@ NAMED: dict[str, str] = {
     "tool_max_turns": f"{GENERATE}::test_a_response_ends_after_the_maximum_number_of_tool_calls",
     "tool_search_corpus": f"{GENERATE}::test_a_search_answers_from_the_corpus",
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
+    "async_data_buffer_capacity_factor": (
+        "unit/compat/test_guest_flags.py::test_the_buffer_of_miles_counts_finished_groups"
+    ),
+    "num_epoch": "unit/config/test_resolved_settings.py::test_epochs_become_a_number_of_batches",
+    "custom_args": "unit/rollout/test_contract_of_rollout_functions.py::test_args_has_the_attributes_that_users_add",
     "custom_rm_path": f"{REWARDS}::test_a_custom_reward_is_loaded_by_its_path",
     "reward_timeout_seconds": f"{REWARDS}::test_a_reward_that_times_out_fails_its_sample",
     # algorithm
@@ -428,11 +442,18 @@ NAMED: dict[str, str] = {
     "custom_loss_function_path": LOSS_FUNCTIONS,
     "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
     "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
+    "custom_megatron_init_path": f"{LEARNER_HOOKS}::test_the_hook_of_the_start_is_called_before_the_model_is_built",
+    "custom_megatron_before_log_prob_hook_path": (
+        f"{LEARNER_HOOKS}::test_a_hook_is_called_before_log_probabilities_are_computed"
+    ),
+    "custom_megatron_before_train_step_hook_path": f"{LEARNER_HOOKS}::test_a_hook_is_called_before_each_optimizer_step",
     "custom_pg_loss_reducer_function_path": f"{FUNCTIONS_OF_PARTS}[custom_pg_loss_reducer_function_path]",
     "tis_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[tis_clip]",
     "entropy_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[entropy_coef]",
     "use_kl_loss": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[use_kl_loss]",
     "kl_loss_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_coef]",
+    "use_rollout_logprobs": (f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[use_rollout_logprobs]"),
+    "lr_warmup_fraction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[lr_warmup_fraction]",
     "kl_loss_type": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_loss_type]",
     "kl_coef": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[kl_coef]",
     "ref_load": f"{LEARNER}::test_the_reference_model_may_be_another_checkpoint",
@@ -458,16 +479,27 @@ NAMED: dict[str, str] = {
     "critic_load": f"{CRITIC}::test_another_setting_of_the_critic_learns_other_weights[critic_load]",
     "num_critic_only_steps": f"{CRITIC}::test_the_policy_is_frozen_while_only_the_critic_learns",
     "attention_backend": f"{SWITCHES}::test_only_the_chosen_attention_kernels_are_allowed",
+    "megatron_args": f"{SWITCHES}::test_fields_that_users_set_reach_the_model_the_gradients_and_the_optimizer",
     "rope_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[rope_fusion]",
     "bias_swiglu_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[bias_swiglu_fusion]",
     "gradient_accumulation_fusion": f"{SWITCHES}::"
     "test_a_switch_reaches_megatron_under_its_own_name[gradient_accumulation_fusion]",
     "moe_permute_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_permute_fusion]",
+    "moe_router_fusion": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_router_fusion]",
     "moe_router_dtype": f"{SWITCHES}::test_a_switch_reaches_megatron_under_its_own_name[moe_router_dtype]",
     "moe_token_dispatcher_type": f"{SWITCHES}::"
     "test_a_switch_reaches_megatron_under_its_own_name[moe_token_dispatcher_type]",
     "overlap_grad_reduce": f"{PARALLEL}::"
     "test_parallel_ranks_compute_the_gradients_and_weights_of_one_rank[data parallel]",
+    "overlap_param_gather": f"{PARALLEL}::test_weights_are_gathered_beside_the_forward_pass_if_that_is_asked_for",
+    "optimizer_cpu_offload": f"{OPTIMIZER}::test_a_part_of_the_state_is_offloaded",
+    "optimizer_offload_fraction": f"{OPTIMIZER}::test_a_part_of_the_state_is_offloaded",
+    "overlap_cpu_optimizer_d2h_h2d": f"{OPTIMIZER}::test_each_parameter_has_an_optimizer_of_its_own_beside_copies",
+    "use_precision_aware_optimizer": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "main_grads_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "main_params_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "exp_avg_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
+    "exp_avg_sq_dtype": f"{OPTIMIZER}::test_the_optimizer_holds_what_the_settings_say",
     "recompute_modules": f"{LEARNER}::test_recomputed_activations_are_equal_and_not_stored[feed-forward layers]",
     "decoder_first_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
     "decoder_last_pipeline_num_layers": f"{LAYOUTS}::test_uneven_pipelines_that_do_not_divide_are_refused",
@@ -528,6 +560,9 @@ NAMED: dict[str, str] = {
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
     "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
+    "wandb_key": "unit/observability/console/test_logs_and_sinks.py::test_weights_and_biases_gets_server_team_and_key",
+    "wandb_host": "unit/observability/console/test_logs_and_sinks.py::test_weights_and_biases_gets_server_team_and_key",
+    "wandb_team": "unit/observability/console/test_logs_and_sinks.py::test_weights_and_biases_gets_server_team_and_key",
     "wandb_mode": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
     "wandb_project": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
     "wandb_group": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",

@@ -44,7 +44,8 @@ def test_wsd_stays_at_the_peak_until_its_last_steps(shape: str, half_way: float)
 
 def test_the_learning_rate_follows_the_configuration() -> None:
     def at(step: int, **settings: Any) -> float:
-        usual: dict[str, Any] = {"lr": 1.0, "lr_decay_style": "WSD", "num_steps_per_rollout": 2}
+        wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
+        usual: dict[str, Any] = {"lr": 1.0, "num_steps_per_rollout": 2, **wsd}
         return learning_rate(run_config(**usual | settings, num_rollout=50)).at(step)
 
     assert at(89) == at(90) == 1.0, "it falls over the last tenth of the steps"
@@ -53,6 +54,11 @@ def test_the_learning_rate_follows_the_configuration() -> None:
     assert at(95, lr_wsd_decay_steps=20) == pytest.approx(0.25)
     assert at(95, lr_wsd_decay_style="minus_sqrt") == pytest.approx(1 - 0.5**0.5)
     assert at(15, lr_decay_steps=20, lr_decay_style="linear") == pytest.approx(0.25)
+
+
+def test_the_learning_rate_falls_to_zero_over_the_run_unless_a_shape_is_set() -> None:
+    schedule = learning_rate(run_config(lr=1.0, num_rollout=4))
+    assert [schedule.at(step) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
 def test_the_learning_rate_stays_at_the_floor_after_the_decay() -> None:

@@ -38,6 +38,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116.8,
     "Qwen3-Next-80B-A3B": 79.7,
     "DeepSeek-V3": 671,
+    "Qwen3.5-9B": 8.95,
+    "Qwen3.5-35B-A3B": 34.66,
 }
 """Billions of parameters, as the model cards and Hugging Face's pages have them."""
 EIGHT: dict[str, Any] = {
@@ -49,6 +51,8 @@ EIGHT: dict[str, Any] = {
     "rollout_max_response_len": 7168,
     "gpu_memory_gib": 80,
 }
+
+EIGHT_PARTS: dict[str, Any] = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
 
 
 def job(tmp_path: Path, model: str, **settings: Any) -> RunConfig:
@@ -76,26 +80,27 @@ def test_the_ranks_of_a_layout_hold_the_whole_model_and_copies_of_small_weights(
     assert held == pytest.approx(model.weights(Split()).total, rel=0.005)
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 @pytest.mark.parametrize(
-    "part, tokens, recomputed",
+    "part, tokens, settings",
     [
-        ("short sequences", 8192, False),
-        ("long sequence", 32_768, False),
-        ("long sequence, recomputed", 32_768, True),
+        ("short sequences", 8192, {}),
+        ("long sequence", 32_512, {}),
+        ("long sequence, recomputed", 32_512, FULL),
+        ("short sequences, Transformer Engine", 8192, {"transformer_impl": "transformer_engine"}),
+        ("long sequence, Transformer Engine", 32_512, {"transformer_impl": "transformer_engine"}),
     ],
 )
-def test_the_plan_agrees_with_steps_on_an_h200(tmp_path: Path, part: str, tokens: int, recomputed: bool) -> None:
+def test_the_plan_agrees_with_steps_on_an_h200(
+    tmp_path: Path, part: str, tokens: int, settings: dict[str, Any]
+) -> None:
     result = json.loads(MEASURED.read_text())["result"]
     found = {row["part"]: row["value"] for row in result["rows"]}
     [[_, card]] = result["versions"]["gpus"]
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    settings = EIGHT | {
-        "actor_num_gpus_per_node": 1,
-        "transformer_impl": "local",
-        "max_tokens_per_gpu": tokens,
-        "rollout_max_response_len": tokens - 1024,
-        **(full if recomputed else {}),
-    }
+    lengths = {"max_tokens_per_gpu": tokens, "rollout_max_response_len": tokens - 1024}
+    settings = EIGHT | {"actor_num_gpus_per_node": 1, "transformer_impl": "local"} | lengths | settings
     config = run_config(hf_checkpoint=checkpoint("Qwen3-0.6B", tmp_path), **settings)
     model = planned_model(config)
     assert model is not None
@@ -206,11 +211,13 @@ def test_the_documentation_shows_how_well_both_plans_of_a_model_agree(name: str)
 @pytest.mark.parametrize(
     "model, settings, reason",
     [
-        ("Qwen3-32B", {}, "tensor_model_parallel_size 8 with sequence_parallel true, and actor_num_nodes 2"),
+        ("Qwen3-32B", {}, "tensor_model_parallel_size 8 with sequence_parallel true, and optimizer_cpu_offload true"),
         ("Qwen3-4B", {"max_tokens_per_gpu": 131_072}, "mostly for activations"),
         ("Qwen3-4B", {"max_tokens_per_gpu": 32_768, "rollout_max_response_len": 16_384}, "recompute_granularity full"),
         ("Qwen3-30B-A3B", {"actor_num_nodes": 2}, "mostly for gradients and weights"),
         ("Llama-3.1-70B", {"rollout_num_gpus": 8, "actor_num_nodes": 8}, "an engine rank needs 133.9 GiB"),
+        ("Qwen3-32B", EIGHT_PARTS, "set optimizer_cpu_offload true, or actor_num_nodes 2"),
+        ("Qwen3-32B", EIGHT_PARTS | {"host_memory_gib": 512}, "set actor_num_nodes 2"),
         (
             "Qwen3-32B",
             {"use_distributed_optimizer": False, "tensor_model_parallel_size": 8},
@@ -240,11 +247,66 @@ def test_a_model_that_no_two_settings_make_fit_needs_more_devices(tmp_path: Path
 
 
 def test_copies_that_exceed_the_host_memory_are_refused(tmp_path: Path) -> None:
-    config = job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=32)
+    shorter = {"colocate": True, "tensor_model_parallel_size": 2}
+    config = job(tmp_path, "Qwen3-4B", host_memory_gib=32, **shorter)
     [sentence] = memory_problems(config)
     assert "host_memory_gib is 32" in sentence
     assert "unset colocate" in sentence
-    assert list(memory_problems(job(tmp_path, "Qwen3-4B", colocate=True, host_memory_gib=512))) == []
+    assert list(memory_problems(job(tmp_path, "Qwen3-4B", host_memory_gib=512, **shorter))) == []
+
+
+def test_a_colocated_learner_stages_weights_on_its_device_unless_another_transport_reads_them(tmp_path: Path) -> None:
+    plans = [
+        memory_plan(job(tmp_path, "Qwen3-4B", colocate=True, **transport))
+        for transport in ({}, {"weight_transfer": "disk"})
+    ]
+    ipc, disk = (plan for plan in plans if plan is not None)
+    assert ipc.learner is not None
+    assert disk.learner is not None
+    share = disk.host - ipc.host
+    window = 512 << 20
+    assert (ipc.learner.staged, disk.learner.staged) == (share // EIGHT["actor_num_gpus_per_node"] + window, 0)
+    assert ipc.learner.peak > disk.learner.peak
+
+
+def test_an_optimizer_that_does_not_fit_into_the_host_memory_is_refused(tmp_path: Path) -> None:
+    offloaded = EIGHT_PARTS | {"optimizer_cpu_offload": True, "host_memory_gib": 512}
+    [sentence] = memory_problems(job(tmp_path, "Qwen3-32B", **offloaded))
+    assert "need 549.3 GiB of host memory, but host_memory_gib is 512: lower optimizer_offload_fraction" in sentence
+    assert list(memory_problems(job(tmp_path, "Qwen3-32B", **offloaded, optimizer_offload_fraction=0.5))) == []
+
+
+@pytest.mark.parametrize(
+    "settings, optimizer, gradients, step, host",
+    [
+        ({}, 12, 4, 0, 0),
+        ({"optimizer_cpu_offload": True}, 0, 4, 0, 16),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 9, 4, 0, 4),
+        ({"optimizer_cpu_offload": True, "main_grads_dtype": "bf16"}, 0, 2, 0, 16),
+        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}, 8, 4, 8, 0),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, 10, 4, 4, 0),
+    ],
+)
+def test_the_plan_counts_the_bytes_of_the_optimizer_for_each_weight(
+    tmp_path: Path, settings: dict[str, Any], optimizer: int, gradients: int, step: int, host: int
+) -> None:
+    config = job(tmp_path, "Qwen3-32B", transformer_impl="transformer_engine", **EIGHT_PARTS | settings)
+    model = planned_model(config)
+    assert model is not None
+    job_of_ranks = learner_job(config, model, 80 * GIB)
+    [plan] = plan_learner(job_of_ranks)
+    weights, staged = model.weights(job_of_ranks.split).total, model.weights(Split()).total * 2 // 8
+    assert (plan.optimizer, plan.gradients, plan.step, plan.host - staged) == pytest.approx(
+        [weights * size for size in (optimizer, gradients, step, host)], abs=16
+    )
+
+
+def test_the_optimizer_first_copies_the_weights_of_all_ranks_to_main_memory(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-4B", actor_num_nodes=8, optimizer_cpu_offload=True)
+    model = planned_model(config)
+    assert model is not None
+    [plan] = plan_learner(learner_job(config, model, 80 * GIB))
+    assert plan.host == pytest.approx(4 * (1 + 1 / 64) * model.weights(Split()).total, rel=0.001)
 
 
 def test_recomputing_more_layers_than_a_stage_has_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ from miles_async.losses.policy import PolicyLossSettings
 from miles_async.types import Sample
 from tests.configuration import run_config
 
-RUNNABLE: dict[str, Any] = {"reasoning_gym_task": "chain_sum", "rm_type": "exact", "rollout_max_response_len": 8}
+RUNNABLE: dict[str, Any] = {
+    "reasoning_gym_task": "chain_sum",
+    "rm_type": "exact",
+    "rollout_max_response_len": 8,
+    "rollout_skip_special_tokens": True,
+}
 
 
 def config(**settings: Any) -> RunConfig:
@@ -35,7 +40,7 @@ def noted(**settings: Any) -> list[str]:
 @pytest.mark.parametrize(
     "settings, low, high, aggregation",
     [
-        ({}, 0.2, 0.2, "token_mean"),
+        ({}, 0.2, 0.2, "sequence_mean"),
         ({"advantage_estimator": "gspo"}, 3e-4, 4e-4, "sequence_mean"),
         ({"policy_objective": "gspo"}, 3e-4, 4e-4, "sequence_mean"),
         ({"advantage_estimator": "cispo"}, 1.0, 0.2, "token_mean"),
@@ -43,8 +48,8 @@ def noted(**settings: Any) -> list[str]:
         ({"policy_objective": "gspo", "eps_clip": 1e-3}, 1e-3, 1e-3, "sequence_mean"),
         ({"policy_objective": "gspo", "eps_clip_high": 1e-3}, 3e-4, 1e-3, "sequence_mean"),
         ({"policy_objective": "gspo", "loss_aggregation": "constant"}, 3e-4, 4e-4, "constant"),
-        ({"eps_clip": 0.1}, 0.1, 0.1, "token_mean"),
-        ({"eps_clip_high": 0.28}, 0.2, 0.28, "token_mean"),
+        ({"eps_clip": 0.1}, 0.1, 0.1, "sequence_mean"),
+        ({"eps_clip_high": 0.28}, 0.2, 0.28, "sequence_mean"),
     ],
 )
 def test_the_clip_range_and_the_mean_are_those_of_the_paper_unless_they_are_set(
@@ -180,8 +185,13 @@ def test_stop_tokens_are_ids_of_the_checkpoint(tmp_path: Path) -> None:
         ),
         ({"group_rm": True}, "group_rm has no effect: it needs custom_rm_path"),
         ({"reward_key": "acc"}, "reward_key has no effect: it needs rewards that are dictionaries"),
+        ({"use_kl_loss": True}, "does not train on it, because kl_loss_coef is 0: set kl_loss_coef"),
+        ({"rollout_skip_special_tokens": False}, "responses end with a special token: set rollout_skip_special_tokens"),
         ({"overlong_penalty": 0.5}, "overlong_penalty has no effect: it needs overlong_buffer_len"),
-        ({"min_lr": 1e-7}, "min_lr has no effect: it needs lr_decay_style linear, cosine"),
+        (
+            {"min_lr": 1e-7, "lr_decay_style": "constant"},
+            "min_lr has no effect: it needs lr_decay_style linear, cosine",
+        ),
         ({"gamma": 0.9, "lambd": 0.9}, "gamma and lambd have no effect: they need advantage_estimator ppo"),
         ({"loss_type": "sft_loss", "entropy_coef": 0.1}, "entropy_coef has no effect: it needs loss_type policy_loss"),
     ],
@@ -199,8 +209,8 @@ def test_a_setting_without_an_effect_is_noted(settings: dict[str, Any], said: st
         {"overlong_buffer_len": 4, "overlong_penalty": 0.5},
         {**PPO, "gamma": 0.9, "lambd": 0.9},
         {"lr_decay_style": "cosine", "min_lr": 1e-7},
-        {"kl_loss_coef": 0.001, "wandb_mode": "online"},
-        {"kl_loss_coef": 0},
+        {"kl_loss_coef": 0.0, "wandb_mode": "online"},
+        {"kl_loss_coef": 0.1, "use_kl_loss": True},
         {"rollout_function_path": "my.rollout", "tool_max_turns": 3, "reward_key": "acc", "rm_url": "http://x"},
         {"eval_datasets": {"aime": {"path": "aime.jsonl", "rm_type": "dapo"}}, "reward_key": "acc"},
     ],
@@ -244,7 +254,8 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "eps_clip eps_clip_high": {"policy_objective": "sapo"},
     "tis_clip": {"off_policy_correction": "none"},
     "prompt_template reasoning_gym_settings": {"reasoning_gym_task": None},
-    "eval_interval": {"eval_size": 0},
+    "min_lr": {"lr_decay_style": "constant"},
+    "lr_decay_steps": {"lr_decay_style": "constant"},
     "micro_batch_size": {},
 }
 

@@ -15,6 +15,7 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
 from miles_async.config.generation import generates
+from miles_async.config.schema import EvalDataset
 from miles_async.config.table import table
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
@@ -71,6 +72,22 @@ def test_an_engine_setting_is_on_the_command_line_of_the_server(
 
     assert f"{words} " in command_line(**setting)
     assert f"{words} " not in command_line(weight_transfer="disk")
+
+
+@pytest.mark.parametrize(
+    "settings, on_gpus, transport",
+    [
+        ({}, True, "p2p"),
+        ({"colocate": True}, True, "ipc"),
+        ({"colocate": True}, False, "p2p"),
+        ({"colocate": True, "actor_num_nodes": 2}, True, "p2p"),
+        ({"colocate": True, "weight_transfer": "disk"}, True, "disk"),
+    ],
+)
+def test_weights_go_to_colocated_engines_by_ipc_on_the_gpus_of_one_node_unless_a_transport_is_set(
+    settings: dict[str, Any], on_gpus: bool, transport: str
+) -> None:
+    assert run_config(**settings).weight_transport(on_gpus=on_gpus) == transport
 
 
 @pytest.mark.parametrize("cuda, dtypes", [(True, ("bfloat16", "bfloat16", "auto")), (False, ("float32",) * 3)])
@@ -222,17 +239,30 @@ def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(5)))
     settings = run_config(
         reasoning_gym_task="chain_sum",
+        rollout_temperature=0.8,
+        rollout_top_p=0.9,
+        rollout_top_k=50,
         eval_datasets={
-            "few": {"path": str(rows), "size": 2, "n_samples": 3, "temperature": 0.6, "max_response_len": 4},
+            "few": {
+                "path": str(rows),
+                "size": 2,
+                "n_samples": 3,
+                "max_response_len": 4,
+                "temperature": 0,
+                "top_p": 0.5,
+                "top_k": -1,
+            },
             "all": {"path": str(rows)},
         },
     )
     few, whole = settings.rollout.eval_datasets["few"], settings.rollout.eval_datasets["all"]
-    assert (eval_sampling_of(settings, few).temperature, eval_sampling_of(settings, few).max_new_tokens) == (0.6, 4)
-    assert (eval_sampling_of(settings, whole).temperature, eval_sampling_of(settings, whole).max_new_tokens) == (
-        0,
-        1024,
-    )
+
+    def sampling(dataset: EvalDataset) -> tuple[float, float, int, int]:
+        found = eval_sampling_of(settings, dataset)
+        return found.temperature, found.top_p, found.top_k, found.max_new_tokens
+
+    assert sampling(few) == (0, 0.5, -1, 4)
+    assert sampling(whole) == (0.8, 0.9, 50, 1024), "those of the rollout"
     assert [[sample.prompt for sample in group] for group in eval_groups(settings, "few", few)] == [
         ["0="] * 3,
         ["1="] * 3,
@@ -344,7 +374,7 @@ def test_advantages_are_divided_by_the_spread_of_their_group_or_not() -> None:
     def advantages(**settings: bool) -> set[float]:
         return {round(float(a), 3) for batch in shares(**settings)[0][0].micro_batches for a in batch.advantages}
 
-    assert advantages() == {-1.0, 1.0}
+    assert advantages() == {-0.866, 0.866}
     assert advantages(grpo_std_normalization=False) == {-5.0, 5.0}
 
 
@@ -366,7 +396,7 @@ def advantages_of(rewards: list[list[float]], **settings: Any) -> list[float]:
 
 def test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch() -> None:
     rewards = [[0.0, 3.0], [3.0, 3.0]]  # 1, 2, 3 and 4 tokens: the mean over tokens is 2.7, the deviation 0.9
-    assert advantages_of(rewards) == [-1, 1, 0, 0]
+    assert advantages_of(rewards) == [-0.707, 0.707, 0, 0]
     assert advantages_of(rewards, advantage_estimator="reinforce_plus_plus") == [-3, 0.333, 0.333, 0.333]
     baseline = advantages_of(rewards, advantage_estimator="reinforce_plus_plus_baseline")
     assert baseline == [-2.043, 1.671, -0.186, -0.186], "less the group's mean, then normalized over the tokens"

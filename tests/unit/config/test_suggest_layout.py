@@ -20,6 +20,7 @@ TOO_SMALL = {
     "Llama-3.1-70B": ONE_NODE + TWO_NODES,
     "Mixtral-8x7B": [*ONE_NODE, (16, 80)],
     "Qwen3-30B-A3B": [(8, 80)],
+    "Qwen3.5-35B-A3B": ONE_NODE,
     "Qwen3-235B-A22B": [*ONE_NODE, *TWO_NODES, (64, 80)],
     "gpt-oss-20b": [(8, 80)],
     "gpt-oss-120b": ONE_NODE + TWO_NODES,

@@ -145,7 +145,8 @@ def test_a_laptop_runs_everything_that_needs_no_gpu() -> None:
     diagnosis = diagnose(LAPTOP)
     assert diagnosis.run_works
     assert diagnosis.findings == ()
-    assert works(diagnosis.transports) == dict.fromkeys(("memory", "p2p", "broadcast", "disk", "disk_delta"), True)
+    usable = ("memory", "p2p", "broadcast", "ipc", "disk", "disk_delta")
+    assert works(diagnosis.transports) == dict.fromkeys(usable, True)
     assert option(diagnosis.transports, "p2p").why == "over TCP"
     assert works(diagnosis.attention) == {
         "engine: torch_native": True,
@@ -162,6 +163,7 @@ def test_eight_h100_with_infiniband_use_rdma_nvlink_and_fa3() -> None:
     assert works(diagnosis.transports)["memory"] is False
     assert option(diagnosis.transports, "p2p").why == "over RDMA"
     assert option(diagnosis.transports, "broadcast").why == "by NCCL, over NVLink"
+    assert option(diagnosis.transports, "ipc").setting == "--weight-transfer ipc (the default with --colocate)"
     assert "SGLang's default" in option(diagnosis.attention, "engine: fa3").why
     assert works(diagnosis.attention) == {
         "engine: fa3": True,
@@ -169,10 +171,10 @@ def test_eight_h100_with_infiniband_use_rdma_nvlink_and_fa3() -> None:
         "engine: flashinfer": True,
         "engine: triton": True,
         "learner: Transformer Engine": True,
-        "learner: local layers": None,
-        "learner: FlexAttention": None,
+        "learner: local layers": True,
+        "learner: FlexAttention": True,
     }
-    assert works(diagnosis.precisions) == {"fp32": None, "bf16": True, "fp16, fp8, int8, int4": False}
+    assert works(diagnosis.precisions) == {"fp32": True, "bf16": True, "fp16, fp8, int8, int4": False}
 
 
 def test_one_consumer_gpu_is_too_few_for_make_run_and_cannot_use_nccl() -> None:

@@ -52,8 +52,14 @@ def test_args_has_an_attribute_for_every_setting_and_every_value_of_the_run() ->
     config = run_config(rollout_batch_size=7)
     args = flat_args(config, sglang_router_ip="127.0.0.1")
     assert args.rollout_batch_size == 7
-    assert args.hidden_size == config.model.tiny_model.hidden_size
+    assert args.tiny_hidden_size == config.model.tiny_model.hidden_size
     assert args.sglang_router_ip == "127.0.0.1"
+
+
+def test_args_has_the_attributes_that_users_add() -> None:
+    args = flat_args(run_config(custom_args={"tis_level": "token", "rollout_batch_size": 1}))
+    assert args.tis_level == "token"
+    assert args.rollout_batch_size == 32, "a setting is not replaced"
 
 
 def test_setting_names_are_unique_in_args() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event as ThreadEvent
@@ -15,7 +16,7 @@ from ray.exceptions import RayActorError
 from structlog.testing import capture_logs
 
 from miles_async.adapters.ray.servers import RayServers
-from miles_async.adapters.sglang.fleet import SGLangFleet
+from miles_async.adapters.sglang.fleet import SGLangFleet, StartedEngines
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.config.device_plan import Bundle
 from miles_async.config.schema import RunConfig
@@ -138,6 +139,55 @@ def test_the_devices_of_a_colocated_engine_stay_with_the_learner(
 
     asyncio.run(resize())
     assert (initial.released, reserved) == (False, [])
+
+
+def start_of(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, begins: Callable[[str], Awaitable[Any]]) -> list[str]:
+    """Starts engines and learner; returns what happened. `begins` is awaited while each of the two starts."""
+    happened: list[str] = []
+
+    async def start(what: str, result: Any) -> Any:
+        happened.append(f"{what} starts")
+        await begins(what)
+        happened.append(f"{what} is up")
+        return result
+
+    async def release(self: StartedEngines) -> None:
+        happened.append("engine releases its devices")
+
+    async def router() -> str:
+        return "http://router"
+
+    faked: Any = cluster
+    faked.learner = SimpleNamespace(import_libraries=lambda: None)
+    monkeypatch.setattr(cluster, "_start_router", router)
+    monkeypatch.setattr(cluster, "_start_engines", lambda *arguments: start("engine", []))
+    monkeypatch.setattr(cluster, "_start_learner", lambda *arguments: start("learner", None))
+    monkeypatch.setattr(StartedEngines, "offload", release)
+    placement: Any = None
+    assert asyncio.run(cluster._start_servers_and_learner(placement, "", None)) == ("http://router", [])
+    return happened
+
+
+def test_a_learner_loads_when_the_engines_with_which_it_shares_devices_have_released_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = started(run_config(colocate=True), tmp_path, monkeypatch)
+    assert start_of(cluster, monkeypatch, lambda what: asyncio.sleep(0)) == [
+        "engine starts",
+        "engine is up",
+        "engine releases its devices",
+        "learner starts",
+        "learner is up",
+    ]
+
+
+def test_a_learner_with_devices_of_its_own_starts_while_the_engines_start(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = asyncio.Barrier(2)
+    happened = start_of(cluster, monkeypatch, lambda what: both.wait())
+    assert sorted(happened[:2]) == ["engine starts", "learner starts"]
+    assert "engine releases its devices" not in happened
 
 
 def test_an_added_engine_listens_on_loopback_only_if_the_whole_run_is_on_the_drivers_node(

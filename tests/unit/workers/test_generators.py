@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,13 +20,13 @@ from miles_async.columns.column import NO_LIMITS
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import External
 from miles_async.rollout.contract import flat_args
-from miles_async.types import Group, Sample
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.unit.byte_tokenizer import Bytes
 from workers.functions import evaluation_function
 from workers.generators import GeneratorFactory
-from workers.specs import ClusterHandles
+from workers.specs import ClusterHandles, greedy_of
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -161,3 +162,66 @@ async def test_a_user_defined_evaluation_is_loaded_by_its_path() -> None:
     assert evaluate is not None
     source: Any = None
     assert await evaluate(3, source) == {"mine": {"rewards": [3.0]}}
+
+
+async def answers(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Answers all samples but the one with index 2."""
+    if sample.index == 2:
+        raise ValueError("no answer")
+    sample.tokens, sample.response_length, sample.response = [1, 2], 1, "A"
+    sample.rollout_log_probs, sample.spans = [-0.1], [VersionSpan(0, 0, 1)]
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+
+def shouts(args: Any, sample: Sample, *, evaluation: bool = False) -> None:
+    sample.response += "?" if evaluation else "!"
+
+
+async def copies(args: Any, sample: Sample, **others: Any) -> Sample:
+    return replace(sample, response=f"{sample.response} copied", index=None, metadata=others)
+
+
+def fails(args: Any, sample: Sample) -> None:
+    raise KeyError("score")
+
+
+def returns_text(args: Any, sample: Sample) -> str:
+    return sample.response
+
+
+HOOKED = {"custom_generate_function_path": f"{__name__}.answers"}
+
+
+async def test_hooks_change_and_replace_each_finished_sample_in_turn() -> None:
+    hooks = [f"{__name__}.shouts", f"{__name__}.copies"]
+    async with generators(rollout_sample_hook_path=hooks, **HOOKED) as made:
+        group = Group([Sample(index=0, prompt="Q"), Sample(index=1, prompt="Q")])
+        await made.training().generate(group)
+        await made.training().generate(group)
+        assert [(sample.response, sample.index) for sample in group] == [("A! copied", 0), ("A! copied", 1)]
+        assert group[0].metadata == {"rollout_id": None, "evaluation": False}
+        greedy = Group([Sample(index=0, prompt="Q")])
+        await made.evaluation(greedy_of(run_config())).generate(greedy)
+        assert greedy[0].response == "A? copied"
+
+
+async def test_hooks_are_called_with_the_finished_samples_of_a_group_that_fails() -> None:
+    async with generators(rollout_sample_hook_path=[f"{__name__}.shouts"], **HOOKED) as made:
+        group = Group([Sample(index=1, prompt="Q"), Sample(index=2, prompt="Q")])
+        with pytest.raises(TrajectoryError, match="no answer"):
+            await made.training().generate(group)
+        assert group[0].response == "A!"
+
+
+@pytest.mark.parametrize(
+    "hook, failure",
+    [("fails", r"raised KeyError\('score'\)"), ("returns_text", "returned an object of class str: return a sample or")],
+)
+async def test_a_hook_that_cannot_be_used_fails_its_sample(hook: str, failure: str) -> None:
+    sentence = f"sample 0: rollout_sample_hook_path {__name__}.{hook} {failure}"
+    async with generators(rollout_sample_hook_path=[f"{__name__}.{hook}"], **HOOKED) as made:
+        group = Group([Sample(index=0, prompt="Q")])
+        with pytest.raises(TrajectoryError, match=sentence) as raised:
+            await made.training().generate(group)
+        assert raised.value.samples == [group[0]]

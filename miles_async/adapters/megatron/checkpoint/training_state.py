@@ -8,7 +8,7 @@ hold what is not a tensor: the steps taken, and the parallel layout, without whi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensor
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -105,7 +106,8 @@ def _load(model: TrainedModel, folder: str) -> None:
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], steps: int) -> None:
     if not isinstance(optimizer, DistributedOptimizer):
-        _add_step_counts(state, steps)
+        if isinstance(optimizer.optimizer, torch.optim.Adam):
+            _add_step_counts(state, steps)
         optimizer.load_state_dict(state)
         return
     # It expects every entry of torch's Adam state in the loaded state. Step counts are not part of that;
@@ -113,6 +115,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], steps: 
     for moments in optimizer.optimizer.state.values():
         moments.pop("step", None)
     optimizer.load_parameter_state_from_fully_reshardable(state["param_state"])
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        _own_loaded_states(optimizer.optimizer)
 
 
 def _load_shards(state: Any, folder: str) -> Any:
@@ -187,21 +191,36 @@ def _find_master_keys(state: Any, folder: str) -> Any:
     return _map_shards(change, state)
 
 
-def _optimizers(model: TrainedModel) -> Iterator[Any]:
-    """The underlying torch or fused optimizers. Megatron chains several, such as one for experts."""
-    yield from (chained.optimizer for chained in model.optimizer.chained_optimizers)
-
-
 def _create_moments(model: TrainedModel) -> None:
-    """Create Adam's moments as zeros, which Adam itself does in its first step, so that they can be saved or loaded."""
-    for optimizer in _optimizers(model):
+    """Create the optimizer's state as in its first step, with moments of zero, so that it can be saved or loaded."""
+    for optimizer in model.inner_optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    if isinstance(optimizer, torch.optim.Adam):
-                        moments["step"] = torch.tensor(0.0)
-                    optimizer.state[parameter] = moments
+                    _create_state(model, optimizer, group, parameter)
+    for offloaded in _divided_optimizers(model):
+        offloaded._sync_sub_optimizers_state_to_hdo()
+
+
+def _create_state(model: TrainedModel, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    if model.settings.use_precision_aware_optimizer and not model.settings.optimizer_cpu_offload:
+        optimizer.initialize_state(parameter, store_param_remainders=False)
+        return
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    if isinstance(optimizer, torch.optim.Adam):
+        moments["step"] = _step_count(0, group, parameter)
+    optimizer.state[parameter] = moments
+
+
+def _step_count(steps: int, group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """What torch's Adam counts its steps in, which a fused one expects on the device of the parameter."""
+    return torch.tensor(float(steps), device=parameter.device if group["fused"] else "cpu")
+
+
+def _divided_optimizers(model: TrainedModel) -> list[HybridDeviceOptimizer]:
+    """The optimizers whose state is divided between main memory and the GPU."""
+    found = (chained.optimizer for chained in model.optimizer.chained_optimizers)
+    return [optimizer for optimizer in found if isinstance(optimizer, HybridDeviceOptimizer)]
 
 
 def _optimizer_steps(model: TrainedModel) -> int:
@@ -210,7 +229,7 @@ def _optimizer_steps(model: TrainedModel) -> int:
     torch's Adam counts in the state of each parameter; fused ones count in the parameter group after their first step.
     The group's number must not be read for torch's Adam: Megatron leaves an outdated one there when it loads.
     """
-    for optimizer in _optimizers(model):
+    for optimizer in model.inner_optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 is_torch_adam = isinstance(optimizer, torch.optim.Adam)
@@ -219,7 +238,7 @@ def _optimizer_steps(model: TrainedModel) -> int:
 
 
 def _add_step_counts(state: Any, steps: int) -> None:
-    """Add the step count that Megatron's `load_state_dict` expects. It is one number, so it is not a sharded tensor."""
+    """Add the step count that torch's Adam expects. It is one number, so it is not a sharded tensor."""
     if not isinstance(state, dict):
         return
     if "state" in state and "param_groups" in state:
@@ -229,13 +248,29 @@ def _add_step_counts(state: Any, steps: int) -> None:
 
 
 def _set_optimizer_steps(model: TrainedModel, steps: int) -> None:
-    for optimizer in _optimizers(model):
+    for optimizer in model.inner_optimizers:
         for group in optimizer.param_groups:
             if not isinstance(optimizer, torch.optim.Adam):
                 group["step"] = steps
                 continue
             for parameter in group["params"]:
-                optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+                optimizer.state[parameter]["step"] = _step_count(steps, group, parameter)
+
+
+def _own_loaded_states(optimizer: HybridDeviceOptimizer) -> None:
+    """Copy what Megatron has loaded into an optimizer that is divided between main memory and the GPU.
+
+    Megatron refers to parts of the loaded tensors, which are those of all data-parallel ranks. It leaves the number of
+    steps in groups from which the optimizer would take it before each step. Without Transformer Engine it also moves
+    the states of weights on the GPU to main memory.
+    """
+    for inner in optimizer.sub_optimizers:
+        for parameter, state in inner.state.items():
+            names = ("exp_avg", "exp_avg_sq")
+            inner.state[parameter] = {name: torch.empty_like(parameter).copy_(state[name]) for name in names}
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+    optimizer._sync_sub_optimizers_state_to_hdo()
 
 
 def _layout() -> list[int]:

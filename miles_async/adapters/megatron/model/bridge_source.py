@@ -30,7 +30,7 @@ from miles_async.adapters.megatron.model.cpu import numbered_device, on_cpu, red
 from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage, open_tensors
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import gather_json
-from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, run_fields
+from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, passed_on, run_fields
 from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
@@ -119,7 +119,8 @@ class BridgeSource(ModelSource):
         )
 
     def _change_config(self, settings: Learner, *, fuses: bool) -> None:
-        config, fields = self.config, run_fields(settings) | _BRIDGE_FIELDS
+        config = self.config
+        fields = run_fields(settings) | _BRIDGE_FIELDS | passed_on(settings, "transformer")
         if self._local:
             fields |= _LOCAL_FIELDS
         if on_cpu():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel, utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
+from packaging.version import Version
 
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
@@ -24,9 +28,15 @@ from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_s
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
-from miles_async.adapters.megatron.model.source import ModelSource
+from miles_async.adapters.megatron.model.source import ModelSource, passed_on
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
+from miles_async.errors import UserError
+
+if not HAVE_TE:
+    # Megatron 0.16 compares the version for some settings even so. 0.19 has this value.
+    utils._te_version = Version("0.0.0")
+_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +85,18 @@ class TrainedModel(MegatronModel):
     steps_taken: int = 0
     """Optimizer steps since the start of the training."""
 
+    @property
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that compute the steps.
+
+        Megatron chains several, such as one for experts, and divides each between CPU and GPU if the state is
+        offloaded.
+        """
+        found: list[torch.optim.Optimizer] = []
+        for one in (chained.optimizer for chained in self.optimizer.chained_optimizers):
+            found += one.sub_optimizers if isinstance(one, HybridDeviceOptimizer) else [one]
+        return found
+
 
 def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     """Load the reference model with the parallel layout of the policy. Raises UserError like `build_model`."""
@@ -89,8 +111,10 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
     With `values` the model is a critic: a value head replaces the output layer.
-    Raises UserError if no source has the model, or if the checkpoint does not fit it.
+    Raises UserError if no source has the model, if the checkpoint does not fit it, or if this process cannot compute
+    the optimizer's steps as the settings ask.
     """
+    _refuse_optimizer(settings)
     variables = settings.critic_env_vars if values else {}
     with redirect_cuda_to_cpu(), environment(variables):
         source, chunks = _load_chunks(settings, hf_checkpoint)
@@ -100,9 +124,11 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=settings.main_grads_dtype == "fp32",
             use_distributed_optimizer=sharded,
             overlap_grad_reduce=settings.overlap_grad_reduce,
+            overlap_param_gather=settings.overlap_param_gather and sharded,
+            **passed_on(settings, "ddp"),
         )
         wrapped = [DistributedDataParallel(source.config, ddp_config, chunk) for chunk in chunks]
         if settings.overlap_grad_reduce:
@@ -110,20 +136,55 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             syncs = [chunk.no_sync for chunk in wrapped]
             source.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         # Megatron puts norms and biases into a parameter group of their own, without weight decay.
-        optimizer_config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            clip_grad=settings.clip_grad,
-            bf16=dtype_of(settings) is torch.bfloat16,
-            params_dtype=dtype_of(settings),
-            use_distributed_optimizer=sharded,
-        )
-        optimizer = get_megatron_optimizer(optimizer_config, wrapped)
+        optimizer = get_megatron_optimizer(_optimizer_config(settings, sharded=sharded), wrapped)
+        if settings.optimizer_cpu_offload:
+            # Megatron first copies the weights of all data-parallel ranks to main memory, in objects that refer to each
+            # other.
+            gc.collect()
         fields = (settings, variables, source, wrapped, output_layer, *positions)
         return TrainedModel(*fields, optimizer=optimizer)
+
+
+def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        clip_grad=settings.clip_grad,
+        bf16=dtype_of(settings) is torch.bfloat16,
+        params_dtype=dtype_of(settings),
+        use_distributed_optimizer=sharded,
+        overlap_param_gather=settings.overlap_param_gather and sharded,
+        # Megatron keeps the fp32 weights on the GPU unless the optimizer holds them.
+        use_precision_aware_optimizer=settings.optimizer_holds_masters,
+        # Otherwise checkpoints would contain the lower half of each fp32 weight in place of the weight.
+        store_param_remainders=False,
+        main_grads_dtype=_TYPES[settings.main_grads_dtype],
+        main_params_dtype=_TYPES[settings.main_params_dtype],
+        exp_avg_dtype=_TYPES[settings.exp_avg_dtype],
+        exp_avg_sq_dtype=_TYPES[settings.exp_avg_sq_dtype],
+        optimizer_cpu_offload=settings.optimizer_cpu_offload,
+        optimizer_offload_fraction=settings.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
+        **passed_on(settings, "optimizer"),
+    )
+
+
+def _refuse_optimizer(settings: Learner) -> None:
+    """Raise UserError if this process has no GPU to offload from, or no optimizer that holds the master weights."""
+    if settings.optimizer_cpu_offload and on_cpu():
+        raise UserError(
+            "optimizer_cpu_offload moves the optimizer's state from GPUs to main memory, but this learner runs on "
+            "CPUs: unset it"
+        )
+    if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload and (on_cpu() or not HAVE_TE):
+        lack = "needs a GPU" if on_cpu() else "is not installed (make setup-gpu installs it)"
+        raise UserError(
+            f"use_precision_aware_optimizer needs the Adam of Transformer Engine, which {lack}: unset it, or set "
+            "optimizer_cpu_offload on GPUs"
+        )
 
 
 def _load_chunks(settings: Learner, hf_checkpoint: str) -> tuple[ModelSource, list[torch.nn.Module]]:
@@ -210,6 +271,8 @@ def _shards_optimizer(settings: Learner) -> bool:
 
     By default it is divided on GPUs, where memory is scarce.
     """
+    if settings.optimizer_holds_masters:
+        return True
     wanted = settings.use_distributed_optimizer
     several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     return several and (not on_cpu() if wanted is None else wanted)

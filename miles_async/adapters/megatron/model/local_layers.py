@@ -310,8 +310,13 @@ def uses_local_layers(settings: Learner) -> bool:
     return settings.transformer_impl == "local"
 
 
-def refuse_long_masks(settings: Learner) -> None:
-    """Raise UserError if the masks of local layers under context parallelism would be too large."""
+def refuse_for_local_layers(settings: Learner) -> None:
+    """Raise UserError if local layers cannot follow the settings, or if their masks would be too large."""
+    if needs := settings.of_transformer_engine:
+        raise UserError(
+            f"this learner uses Megatron's local layers, and only those of Transformer Engine have "
+            f"{' and '.join(needs)}: unset this, or install Transformer Engine on a machine with GPUs (make setup-gpu)"
+        )
     tokens = settings.micro_batch_tokens
     if settings.context_parallel_size > 1 and tokens > _MOST_MASKED:
         raise UserError(

@@ -49,6 +49,9 @@ class OutputLayer:
             # `map` gathers the hidden states, so the layer itself gets whole rows and adds up their gradients.
             self._layer.sequence_parallel = False
             self._layer.allreduce_dgrad = True
+        # Megatron's fused kernel, which is Apex's, looks for the buffer of gradients on the weight that it is given.
+        # The backward pass of a chunk gives it a detached one.
+        self._layer.gradient_accumulation_fusion = False
         self._layer.forward = _return_input
         self.columns = self._layer.output_size_per_partition
         """This rank's part of the (padded) vocabulary."""
@@ -89,8 +92,8 @@ class _InChunks(torch.autograd.Function):
     """`compute(hidden[chunk], weight, chunk)` of chunks of `size` rows, concatenated along the last dimension.
 
     The backward pass computes each chunk again. It adds up the gradients of the weights in float32, in Megatron's
-    buffer if there is one. Autograd would add them in the precision of the weights: with 168 chunks in bfloat16 this
-    loses 1 % of the gradient.
+    buffer if that is in float32. Autograd would add them in the precision of the weights: with 168 chunks in bfloat16
+    this loses 1 % of the gradient.
     """
 
     @staticmethod
@@ -108,7 +111,7 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         (hidden,), weight = ctx.saved_tensors, ctx.weight
         hidden_gradient = torch.empty_like(hidden)
-        has_buffer = hasattr(weight, "main_grad")
+        has_buffer = hasattr(weight, "main_grad") and weight.main_grad.dtype is torch.float32
         total = weight.main_grad if has_buffer else torch.zeros_like(weight, dtype=torch.float32)
         for chunk in _chunks(hidden, ctx.size):
             inputs = hidden[chunk].detach().requires_grad_(), weight.detach().requires_grad_()

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, export_weights, load_weights
 from miles_async.adapters.megatron.model.local_layers import dtype_of, local_layer_spec, uses_local_layers
-from miles_async.adapters.megatron.model.source import ModelSource, chosen_fusions, cpu_fields, run_fields
+from miles_async.adapters.megatron.model.source import ModelSource, chosen_fusions, cpu_fields, passed_on, run_fields
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, plugin_errors
@@ -123,7 +123,7 @@ def _transformer_config(
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
         arguments["layernorm_epsilon"] = hf_config["rms_norm_eps"]
-    arguments |= run_fields(settings) | of_the_model | chosen_fusions(settings)
+    arguments |= run_fields(settings) | of_the_model | chosen_fusions(settings) | passed_on(settings, "transformer")
     local = uses_local_layers(settings)
     if not local:
         fused = {

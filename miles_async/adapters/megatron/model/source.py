@@ -11,11 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.local_layers import dtype_of
+from miles_async.config.megatron import megatron_fields
 from miles_async.config.schema import Learner
 from miles_async.models.plugin import ModelShape
 
@@ -117,6 +119,12 @@ def run_fields(settings: Learner) -> dict[str, Any]:
     }
 
 
+def passed_on(settings: Learner, kind: str) -> dict[str, Any]:
+    """Fields that a user sets in one of Megatron's classes: `transformer`, `optimizer` or `ddp`."""
+    known = megatron_fields()
+    return {name: value for name, value in settings.megatron_args.items() if known[name] == kind}
+
+
 def chosen_fusions(settings: Learner) -> dict[str, bool]:
     """The fused kernels that the settings turn on or off. A source decides about the others."""
     wanted = {
@@ -124,5 +132,9 @@ def chosen_fusions(settings: Learner) -> dict[str, bool]:
         "bias_activation_fusion": settings.bias_swiglu_fusion,
         "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
         "moe_permute_fusion": settings.moe_permute_fusion,
+        "moe_router_fusion": settings.moe_router_fusion,
     }
+    if settings.gradient_accumulation_fusion is None and not layers._grad_accum_fusion_available:
+        # Megatron refuses to build an output layer with this fusion if Apex, which has the kernel, is not installed.
+        wanted["gradient_accumulation_fusion"] = False
     return {field: fused for field, fused in wanted.items() if fused is not None}

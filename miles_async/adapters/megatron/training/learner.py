@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +27,7 @@ from miles_async.adapters.megatron.checkpoint.training_state import copy_state, 
 from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
 from miles_async.adapters.megatron.model.host_memory import to_device
-from miles_async.adapters.megatron.model.local_layers import refuse_long_masks, uses_local_layers
+from miles_async.adapters.megatron.model.local_layers import refuse_for_local_layers, uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -43,6 +44,7 @@ from miles_async.adapters.megatron.training.advantages import (
     reward_penalties,
 )
 from miles_async.adapters.megatron.training.critic import Critic
+from miles_async.adapters.megatron.training.hooks import NO_HOOKS, LearnerHooks
 from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
 from miles_async.adapters.megatron.training.optimizer import (
@@ -51,6 +53,7 @@ from miles_async.adapters.megatron.training.optimizer import (
     apply_gradients,
     clear_gradients,
     complete_gradients,
+    complete_weights,
     reduce_gradients,
 )
 from miles_async.adapters.megatron.training.performance import performance_metrics
@@ -58,6 +61,7 @@ from miles_async.batching.batch import PackedBatch, TrainStep, supervised_step
 from miles_async.columns.spans import NO_VERSION
 from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
+from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
 from miles_async.losses.objectives.objective import StepTokens
@@ -98,10 +102,11 @@ class MegatronLearner:
         master_addr: str,
         master_port: int,
         functions: LossFunctions = NO_FUNCTIONS,
+        hooks: LearnerHooks = NO_HOOKS,
     ) -> None:
         """Connect to the other ranks and load the policy, and the critic and reference model if there are any.
 
-        `functions` are those of the user that compute a part of the loss.
+        `functions` are those of the user that compute a part of the loss; `hooks` are called between the steps.
 
         Raises UserError if a checkpoint's model family is not supported.
         """
@@ -110,6 +115,7 @@ class MegatronLearner:
         torch.use_deterministic_algorithms(config.learner.deterministic_mode)
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
         self._functions = functions
+        self._hooks = hooks
         self._penalizes_returns = normalizes_on_rank(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
@@ -122,8 +128,9 @@ class MegatronLearner:
             port=master_port,
             learner=config.learner,
         )
+        hooks.initialize()
         if local := uses_local_layers(config.learner):
-            refuse_long_masks(config.learner)
+            refuse_for_local_layers(config.learner)
         self._model = build_model(config.learner, hf_checkpoint)
         if rank == 0 and local and not on_cpu() and self._model.source.shape.experts:
             log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
@@ -133,7 +140,7 @@ class MegatronLearner:
             self._critic = Critic(config, hf_checkpoint)
         self._reference = None
         if config.keeps_reference:
-            reference = Path(config.algorithm.ref_load or hf_checkpoint).expanduser()
+            reference = Path(reference_of(config.algorithm.ref_load, hf_checkpoint)).expanduser()
             self._reference = build_reference(config.learner.reference_batching, str(reference))
         self._offloaded: list[Offloaded] = []
         self.version = 0
@@ -160,7 +167,7 @@ class MegatronLearner:
         elif not self._settings.shares_prefixes:
             cause = "context parallelism and dynamic batching need whole samples"
         elif self._settings.share_prefixes is None and not on_cpu():
-            cause = "set share_prefixes to share them on GPUs, where this has not been run yet"
+            cause = "set share_prefixes to share them on GPUs"
         else:
             cause = "the attention of this model needs whole samples"
         log.info("the prompt of a group is computed once per sample", cause=cause)
@@ -178,8 +185,9 @@ class MegatronLearner:
         snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
         metrics: list[Mapping[str, float]] = []
         finite = True
-        for step, values in zip(steps, pre_step_values, strict=True):
-            gradients = [self._policy_step(step, values)] if rollout_id >= self._critic_only else []
+        for number, (step, values) in enumerate(zip(steps, pre_step_values, strict=True)):
+            hook = partial(self._hooks.before_train_step, self._model, rollout_id, number)
+            gradients = [self._policy_step(step, values, hook)] if rollout_id >= self._critic_only else []
             if self._critic is not None:
                 gradients.append(self._critic.compute_gradients(step, values.critic_values, values.returns))
             metrics.append(dict(chain(*(one.metrics.items() for one in gradients), _packing_metrics(step).items())))
@@ -188,6 +196,8 @@ class MegatronLearner:
                 break
             for one in gradients:
                 one.apply()
+        for model in self._trained.values():
+            complete_weights(model)
         for snapshot in () if finite else snapshots:
             snapshot.restore()
         tokens = sum(len(batch.tokens) - batch.padding for step in steps for batch in step.micro_batches)
@@ -215,7 +225,9 @@ class MegatronLearner:
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
-        old = self._logprobs(self._model, step) if needs_old else None
+        old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
+        if self._algorithm.use_rollout_logprobs:
+            old = [to_device(batch.columns["rollout_log_probs"], self._device) for batch in step.micro_batches]
         advantages = penalties = None
         if old is not None and reference is not None:
             penalties = reward_penalties(old, reference, self._algorithm)
@@ -246,17 +258,23 @@ class MegatronLearner:
         with errors_of(objective, "prepare a step"):
             return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
-    def _policy_step(self, step: TrainStep, values: PreStepValues) -> Gradients:
-        sums, maximum, of_functions = self._policy_gradients(step, values)
+    def _policy_step(self, step: TrainStep, values: PreStepValues, hook: Callable[[], None]) -> Gradients:
+        sums, maximum, of_functions = self._policy_gradients(step, values, hook=hook)
         metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **_prefixed(of_functions)}
         # Filters or masks may have removed all tokens, or no sample has an advantage.
         empty = not metrics["computed_fraction"]
         return complete_gradients(self._model, metrics, self._lr, loss=objective_sum(sums), empty=empty, prefix="")
 
-    def _policy_gradients(self, step: TrainStep, values: PreStepValues) -> tuple[Tensor, Tensor, Mapping[str, float]]:
-        """Run forward and backward passes; returns the global entries of `TokenSums`."""
+    def _policy_gradients(
+        self, step: TrainStep, values: PreStepValues, *, hook: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor, Mapping[str, float]]:
+        """Run forward and backward passes; returns the global entries of `TokenSums`.
+
+        `hook` is called when the gradients are zero.
+        """
         prepared = self._prepare_step(step, values)
         clear_gradients(self._model)
+        hook()
 
         def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
             total = step.total_tokens
@@ -345,6 +363,7 @@ class MegatronLearner:
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
         """[m] log-probabilities of each micro-batch under the current weights of a model."""
+        self._hooks.before_log_prob(model, "ref_" if model is self._reference else "")
         return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
@@ -368,6 +387,7 @@ class MegatronLearner:
         total = broadcast_from_last_stage(step_loss).item()
         if math.isfinite(reduce_gradients(self._model)) and math.isfinite(total):
             apply_gradients(self._model, lr)
+        complete_weights(self._model)
         return total
 
     def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:

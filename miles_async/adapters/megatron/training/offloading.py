@@ -65,4 +65,5 @@ def _offload(model: MegatronModel) -> Offloaded:
     if not isinstance(model, TrainedModel):
         return Offloaded(model.host_memory, (parameter for chunk in model.chunks for parameter in chunk.parameters()))
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return Offloaded(model.host_memory, model_tensors(model), [buffer.grad_data for buffer in buffers])
+    on_device = (tensor for tensor in model_tensors(model) if tensor.is_cuda)
+    return Offloaded(model.host_memory, on_device, [buffer.grad_data for buffer in buffers])

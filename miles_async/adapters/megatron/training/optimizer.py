@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -20,7 +21,7 @@ from miles_async.config.learning_rate import LearningRate
 
 def _norm(_: int, __: Tensor, tensor_lists: list[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
     """[1] the norm of all tensors together, with the signature that Megatron calls."""
-    norms = torch.stack(torch._foreach_norm(tensor_lists[0]))
+    norms = torch.stack(torch._foreach_norm(tensor_lists[0], 2, torch.float32))
     return torch.linalg.vector_norm(norms)[None], None
 
 
@@ -93,13 +94,32 @@ def apply_gradients(model: TrainedModel, lr: float) -> None:
         model.optimizer.step()
 
 
+def complete_weights(model: TrainedModel) -> None:
+    """Get the weights that other data-parallel ranks have updated in the last step, if this was left to the next one.
+
+    All ranks must call it before weights are read other than by a forward pass.
+    """
+    if model.chunks[0].ddp_config.overlap_param_gather:
+        for chunk in model.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
 def model_tensors(model: TrainedModel) -> Iterator[Tensor]:
-    """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice."""
+    """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice.
+
+    What an offloaded optimizer keeps in main memory is among them.
+    """
     for chunk in model.chunks:
         yield from chunk.module.parameters()
-    for group in model.optimizer.param_groups:
-        yield from group["params"]
-    yield from _state_tensors(model)
+    for optimizer in model.inner_optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        if model.settings.use_precision_aware_optimizer and not model.settings.optimizer_cpu_offload:
+            # The factors of states in fp16.
+            for scales in optimizer._scales.values():  # type: ignore[attr-defined]
+                yield from scales.values()
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
@@ -124,20 +144,24 @@ class Snapshot:
         self._model, self._steps_taken = model, model.steps_taken
         self._storages = list(distinct_storages(model_tensors(model)).values())
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
-        self._is_before_first_step = len(model.optimizer.state) == 0
+        self._is_before_first_step = not any(optimizer.state for optimizer in model.inner_optimizers)
+        # Fused optimizers count their steps there.
+        self._counts = [group.get("step") for group in _inner_groups(model)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
         self._model.steps_taken = self._steps_taken
         copy_tensors(zip(map(contents, self._storages), self._copies, strict=True))
+        for group, count in zip(_inner_groups(self._model), self._counts, strict=True):
+            group.pop("step", None)
+            if count is not None:
+                group["step"] = count
         if self._is_before_first_step:
-            # Adam creates its state in its first step, so the snapshot has none. Zeros, including the step count, are
-            # equivalent.
-            for tensor in _state_tensors(self._model):
-                tensor.zero_()
+            # Optimizers create their state in their first step.
+            for optimizer in self._model.inner_optimizers:
+                optimizer.state.clear()
 
 
-def _state_tensors(model: TrainedModel) -> Iterator[Tensor]:
-    for _, state in model.optimizer.state.items():  # Megatron's proxy has no values()
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+def _inner_groups(model: TrainedModel) -> list[dict[str, Any]]:
+    return [group for optimizer in model.inner_optimizers for group in optimizer.param_groups]

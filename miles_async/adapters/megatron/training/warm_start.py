@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import tempfile
@@ -9,6 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from miles_async.adapters.megatron.model.cpu import on_cpu
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -55,6 +59,10 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
     started = time.monotonic()
     path = cached_checkpoint(config, problems, check)
     steps, accuracy = _create_checkpoint(config, problems, check, path, report)
+    if not on_cpu():
+        # The engines, which may share this device, start next and divide the memory that is free.
+        gc.collect()
+        torch.cuda.empty_cache()
     return WarmStarted(str(path), False, accuracy, steps, time.monotonic() - started)
 
 

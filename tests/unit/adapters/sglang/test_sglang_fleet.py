@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from miles_async.adapters.sglang.fleet import Servers, SGLangFleet
+from miles_async.adapters.sglang.fleet import Servers, SGLangFleet, StartedEngines
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import EngineLostError, UserError
@@ -301,3 +301,18 @@ async def test_a_failed_check_of_a_server_that_was_replaced_meanwhile_does_not_c
         fleet.register_engine(EngineInfo("e", "http://127.0.0.1:2", 0, 1))
         await checked
         await fleet.close()
+
+
+async def test_engines_wait_until_they_are_idle_before_they_release_their_memory() -> None:
+    paths = ["/flush_cache?timeout=10", "/release_memory_occupation", "/resume_memory_occupation"]
+    async with serving({f"POST {path}": {} for path in paths}) as (url, server):
+        engines = StartedEngines([EngineInfo("e", url, 0, 1)])
+        await engines.offload()
+        await engines.onload()
+    assert server.asked == [f"POST {path}" for path in paths]
+
+
+async def test_engines_that_do_not_release_their_memory_are_lost() -> None:
+    async with serving({"POST /flush_cache?timeout=10": RuntimeError("busy")}) as (url, _):
+        with pytest.raises(EngineLostError, match=r"flush_cache.* answered 503: .*busy"):
+            await StartedEngines([EngineInfo("e", url, 0, 1)]).offload()

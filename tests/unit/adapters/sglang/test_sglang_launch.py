@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,15 @@ def test_cpu_settings_appear_only_without_cuda(spec: EngineSpec, cuda: bool) -> 
     words, values = launch.command(spec, 30000, ALONE), launch.environment(spec)
     assert ("torch_native" in words) is not cuda
     assert ("SGLANG_USE_CPU_ENGINE" in values) is not cuda
+
+
+@pytest.mark.parametrize("arguments", [{"dtype": "float32"}, {"server_args": {"dtype": "float32"}}])
+def test_an_engine_in_float32_on_a_gpu_normalizes_with_torch(
+    spec: EngineSpec, cuda: bool, arguments: dict[str, Any]
+) -> None:
+    forced = launch.environment(replace(spec, **arguments)).get("SGLANG_FORCE_FUSED_OP_BACKEND")
+    assert forced == ("torch" if cuda else None)
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" not in launch.environment(spec)
 
 
 def test_mooncake_uses_rdma_only_on_a_gpu_node_with_an_active_port(

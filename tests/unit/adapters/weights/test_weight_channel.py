@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from miles_async.adapters.null import NullEngines, NullLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
+from miles_async.pipeline.devices import SharedDevices
 from miles_async.types import SendOutcome
 
 pytestmark = pytest.mark.virtual_time
@@ -30,9 +32,13 @@ class TwoSources:
         """Mean difference in nats between an engine and the learner."""
         self.staged: list[tuple[int, Sequence[str]]] = []
         self.sent: list[tuple[str, str]] = []
+        self.calls: list[str] = []
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        self.calls.append(method)
         return await getattr(self, method)(*arguments)
+
+    async def describe(self) -> None: ...
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None: ...
 
@@ -51,7 +57,25 @@ class TwoSources:
 
 
 async def transports(sources: TwoSources, wanted: str) -> tuple[str, ...]:
-    return await find_transports(sources, wanted, ENGINES)
+    return await find_transports(sources, wanted, ENGINES, SharedDevices(NullLearner(), NullEngines(), colocated=False))
+
+
+async def test_on_shared_devices_each_of_learner_and_engines_does_its_part_in_its_turn() -> None:
+    class Recorded(TwoSources):
+        """The learner and the engines at once: both record what they do."""
+
+        async def to_learner(self) -> None:
+            self.calls.append("to learner")
+
+        async def to_engines(self) -> None:
+            self.calls.append("to engines")
+
+    sources = Recorded(p2p=0.0)
+    await find_transports(sources, "p2p", ENGINES[:1], sources)
+    assert sources.calls == [
+        *("describe", "to engines", "connect", "to learner", "stage"),
+        *("to engines", "send", "send", "compare", "to learner"),
+    ]
 
 
 async def test_auto_orders_the_transports_by_speed() -> None:
@@ -89,7 +113,7 @@ async def test_a_configured_transport_is_first_or_is_refused() -> None:
 
 
 async def test_a_default_run_uses_p2p_even_where_another_transport_is_faster() -> None:
-    assert RunConfig().weights.weight_transfer == "p2p"
+    assert RunConfig().weight_transport(on_gpus=True) == "p2p"
     assert (await transports(TwoSources(p2p=1.0, broadcast=0.0, memory=0.0), "p2p"))[0] == "p2p"
 
 

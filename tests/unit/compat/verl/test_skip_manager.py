@@ -240,7 +240,7 @@ def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
         ("rollout_top_k", "--rollout-top-k", "5"),
         ("rollout_stop", "--rollout-stop", "END"),
         ("rollout_stop_token_ids", "--rollout-stop-token-ids", "7"),
-        ("rollout_skip_special_tokens", "--no-rollout-skip-special-tokens", None),
+        ("rollout_skip_special_tokens", "--rollout-skip-special-tokens", None),
         ("custom_generate_function_path", "--custom-generate-function-path", "my.generate"),
     ],
 )

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import structlog
@@ -30,7 +31,7 @@ from miles_async.observability.console.log_tail import ERRORS_SHOWN, LogTail
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.console.run_log import RunLog
 from miles_async.observability.metrics import trackers
-from miles_async.observability.metrics.trackers import BackgroundTracker, Point, Trackers
+from miles_async.observability.metrics.trackers import BackgroundTracker, Point, Trackers, WandbTracker
 from miles_async.observability.output import VisibleOutput, controls_of, protected
 from miles_async.observability.run_folder import DRIVER_LOG, RunFolder
 from miles_async.observability.view import RunView
@@ -234,6 +235,17 @@ def test_all_curves_are_plotted_over_optimizer_steps_if_configured() -> None:
     assert {(point.axis, point.step) for point in points(*STEP, EVALUATED, always_train_step=True)} == {
         ("train/step", 10)
     }
+
+
+def test_weights_and_biases_gets_server_team_and_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_THE_TEAM", "0123456789abcdef")
+    with patch("wandb.init") as init:
+        settings = {"wandb_key": "env:KEY_OF_THE_TEAM", "wandb_host": "http://127.0.0.1:9", "wandb_team": "rl"}
+        WandbTracker(run_config(use_wandb=True, **settings), RunFolder(tmp_path))
+    [call] = init.call_args_list
+    given = call.kwargs["settings"]
+    assert (given.api_key, given.base_url, call.kwargs["entity"]) == ("0123456789abcdef", "http://127.0.0.1:9", "rl")
+    assert "0123456789abcdef" not in str(call.kwargs["config"])
 
 
 def test_the_trackers_of_a_run_plot_over_optimizer_steps_if_configured(

@@ -1,0 +1,42 @@
+"""Settings whose values are names of slime."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from miles_async.config.fields import SETTINGS, with_settings
+from miles_async.config.generation import rollout_mode
+from miles_async.config.schema import RunConfig
+
+_SHIPPED = {
+    f"{project}.rollout.{function}": f"miles_async.rollout.{function}"
+    for project in ("slime", "miles")
+    for function in (
+        "sglang_rollout.generate_rollout",
+        "sft_rollout.generate_rollout",
+        "fully_async_rollout.generate_rollout_fully_async",
+    )
+}
+"""Rollout functions of slime and Miles, and those of this project that do the same."""
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with functions of this project in place of slime's, and with slime's names if they are used."""
+    path = config.rollout.rollout_function_path
+    if path in _SHIPPED:
+        config = with_settings(config, rollout_function_path=_SHIPPED[path])
+    if config.rollout.eval_function_path in _SHIPPED:
+        config = with_settings(config, eval_function_path=None)
+    if config.debug.debug_train_only and config.debug.load_debug_rollout_data is None:
+        # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
+        supervised = with_settings(config, debug_train_only=False, eval_size=0)
+        config = config if rollout_mode(supervised).needs_engines else supervised
+    if _names_slime(config) and importlib.util.find_spec("slime") is None:
+        config = with_settings(config, slime_imports=True)
+    return config
+
+
+def _names_slime(config: RunConfig) -> bool:
+    """Whether a setting names a function of the package slime."""
+    values = (setting.value(config) for name, setting in SETTINGS.items() if name.endswith("_path"))
+    return any(isinstance(value, str) and value.startswith("slime.") for value in values)

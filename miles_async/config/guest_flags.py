@@ -1,0 +1,79 @@
+"""Flags of other projects' command lines, such as those of slime and Megatron-LM, which guests give rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_async.config.fields import BY_PATH, Setting
+from miles_async.config.translation import Flag, Outcome, Sets, Translator
+from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.errors import UserError
+from miles_async.guests import GUESTS
+from miles_async.plugins import errors_of
+
+
+def aliased(flag: Flag) -> Setting | None:
+    """The setting of ours that a flag is another name for; None if the flag means anything else."""
+    if not isinstance(flag.rule, Sets) or flag.rule.values is not None or len(flag.rule.settings) != 1:
+        return None
+    return BY_PATH.get(tuple(flag.rule.settings[0].split(".")))
+
+
+@dataclass(slots=True)
+class GuestFlags:
+    """The flags of other projects on one command line."""
+
+    _values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By guest and flag."""
+
+    def find(self, name: str) -> tuple[str, Flag] | None:
+        """The first guest that has a flag, which is given with underscores, and its rule; None if no guest has it."""
+        known = GUESTS.ask("name its flags", lambda guest: guest.flags())
+        return next(((guest, flags[name]) for guest, flags in known.items() if name in flags), None)
+
+    def add(self, guest: str, name: str, value: Any) -> None:
+        """Note the value of a flag. If a flag is repeated, the last value counts, as with argparse."""
+        self._values.setdefault(guest, {})[name] = value
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """What the flags of each guest mean here."""
+        for name, values in self._values.items():
+            guest = GUESTS.find(name)
+            with errors_of(guest, "translate its flags"):
+                flags = guest.flags()
+                translator = Translator(name, {flag: flags[flag].rule for flag in values})
+                for flag, value in values.items():
+                    translator.follow(flags[flag].rule, shown(flag), value)
+                guest.combine(values, translator)
+            yield translator
+
+
+def flags_of_guests() -> list[str]:
+    """The flags of all guests, as users write them."""
+    known = GUESTS.ask("name its flags", lambda guest: guest.flags())
+    return [shown(name) for flags in known.values() for name in flags]
+
+
+def shown(name: str) -> str:
+    """A flag as users write it."""
+    return "--" + name.replace("_", "-")
+
+
+def value_of(flag: Flag, text: str, words: Sequence[str]) -> tuple[Any, int]:
+    """The value of the flag `text` from the words that follow it, and how many of them belong to it."""
+    if flag.takes == "nothing":
+        return True, 0
+    if not words:
+        raise UserError(f"{text} needs a value")
+    return (list(map(_plain, words)), len(words)) if flag.takes == "values" else (_plain(words[0]), 1)
+
+
+def _plain(text: str) -> Any:
+    """A number or a truth value; anything else stays a text."""
+    try:
+        value = parse_yaml(text)
+    except YAMLError:
+        return text
+    return value if isinstance(value, bool | int | float) else text

@@ -1,0 +1,90 @@
+"""Defaults of other projects, which guests know: `--preset` sets them, and each run names its own that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+from miles_async.config.checks.unused import has_effect
+from miles_async.config.fields import SETTINGS, nearest, with_settings
+from miles_async.config.generation import generates
+from miles_async.config.losses import clip_range, loss_aggregation
+from miles_async.config.model_shape import shape_of
+from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
+from miles_async.guests import GUESTS
+
+_DERIVED: Mapping[str, Callable[[RunConfig], Any]] = {
+    "eps_clip": lambda config: clip_range(config.algorithm)[0],
+    "loss_aggregation": lambda config: loss_aggregation(config.algorithm),
+    "off_policy_correction": lambda config: config.algorithm.off_policy_correction or "none",
+}
+"""Settings that are unset as long as their values follow from others."""
+_HAS_EFFECT: Mapping[str, Callable[[RunConfig], bool]] = {
+    **dict.fromkeys(("input_key", "label_key"), lambda config: config.data.prompt_data is not None),
+    **dict.fromkeys(("engine_health_interval_seconds", "sglang_router_request_timeout_secs"), generates),
+    "moe_router_dtype": lambda config: (shape := shape_of(config.model)) is not None and bool(shape.experts),
+}
+
+
+def names() -> list[str]:
+    """What `--preset` accepts."""
+    return sorted(name.lower() for name, defaults in _of_guests().items() if defaults)
+
+
+def preset(name: str) -> Mapping[str, Any]:
+    """The values that a preset sets, by setting. Raises UserError if there is no such preset."""
+    if name not in names():
+        similar = nearest(name, names()) or f"; choose one of {', '.join(names())}"
+        raise UserError(f"--preset {name:.80} is not a project whose defaults are known{similar}")
+    defaults = next(values for guest, values in _of_guests().items() if guest.lower() == name)
+    return {each: value for each, value in defaults.items() if value is not None or NoneType in SETTINGS[each].kinds}
+
+
+def described(name: str) -> str:
+    """What a preset sets, one setting per line."""
+    lines = [f"  {SETTINGS[setting].dotted} = {_shown(value)}" for setting, value in preset(name).items()]
+    return "\n".join([f"--preset {name} sets, unless a file or a flag does:", *lines])
+
+
+def without_idle(config: RunConfig, name: str) -> RunConfig:
+    """The configuration in which values of the preset that have no effect are our defaults: they need no note."""
+    values = {each: value for each, value in preset(name).items() if not has_effect(config, each)}
+    idle = {each for each, value in values.items() if SETTINGS[each].value(config) == value}
+    return with_settings(config, **{each: SETTINGS[each].default for each in idle})
+
+
+def unlike(config: RunConfig, given: Container[tuple[str, ...]]) -> Iterator[str]:
+    """One sentence per compared project: our defaults that differ, and the project's in parentheses.
+
+    `given` are the paths of the settings that the user has set.
+    """
+    for guest, defaults in _of_guests().items():
+        found = [
+            f"{name} {_shown(ours)} ({_shown(theirs)})"
+            for name, theirs in defaults.items()
+            if SETTINGS[name].path not in given and (ours := _value(config, name)) != theirs and _matters(config, name)
+        ]
+        if found and GUESTS.find(guest).is_compared:
+            yield f"unlike {guest}: {', '.join(found)}"
+
+
+def _of_guests() -> Mapping[str, Mapping[str, Any]]:
+    return GUESTS.ask("name its defaults", lambda guest: guest.defaults())
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    return _DERIVED[name](config) if name in _DERIVED else SETTINGS[name].value(config)
+
+
+def _matters(config: RunConfig, name: str) -> bool:
+    """Whether a setting has an effect in this run. Arguments of SGLang and its router only change the speed."""
+    used = _HAS_EFFECT.get(name)
+    return dict not in SETTINGS[name].kinds and has_effect(config, name) and (used is None or used(config))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,53 @@
+"""Files of prompts: the part of a path that names rows, and the number of rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from miles_async.errors import UserError
+
+_SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_BLOCK_BYTES = 1 << 24
+
+
+def split_slice(prompt_data: str) -> tuple[str, slice | None]:
+    """Split `data.jsonl@[10:20]` into path and slice. Open ends and negative numbers work as in Python."""
+    match = _SLICED.fullmatch(prompt_data)
+    if match is None:
+        return prompt_data, None
+    start, stop = (int(text) if text else None for text in match.group("start", "stop"))
+    return match["path"], slice(start, stop)
+
+
+def count_rows(prompt_data: str) -> int:
+    """The number of rows of a JSONL or Parquet file, or of a slice of it. A blank line counts as a row.
+
+    Raises UserError if the file cannot be read.
+    """
+    name, part = split_slice(prompt_data)
+    path = Path(name).expanduser()
+    try:
+        rows = _parquet_rows(path) if path.suffix == ".parquet" else _lines(path)
+    except OSError as error:
+        raise UserError(f"prompt_data {prompt_data} cannot be read: {error.strerror or error}") from error
+    return rows if part is None else len(range(*part.indices(rows)))
+
+
+def _lines(path: Path) -> int:
+    """The number of lines; the last one may lack a line end."""
+    lines, last = 0, b"\n"
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
+
+
+def _parquet_rows(path: Path) -> int:
+    from pyarrow.lib import ArrowInvalid
+    from pyarrow.parquet import read_metadata
+
+    try:
+        return int(read_metadata(path).num_rows)
+    except ArrowInvalid as error:
+        raise UserError(f"prompt_data {path} is not a Parquet file: {error}") from error

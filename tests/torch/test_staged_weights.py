@@ -1,0 +1,91 @@
+"""Where weights are staged, and which engines can read them there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_async.adapters.sglang.engine_weights import machine_id
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
+from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
+from miles_async.adapters.weights.source import WeightSource
+from miles_async.adapters.weights.staging import Staging, describe
+from miles_async.adapters.weights.transports.ipc import IPCTransport
+from miles_async.config.schema import Weights
+from miles_async.errors import EngineLostError
+from miles_async.transports import SourceOptions, Transport
+
+TENSORS = [("model.norm.weight", torch.arange(6.0)), ("model.embed.weight", torch.arange(12.0).view(3, 4))]
+
+
+class OnGPU(Transport):
+    device = "cuda"
+
+
+class InMainMemory(Transport): ...
+
+
+@pytest.mark.parametrize(
+    "in_use, device",
+    [(["gpu"], "cuda"), (["host"], "cpu"), (["gpu", "host"], "cpu"), ([], "cpu"), (["not opened yet"], "cpu")],
+)
+def test_weights_are_staged_on_the_gpu_if_all_transports_in_use_read_them_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_use: Sequence[str], device: str
+) -> None:
+    moved: list[str] = []
+    monkeypatch.setattr(Staging, "move", lambda staging, device: moved.append(device))
+    source = WeightSource(describe(TENSORS), tmp_path, Weights())
+    source._staging = Staging(plans_by_name(describe(TENSORS)))
+    source._transports = {"gpu": OnGPU(), "host": InMainMemory()}
+    source.stage(1, TENSORS, in_use)
+    assert moved[0] == device
+    source._prepare("host")
+    assert moved[-1] == "cpu", "a fallback finds the version in main memory"
+
+
+def test_a_bucket_is_written_to_given_memory_as_it_is_returned_without() -> None:
+    """The second tensor is staged in two pieces, column by column, and one column is in no engine."""
+    columns = tuple(Piece(column, (3,), (4,)) for column in (0, 2, 3))
+    plans = [TensorPlan("a", (6,), "float32"), TensorPlan("b", (3, 4), "float32", (), columns)]
+    staging = Staging(plans)
+    staging.fill(1, [("a", torch.arange(6.0)), ("b", torch.arange(12.0).view(3, 4))])
+    expected = torch.arange(12.0).view(3, 4)
+    expected[:, 1] = 0
+    window = torch.full((100,), 255, dtype=torch.uint8)
+    for bucket in staging.buckets(1 << 20):
+        flat = staging.flat(bucket, window)
+        assert flat.data_ptr() == window.data_ptr()
+        assert torch.equal(flat, staging.flat(bucket))
+        assert torch.equal(flat.view(torch.float32)[-12:], expected.view(-1))
+    assert window[18 * 4 :].eq(255).all()
+
+
+def engine_on(*machines: str, device: str = "cpu") -> EngineMemory:
+    regions = {"weight": Region(0, (1,), "float32", device)}
+    ranks = tuple(RankMemory(1, machine, regions) for machine in machines)
+    return EngineMemory(EngineInfo("e", "http://e", 1, len(ranks)), ranks)
+
+
+@pytest.fixture
+def transport(tmp_path: Path) -> IPCTransport:
+    opened = IPCTransport()
+    opened.open(SourceOptions(rank=0, folder=tmp_path, bucket=1, timeout=1.0))
+    opened.device = "cpu"  # on a machine with a GPU, too
+    return opened
+
+
+def test_an_engine_that_is_partly_on_another_node_is_refused_with_transports_that_reach_it(
+    transport: IPCTransport,
+) -> None:
+    transport.connect(engine_on(machine_id(), machine_id()))
+    with pytest.raises(EngineLostError, match=r"on another node .*; use --weight-transfer p2p or broadcast$"):
+        transport.connect(engine_on(machine_id(), "another boot of another machine"))
+
+
+def test_an_engine_on_a_device_that_the_learner_does_not_have_is_refused(transport: IPCTransport) -> None:
+    with pytest.raises(EngineLostError, match="its weights are on cuda:0, and the learner's on cpu"):
+        transport.connect(engine_on(machine_id(), device="cuda:0"))

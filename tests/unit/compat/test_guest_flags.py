@@ -1,0 +1,258 @@
+"""Flags of slime and of Megatron-LM on the command line."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.compat.megatron.flags import flags as megatron_rules
+from miles_async.compat.miles.flags import FLAGS as MILES
+from miles_async.compat.slime.flags import FLAGS as SLIME
+from miles_async.config.cli import parse_or_exit
+from miles_async.config.fields import BY_PATH, SETTINGS
+from miles_async.config.flag_text import meaning
+from miles_async.config.flags import Flags, parse_flags
+from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
+from miles_async.config.translation import Flag, Sets
+from tests.configuration import run_config
+
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+"""https://huggingface.co/Qwen/Qwen3-4B/blob/main/config.json"""
+
+
+def parsed(line: str) -> Flags:
+    flags = parse_flags(line.split())
+    assert flags.problems == []
+    return flags
+
+
+def values(line: str) -> dict[str, Any]:
+    """The settings of a command line, by dotted path."""
+    return {".".join(one.path): one.value for one in parsed(line).assignments}
+
+
+def problems(line: str) -> list[str]:
+    return parse_flags(line.split()).problems
+
+
+def checked(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and messages of `--check-config` with a checkpoint of Qwen3-4B."""
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_4B))
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    rest = f"--hf-checkpoint {tmp_path}/model --prompt-data {tmp_path}/rows.jsonl --rm-type math --check-config"
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*line.split(), *rest.split()], "train.py")
+    return int(exited.value.code or 0), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rules", [SLIME, MILES, megatron_rules()], ids=["slime", "Miles", "Megatron-LM"])
+def test_every_flag_sets_a_setting_that_exists(rules: dict[str, Flag]) -> None:
+    dicts = [path for path, setting in BY_PATH.items() if dict in setting.kinds]
+    for name, flag in rules.items():
+        for target in flag.rule.settings if isinstance(flag.rule, Sets) else ():
+            path = tuple(target.split("."))
+            assert path in BY_PATH or any(path[: len(known)] == known for known in dicts), (name, target)
+
+
+def test_slime_has_no_flag_that_is_a_setting() -> None:
+    assert SETTINGS.keys().isdisjoint(SLIME)
+
+
+def test_flags_that_describe_the_checkpoint_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = """
+        --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+        --group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear
+        --normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128
+        --qk-layernorm
+    """
+    code, said = checked(line, tmp_path, capsys)
+    assert code == 0, said
+    assert "--use-rotary-position-embeddings describes a part of the model" in said
+
+
+@pytest.mark.parametrize(
+    "flag, theirs",
+    [
+        ("--num-layers 35", "36"),
+        ("--norm-epsilon 1e-5", "1e-06"),
+        ("--rotary-base 10000", "1000000"),
+        ("--untie-embeddings-and-output-weights", "False"),
+        ("--add-qkv-bias", "False"),
+    ],
+)
+def test_a_flag_that_describes_another_model_is_refused_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, theirs: str
+) -> None:
+    code, said = checked(flag, tmp_path, capsys)
+    assert code == 2
+    name, _, given = flag[2:].replace("-", "_").partition(" ")
+    given = given.replace("1e_5", "1e-05") or "True"
+    assert f"{name} {given} differs from config.json of hf_checkpoint {tmp_path}/model, which has {theirs}" in said
+
+
+def test_swiglu_contradicts_a_model_with_gelu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(QWEN3_4B, "hidden_act", "gelu")
+    code, said = checked("--swiglu", tmp_path, capsys)
+    assert code == 2
+    assert "swiglu True differs from" in said
+
+
+def test_the_tiny_model_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit("--num-layers 3 --rm-type math --reasoning-gym-task chain_sum --check-config".split(), "train.py")
+    assert exited.value.code == 2
+    assert "num_layers describe a checkpoint, but hf_checkpoint is unset" in capsys.readouterr().err
+
+
+def test_flags_of_megatrons_configuration_are_passed_on() -> None:
+    assert values("--adam-eps 1e-15 --attention-softmax-in-fp32 --no-align-param-gather") == {
+        "learner.megatron_args.adam_eps": 1e-15,
+        "learner.megatron_args.attention_softmax_in_fp32": True,
+        "learner.megatron_args.align_param_gather": False,
+    }
+
+
+def test_a_field_that_the_run_sets_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = checked("learner.megatron_args.bf16=true learner.megatron_args.adam_epss=1", tmp_path, capsys)
+    assert code == 2
+    assert "megatron_args.bf16 is set by the run itself: set precision" in said
+    assert "has no such field; did you mean adam_eps?" in said
+
+
+def test_evaluation_flags_become_data_sets() -> None:
+    line = """
+        --eval-prompt-data aime /data/aime.jsonl gpqa /data/gpqa.jsonl --n-samples-per-eval-prompt 16
+        --eval-max-response-len 16384 --eval-top-p 1
+    """
+    common = {"n_samples": 16, "max_response_len": 16384, "top_p": 1}
+    assert values(line) == {
+        "rollout.eval_datasets": {
+            "aime": {"path": "/data/aime.jsonl", **common},
+            "gpqa": {"path": "/data/gpqa.jsonl", **common},
+        }
+    }
+
+
+def test_the_file_of_an_evaluation_is_read(tmp_path: Path) -> None:
+    (tmp_path / "eval.yaml").write_text(
+        "eval:\n  defaults: {n_samples_per_eval_prompt: 4, temperature: 0.7}\n"
+        "  datasets:\n  - {name: aime, path: a.jsonl, rm_type: math}\n  - {name: gpqa, path: b.jsonl, top_p: 0.9}\n"
+    )
+    assert values(f"--eval-config {tmp_path}/eval.yaml") == {
+        "rollout.eval_datasets": {
+            "aime": {"path": "a.jsonl", "n_samples": 4, "temperature": 0.7, "rm_type": "math"},
+            "gpqa": {"path": "b.jsonl", "n_samples": 4, "temperature": 0.7, "top_p": 0.9},
+        }
+    }
+
+
+def test_a_data_set_without_a_path_is_refused() -> None:
+    [sentence] = problems("--eval-prompt-data aime a.jsonl gpqa")
+    assert sentence == "--eval-prompt-data needs a name and a path for each data set, such as aime aime.jsonl"
+
+
+def test_flags_of_an_evaluation_have_no_effect_without_a_data_set() -> None:
+    assert parsed("--eval-top-p 0.9").idle == {"--eval-top-p": "has no effect without --eval-prompt-data"}
+
+
+@pytest.mark.parametrize(
+    "line, setting, value",
+    [
+        ("--use-tis", "algorithm.off_policy_correction", "tis"),
+        ("--disable-grpo-std-normalization", "algorithm.grpo_std_normalization", False),
+        ("--calculate-per-token-loss", "algorithm.loss_aggregation", "token_mean"),
+        ("--update-weight-transport disk", "weights.weight_transfer", "disk"),
+        ("--update-weight-mode delta --update-weight-transport disk", "weights.weight_transfer", "disk_delta"),
+        ("--rollout-health-check-interval 5", "engine.engine_health_interval_seconds", 5),
+        ("--lr-warmup-iters 10", "learner.lr_warmup_steps", 10),
+        ("--recompute-activations", "learner.recompute_granularity", "selective"),
+        ("--bf16", "learner.precision", "bf16"),
+    ],
+)
+def test_a_flag_of_slime_sets_what_it_means_there(line: str, setting: str, value: Any) -> None:
+    assert values(line) == {setting: value}
+
+
+def test_flags_without_effect_are_named_with_the_reason() -> None:
+    idle = parsed("--use-mcore-models --num-gpus-per-node 8 --log-interval 1").idle
+    assert idle == {
+        "--use-mcore-models": "has no effect: all models are those of Megatron-core",
+        "--num-gpus-per-node": "has no effect: Ray knows the GPUs of each node",
+        "--log-interval": "belongs to Megatron-LM's own logs; this project has other metrics and traces",
+    }
+
+
+def test_all_problems_of_a_command_line_are_listed_at_once() -> None:
+    found = problems("--swigluu --fp8-format e4m3 --optimizer sgd --use-opd --use-torch-fsdp2")
+    assert found == [
+        "unknown flag --swigluu; did you mean --swiglu?",
+        "--fp8-format has no counterpart: the learner computes in bf16 or fp32: set precision",
+        "--optimizer 'sgd' is not supported: the learner uses AdamW; set it to adam",
+        "--use-torch-fsdp2 has no counterpart: the learner shards the optimizer only: set use_distributed_optimizer",
+        "--use-opd has no counterpart: on-policy distillation is not supported: remove it",
+    ]
+
+
+def test_the_table_is_that_of_the_installed_megatron() -> None:
+    assert table_version() == version("megatron-core")
+
+
+def test_fields_that_the_run_sets_are_fields_of_megatron() -> None:
+    assert megatron_fields().keys() >= SET_BY_THE_RUN.keys()
+
+
+def test_a_switch_of_megatron_takes_no_word() -> None:
+    assert {flag.takes for flag in megatron_flags().values() if flag.value is not None} == {"nothing"}
+
+
+def test_the_flags_of_another_project_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--help-slime"], "train.py")
+    assert exited.value.code == 0
+    explained = capsys.readouterr().out.splitlines()
+    assert "  --use-tis sets algorithm.off_policy_correction to tis" in explained
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit(["--help-nobody"], "train.py")
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == (
+        "train.py: --help-nobody names no project whose flags are known: use one of --help-megatron, --help-miles, "
+        "--help-slime\n"
+    )
+
+
+@pytest.mark.parametrize("rules", [SLIME, MILES, megatron_rules()], ids=["slime", "Miles", "Megatron-LM"])
+def test_every_flag_has_a_meaning_in_words(rules: dict[str, Flag]) -> None:
+    for name, flag in rules.items():
+        kind, text = meaning(name, flag)
+        assert kind
+        assert text.strip()
+
+
+def test_the_buffer_of_miles_counts_finished_groups() -> None:
+    config = run_config("--async-data-buffer-capacity-factor", "2.5", rollout_batch_size=8)
+    assert config.rollout.queue_capacity == 8 + 20
+
+
+def test_fully_async_of_miles_selects_the_rollout_function() -> None:
+    path = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+    assert values("--fully-async") == {"rollout.rollout_function_path": path}

@@ -1,0 +1,138 @@
+"""Launch scripts of slime and Miles start with `--check-config` as they are, but for paths."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from miles_async.compat.megatron.flags import flags as megatron_rules
+from miles_async.compat.miles.flags import FLAGS as MILES
+from miles_async.compat.slime.flags import FLAGS as SLIME
+from miles_async.config import model_source
+from miles_async.config.cli import parse_or_exit
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import parse_flags
+from miles_async.config.guest_flags import shown
+from miles_async.config.load import checked_config
+from miles_async.config.translation import Idle, Only
+from tests.launch_scripts.replay import Script, scripts
+
+ALL = [*scripts("slime"), *scripts("miles")]
+WITHOUT_COUNTERPART = {
+    "FP8": "computes in bf16 or fp32",
+    "distillation": "on-policy distillation is not supported",
+    "images": "models are trained on text",
+    "LoRA": "LoRA is not supported",
+    "LoRA's engines": "knows no adapter",
+    "FSDP": "runs Megatron-core",
+    "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",
+    "kernels that engine and learner share": "engines and learner use kernels of their own",
+    "routing replay": "routing replay is not supported",
+    "agents that Miles calls": "a function that runs the agent",
+    "a router whose port the script finds out later": "sglang_router_ip and sglang_router_port must be set together",
+    "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
+    "a router for engines of several kinds": "does not fit the router that the run starts",
+    "a key that the environment of the recording did not have": "--wandb-key needs a value",
+    "heads that predict further tokens": "heads that predict further tokens are not trained",
+    "engines that publishes were never tried with": "nobody has tried --sglang",
+    "a reward of a package": "rm_type 'ifbench' is unknown",
+    "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
+}
+"""What remains to be refused, and a part of the sentence."""
+
+
+@pytest.fixture(autouse=True)
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment with Megatron-Bridge, and without slime's modules afterwards."""
+    monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
+    before = set(sys.modules)
+    yield
+    for added in sys.modules.keys() - before:
+        if added.partition(".")[0] == "slime":
+            del sys.modules[added]
+
+
+def refusals(script: Script, folder: Path) -> Sequence[str]:
+    return checked_config(parse_flags(script.command(folder)), entry=script.program)[1]
+
+
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
+def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tmp_path: Path) -> None:
+    for sentence in refusals(script, tmp_path):
+        assert any(part in sentence for part in WITHOUT_COUNTERPART.values()), sentence
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run-qwen3-4B",
+        "run-qwen3-30B-A3B",
+        "run-qwen3-32B",
+        "run-qwen3-4B-base-sft",
+        "fully_async-run-qwen2.5-0.5B-fully_async",
+        "fully_async-run-qwen3.5-9B-fully_async",
+        "retool-retool_qwen3_4b_rl",
+        "search-r1-run_qwen2.5_3B",
+        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
+        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-2",
+        "infra_features-fully_async-run_qwen3_5_4b_fully_async_eval",
+        "ppo-run_qwen3_4b_ppo",
+    ],
+)
+def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
+    script = next(one for one in ALL if one.name == name)
+    assert refusals(script, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run-qwen3-4B",
+        "run-qwen3-4B-base-sft",
+        "fully_async-run-qwen2.5-0.5B-fully_async",
+        "fully_async-run-qwen3.5-9B-fully_async",
+        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
+    ],
+)
+def test_the_functions_of_a_script_are_those_of_this_project(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = next(one for one in ALL if one.name == name)
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*script.command(tmp_path), "--check-config"], script.program)
+    assert exited.value.code == 0, capsys.readouterr().err
+
+
+def test_no_flag_of_a_script_is_ignored_silently(tmp_path: Path) -> None:
+    """Each flag sets a setting, is compared with the checkpoint, is refused, or is named as without effect."""
+    rules = {**megatron_rules(), **SLIME, **MILES}
+    for script in ALL:
+        folder = tmp_path / f"{script.repository.partition('/')[2]} {script.name}"
+        folder.mkdir()
+        parsed = parse_flags(script.command(folder))
+        said = " ".join([*parsed.problems, *parsed.idle])
+        sources = {one.source for one in parsed.assignments}
+        for flag in {row[0] for row in script.arguments}:
+            name = flag[2:].replace("-", "_")
+            if name in SETTINGS or name.startswith(("sglang_", "router_")):
+                assert flag in sources or flag in said, (script.name, flag)
+            elif isinstance(rules[name].rule, Idle):
+                assert flag in parsed.idle, (script.name, flag)
+            elif not isinstance(rules[name].rule, Only):  # which allows the value that a run has anyway
+                named = any(flag in source.split() for source in sources) or re.search(rf"{flag}\b", said)
+                assert named or is_of_an_evaluation(name), (script.name, flag)
+
+
+def is_of_an_evaluation(name: str) -> bool:
+    """Whether the flag became a field of the data sets that `--eval-prompt-data` or `--eval-config` names."""
+    return name.startswith("eval_") or name == "n_samples_per_eval_prompt"
+
+
+def test_no_flag_belongs_to_two_projects() -> None:
+    names = [*SLIME, *MILES, *megatron_rules()]
+    assert sorted(shown(name) for name, count in Counter(names).items() if count > 1) == []

@@ -1,0 +1,97 @@
+"""Settings that follow from others, and what is said about values that others take the place of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow.parquet import write_table
+
+from miles_async.config.flags import Flags, parse_flags
+from miles_async.config.load import config_of_values
+from miles_async.config.schema import RunConfig
+
+
+def resolved(line: str) -> tuple[RunConfig, Flags]:
+    flags = parse_flags(line.split())
+    config, found = config_of_values(flags)
+    assert found == []
+    return config, flags
+
+
+def problems(line: str) -> list[str]:
+    return config_of_values(parse_flags(line.split()))[1]
+
+
+def rows(path: Path, count: int) -> Path:
+    path.write_text('{"prompt": "a"}\n' * count)
+    return path
+
+
+def test_epochs_become_a_number_of_batches(tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", 100)
+    config, _ = resolved(f"--prompt-data {data} --num-epoch 3 --rollout-batch-size 32")
+    assert config.rollout.num_rollout == 9
+    config, _ = resolved(f"--prompt-data {data}@[10:42] --num-epoch 2 --rollout-batch-size 32")
+    assert config.rollout.num_rollout == 2
+
+
+def test_rows_of_parquet_files_and_a_last_line_without_an_end_are_counted(tmp_path: Path) -> None:
+    write_table(pa.table({"prompt": ["a"] * 64}), tmp_path / "rows.parquet")
+    config, _ = resolved(f"--prompt-data {tmp_path}/rows.parquet --num-epoch 1 --rollout-batch-size 32")
+    assert config.rollout.num_rollout == 2
+    (tmp_path / "two.jsonl").write_text("{}\n{}")
+    config, _ = resolved(f"--prompt-data {tmp_path}/two.jsonl --num-epoch 4 --rollout-batch-size 2")
+    assert config.rollout.num_rollout == 4
+
+
+def test_a_number_of_batches_takes_the_place_of_epochs(tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", 100)
+    assert resolved(f"--prompt-data {data} --num-epoch 3 --num-rollout 5")[0].rollout.num_rollout == 5
+
+
+@pytest.mark.parametrize("prompts", ["--reasoning-gym-task chain_sum", "--prompt-data owner/name"])
+def test_epochs_need_a_file(prompts: str) -> None:
+    [sentence] = problems(f"--num-epoch 3 {prompts}")
+    assert sentence == "num_epoch needs the number of prompts, which only a file in prompt_data has: set num_rollout"
+
+
+def test_a_file_that_is_no_parquet_file_is_named(tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.parquet", 1)
+    [sentence] = problems(f"--num-epoch 3 --prompt-data {data}")
+    assert sentence.startswith(f"prompt_data {data} is not a Parquet file: ")
+
+
+def test_a_micro_batch_holds_the_longest_sample() -> None:
+    config, flags = resolved("--max-tokens-per-gpu 8192 --rollout-max-response-len 8192")
+    assert config.learner.max_tokens_per_gpu == 8193
+    assert flags.notes == [
+        "a sample may have 8193 tokens (rollout_max_prompt_len + rollout_max_response_len), so max_tokens_per_gpu is "
+        "8193 instead of 8192"
+    ]
+
+
+def test_context_parallel_ranks_share_the_longest_sample() -> None:
+    config, _ = resolved("--max-tokens-per-gpu 100 --rollout-max-response-len 1000 --context-parallel-size 2")
+    assert config.learner.micro_batch_tokens >= 1001
+    assert config.learner.max_tokens_per_gpu == 502
+
+
+def test_sequence_parallelism_needs_tensor_parallelism() -> None:
+    config, flags = resolved("--sequence-parallel")
+    assert config.learner.sequence_parallel is False
+    assert flags.notes == ["sequence_parallel has no effect, because tensor_model_parallel_size is 1"]
+    config, flags = resolved("--sequence-parallel --tensor-model-parallel-size 2")
+    assert (config.learner.sequence_parallel, flags.notes) == (True, [])
+
+
+def test_arguments_of_older_versions_of_sglang_have_their_new_names() -> None:
+    config, flags = resolved("--sglang-cuda-graph-max-bs 16")
+    assert config.engine.sglang_server_args == {"cuda_graph_max_bs_decode": 16}
+    assert flags.notes == ["--sglang-cuda-graph-max-bs is cuda-graph-max-bs-decode in the installed SGLang"]
+
+
+def test_a_tensor_parallelism_of_engines_may_be_repeated() -> None:
+    config, _ = resolved("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --sglang-tp-size 4")
+    assert config.engine.sglang_server_args == {}
