@@ -91,15 +91,16 @@ class Attention:
         """The input and its norm; queries, keys, values and output; and the angles of the rotary embedding.
 
         Where heads are normalized, their projections are kept before the norm too. With context parallelism the local
-        attention keeps the keys and values of all ranks.
+        attention keeps the keys and values of all ranks. Transformer Engine's layers keep the whole projection, of
+        which the values are a part, the rotated queries and keys, the output, and one float32 number per head.
         """
         query, key = self.heads * self.width / split.tensor, self.groups * self.width / split.tensor
-        between, angles = 2 * self.hidden / split.sequence, 4 * self.width
-        attended = 2 * query + 2 * key
-        if split.context > 1 and not split.transformer_engine:
-            attended = 2 * query + 3 * key * split.context
+        between, gate = 2 * self.hidden / split.sequence, 3 * query * self.has_gate
+        if split.transformer_engine:
+            return between + 3 * query + 3 * key + 2 * self.heads / split.tensor + gate
+        attended = 2 * query + 2 * key if split.context == 1 else 2 * query + 3 * key * split.context
         projected = 2 * query + 2 * key if self.has_norms else 0
-        return between + angles + attended + projected + 3 * query * self.has_gate
+        return between + 4 * self.width + attended + projected + gate
 
     def cache(self, split: Split) -> float:
         """Elements per token in an engine; ranks beyond the key/value heads hold copies."""
