@@ -114,7 +114,7 @@ def help_text(command: str) -> str:
         "overrides (section.setting=VALUE).",
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
-        "  --preset PROJECT        use the defaults of another project: " + ", ".join(presets.names()),
+        "  --preset PROJECT        use the defaults of another project, such as slime",
         "  --check-config          check settings and user functions, print derived values, and exit",
         "  --suggest-layout MODEL --gpus N",
         "                          print settings of devices and layout with which a checkpoint trains on N GPUs of",

@@ -74,7 +74,8 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
         wrong = _settings_in(" ".join(found))
         found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
     if not found and flags.preset is None:
-        flags.notes += unlike(config, {assignment.path for assignment in assignments})
+        with collected(found):
+            flags.notes += unlike(config, {assignment.path for assignment in assignments})
     return config, list(dict.fromkeys(found))
 
 

@@ -13,7 +13,8 @@ from miles_async.config.losses import clip_range, loss_aggregation
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from miles_async.guests import GUESTS
+from miles_async.guests import GUESTS, Guest
+from miles_async.plugins import name_of
 
 _DERIVED: Mapping[str, Callable[[RunConfig], Any]] = {
     "eps_clip": lambda config: clip_range(config.algorithm)[0],
@@ -71,7 +72,14 @@ def unlike(config: RunConfig, given: Container[tuple[str, ...]]) -> Iterator[str
 
 
 def _of_guests() -> Mapping[str, Mapping[str, Any]]:
-    return GUESTS.ask("name its defaults", lambda guest: guest.defaults())
+    return GUESTS.ask("name its defaults", _defaults)
+
+
+def _defaults(guest: Guest) -> Mapping[str, Any]:
+    values = guest.defaults()
+    if unknown := values.keys() - SETTINGS.keys():
+        raise UserError(f"{name_of(guest)} has defaults of {', '.join(sorted(unknown))}: use only names of settings")
+    return values
 
 
 def _value(config: RunConfig, name: str) -> Any:

@@ -177,6 +177,16 @@ def test_a_guest_of_a_user_adds_a_preset(tmp_path: Path, monkeypatch: pytest.Mon
         resolved("--preset", "trl")
 
 
+def test_defaults_of_settings_that_do_not_exist_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guest = (
+        "from miles_async.guests import Guest\n\n"
+        "class Garage(Guest):\n    def defaults(self):\n        return {'learning_rate': 0.25}\n"
+    )
+    install_plugin(tmp_path, monkeypatch, GUESTS, "garage", "garage:Garage", guest)
+    with pytest.raises(UserError, match="garage:Garage has defaults of learning_rate: use only names of settings"):
+        resolved()
+
+
 def test_the_page_for_users_of_slime_lists_every_default_that_differs() -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/from-slime.md").read_text()
     table = page.partition("## Defaults that differ")[2].partition("## Take all")[0]
