@@ -149,7 +149,7 @@ def test_the_plan_agrees_with_published_jobs_of_megatron_lm(tokens: int, layout:
 )
 def test_the_plan_agrees_with_release_tests_of_megatron_lm(
     dimensions: tuple[int, ...],
-    layout: dict[str, int],
+    layout: dict[str, Any],
     stages: int,
     chunks: int,
     gpus: int,
