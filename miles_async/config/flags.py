@@ -6,6 +6,7 @@
     --sglang-mem-fraction-static 0.8          any SGLang server argument without a flag here
     --sglang-router-queue-size 200            any sglang-router argument without a flag here; also --router-queue-size
     rollout.rollout_batch_size=32             a setting by its YAML path; also reaches keys of a dict
+    trainer.nnodes=2, +data.x=1, ~data.x      a key of another project, as Hydra adds and removes it
     skip.reward.enable=true                   a setting of a user-defined skip role
 
 argparse is not used because `parse_known_args` returns unknown flags and stray words in one list without their
@@ -29,7 +30,7 @@ from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=")
+_OVERRIDE = re.compile(r"(?:\+{0,2}|~)[A-Za-z_][\w.@/-]*=|~[A-Za-z_]")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
@@ -79,6 +80,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
     """Parse a command line without checking the values against the schema."""
     flags, words = Flags(), list(argv)
     overrides: list[Assignment] = []
+    theirs: dict[str, dict[str, Any]] = {}
     while words:
         word = words.pop(0)
         values: list[str] = []
@@ -93,7 +95,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
                 del words[: _read_flag(flags, word, values)]
             elif _OVERRIDE.match(word):
-                _read_override(flags, word, overrides)
+                _read_override(flags, word, overrides, theirs)
             else:
                 raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
         except UserError as error:
@@ -102,6 +104,8 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             del words[: len(values)]
     for outcome in flags.guests.outcomes():
         _take(flags, outcome, flags.assignments)
+    for project, values in theirs.items():
+        _take(flags, translate(values, project), flags.assignments)
     flags.assignments += overrides
     return flags
 
@@ -174,7 +178,7 @@ def _is_value(word: str) -> bool:
     """
     if word.startswith("--"):
         return False
-    key = word.partition("=")[0]
+    key = word.partition("=")[0].lstrip("+~")
     section = key.partition(".")[0]
     if not _OVERRIDE.match(word):
         return True
@@ -244,14 +248,38 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
 
 
-def _read_override(flags: Flags, word: str, overrides: list[Assignment]) -> None:
-    """Add the assignments of `section.setting=value` to `overrides`; keys of other projects are translated."""
-    dotted, _, text = word.partition("=")
-    is_ours = any(dotted == setting.dotted for setting in SETTINGS.values())
-    if not is_ours and (project := _project_with(dotted)) is not None:
-        _take(flags, translate({dotted: _yaml(text, dotted)}, project), overrides)
+def _read_override(flags: Flags, word: str, overrides: list[Assignment], theirs: dict[str, dict[str, Any]]) -> None:
+    """Add the assignment of `section.setting=value` to `overrides`, or a key of another project and its value to those
+    of the project in `theirs`.
+
+    As in Hydra, `+` and `++` before a key change nothing about its value, `~` removes what was set before, and the last
+    value of a key counts.
+    """
+    signs = word[: len(word) - len(word.lstrip("+~"))]
+    key, _, text = word.removeprefix(signs).partition("=")
+    is_ours = any(key == setting.dotted for setting in SETTINGS.values())
+    project = None if is_ours else _project_with(key)
+    if project is None and "~" in signs:
+        raise UserError(f"{word:.80} removes nothing: leave out the setting instead")
+    if project is None:
+        overrides.append(_parse_override(word.removeprefix(signs)))
         return
-    overrides.append(_parse_override(word))
+    values = theirs.setdefault(project, {})
+    removed = [known for known in values if known == key or known.startswith(f"{key}.")]
+    for known in removed:
+        del values[known]
+    if "~" not in signs:
+        values[key] = _plain_yaml(text)
+    elif not removed:
+        flags.idle[word] = "has no effect: nothing before it sets this key"
+
+
+def _plain_yaml(text: str) -> Any:
+    """The value of an override of Hydra, whose texts need fewer quotes than those of YAML."""
+    try:
+        return parse_yaml(text)
+    except YAMLError:
+        return text
 
 
 def _parse_override(word: str) -> Assignment:

@@ -71,6 +71,60 @@ _PATHS = {
 }
 
 
+_ENTRIES = {
+    "verl.trainer.main_ppo": "train.py",
+    "recipe.dapo.main_dapo": "train.py",
+    "verl.experimental.one_step_off_policy.main_ppo": "train_async.py",
+    "verl.experimental.fully_async_policy.fully_async_main": "train_async.py",
+}
+"""The program of this project for each of verl's."""
+_LAYERS = {
+    "Qwen2.5-Math-7B": 28,
+    "Qwen3-8B": 36,
+    "Qwen3-235B-A22B": 94,
+    "DeepSeek-V3": 61,
+    "Moonlight": 27,
+    "gpt-oss-20b": 24,
+    "GLM-4.5-Air": 46,
+    "Qwen3.5-35B-A3B": 40,
+    "Qwen3.5-397B-A17B": 60,
+    "NVIDIA-Nemotron-3-Nano-30B": 52,
+}
+"""Layers of the checkpoints that scripts of verl divide into pipeline stages; 48 where nothing else is said."""
+_VERL_SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 128,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 262_144,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_VERL_EXPERTS = {
+    "num_experts": 128,
+    "n_routed_experts": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+_VERL_LATENT = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+_VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1 + 1"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
 @dataclass(frozen=True)
 class Script:
     """One recorded launch script."""
@@ -80,8 +134,10 @@ class Script:
     path: str
     commit: str
     family: str
+    checkpoint: str
+    """The name of the model."""
     program: str
-    """`train.py` or `train_async.py`."""
+    """`train.py`, `train_async.py`, or a module of verl."""
     arguments: Sequence[Sequence[str]]
     """Each flag and its values, in order."""
     files: Mapping[str, Any]
@@ -94,13 +150,51 @@ class Script:
     def has(self, flag: str) -> bool:
         return any(row[0] == flag for row in self.arguments)
 
-    def command(self, folder: Path) -> list[str]:
-        """The command line, in which every path exists below `folder`."""
+    @property
+    def entry(self) -> str:
+        """The program of this project that takes the place of the script's."""
+        return self.program if self.program.endswith(".py") else _ENTRIES[self.program]
+
+    def command(self, folder: Path, changed: Mapping[str, str] | None = None) -> list[str]:
+        """The command line, in which every path exists below `folder`. `changed` has other values for overrides."""
+        if not self.program.endswith(".py"):
+            return self._overrides(folder, changed or {})
         (folder / "torch_dist").mkdir(exist_ok=True)
         (folder / "torch_dist" / "latest_checkpointed_iteration.txt").write_text("release")
         (folder / "rows.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n' * 64)
         self._checkpoint(folder / "model")
         return [word for flag, *values in self.arguments for word in (flag, *self._changed(flag, values, folder))]
+
+    def _overrides(self, folder: Path, changed: Mapping[str, str]) -> list[str]:
+        """The flags of Hydra and the overrides of a script of verl."""
+        (folder / "rows.jsonl").write_text(json.dumps(_VERL_ROW) + "\n")
+        self._checkpoint_of_verl(folder / "model")
+        paths = {
+            "actor_rollout_ref.model.path": folder / "model",
+            "data.train_files": folder / "rows.jsonl",
+            "data.val_files": folder / "rows.jsonl",
+            "trainer.default_local_dir": folder / "save",
+        }
+        words = []
+        for flag, *values in self.arguments:
+            key = flag.lstrip("+~")
+            value = changed.get(key, str(paths[key]) if key in paths else " ".join(values))
+            words += [flag, value] if flag.startswith("--") else [f"{flag}={value}"]
+        return words
+
+    def _checkpoint_of_verl(self, folder: Path) -> None:
+        """Write a `config.json` of the family with as many layers as the checkpoint of the script."""
+        folder.mkdir(exist_ok=True)
+        kind, architecture = _MODELS[self.family]
+        layers = next((count for name, count in _LAYERS.items() if self.checkpoint.startswith(name)), 48)
+        config: dict[str, Any] = {**_VERL_SHAPE, "num_hidden_layers": layers}
+        if self.family not in ("Qwen2", "Qwen3", "Qwen3.5, images"):
+            config |= _VERL_EXPERTS
+        if self.family == "DeepSeek-V3":
+            config |= _VERL_LATENT
+        whole = {"text_config": {**config, "model_type": f"{kind}_text"}} if "images" in self.family else config
+        whole |= {"model_type": kind, "architectures": [architecture]}
+        (folder / "config.json").write_text(json.dumps(whole))
 
     def _changed(self, flag: str, values: Sequence[str], folder: Path) -> Iterator[str]:
         for position, value in enumerate(values):
@@ -157,10 +251,10 @@ def _with_paths(content: Any, rows: str) -> Any:
 
 
 def scripts(project: str) -> list[Script]:
-    """The recorded scripts of `slime` or `miles`."""
+    """The recorded scripts of `slime`, `miles` or `verl`."""
     found = []
     for file in sorted((FOLDER / project).glob("*.json")):
         content = json.loads(file.read_text())
-        names = ("repository", "path", "commit", "family", "program", "arguments", "files")
+        names = ("repository", "path", "commit", "family", "checkpoint", "program", "arguments", "files")
         found.append(Script(name=file.stem, **{name: content[name] for name in names}))
     return found

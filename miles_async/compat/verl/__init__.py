@@ -10,7 +10,7 @@ from miles_async.section import Section
 
 if TYPE_CHECKING:
     from miles_async.config.schema import RunConfig
-    from miles_async.config.translation import Outcome
+    from miles_async.config.translation import Flag, Outcome
     from miles_async.rollout.recordings import RecordingContext
 
 
@@ -30,9 +30,14 @@ class Verl(Guest):
         return recognises(content)
 
     def has_key(self, key: str) -> bool:
-        from miles_async.compat.verl.translation import TABLE
+        from miles_async.compat.verl.translation import has_key
 
-        return key in TABLE
+        return has_key(key)
+
+    def flags(self) -> Mapping[str, Flag]:
+        from miles_async.compat.verl.rules import FLAGS
+
+        return FLAGS
 
     def translate(self, content: Mapping[str, Any]) -> Outcome:
         from miles_async.compat.verl.translation import translate
