@@ -15,8 +15,6 @@ from miles_async.adapters.megatron.model import factory
 
 _COPIES = (Tensor.clone, Tensor.detach, Tensor.float, torch.zeros_like, torch.empty_like)
 """Functions of torch whose results are where their argument is."""
-_MAIN_MEMORY = torch.device("cpu", 0)
-"""The same memory as `torch.device("cpu")`, the pretended GPU, but another device in comparisons."""
 
 
 class _Stream:
@@ -43,8 +41,6 @@ class _PretendedDevice(TorchFunctionMode):
     ) -> Any:
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return not in_main_memory(args[0])
-        if func == Tensor.device.__get__ and in_main_memory(args[0]):
-            return _MAIN_MEMORY
         if func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.cpu:
