@@ -109,7 +109,7 @@ class _ByRow:
     async def score(self, group: Group) -> None:
         parts: dict[str, list[Sample]] = {}
         for segments in group.trajectories:
-            parts.setdefault(row_reward(segments[-1].metadata) or self._default, []).extend(segments)
+            parts.setdefault(row_reward(segments[-1].metadata, self._default) or self._default, []).extend(segments)
         if len(parts) == 1:
             await self._score_part(next(iter(parts)), group)
             return

@@ -71,6 +71,13 @@ class Reward(Plugin):
         """Return the reward of a finished sample. `args` has all settings in a thread, and `settings` elsewhere."""
         raise NotImplementedError
 
+    def of_row(self, metadata: Mapping[str, Any]) -> str | None:
+        """Return the name of the reward that scores a row with this metadata in place of this one; None for this one.
+
+        Raises UserError if no reward fits the row.
+        """
+        return None
+
     def missing(self, config: RunConfig) -> str | None:
         """What the reward lacks in this run, and what to do, as the end of a sentence that begins with its name.
 
@@ -151,6 +158,12 @@ def usable_reward(name: str | None) -> Reward | None:
         return None
 
 
-def row_reward(metadata: Mapping[str, Any]) -> str | None:
-    """The reward that a row names for itself, as in slime; None if it names none."""
-    return str(metadata.get("rm_type") or "").strip() or None
+def row_reward(metadata: Mapping[str, Any], default: str | None = None) -> str | None:
+    """The reward that a row names for itself, as in slime, or that `default` chooses for the row; None if neither does.
+
+    Raises UserError if `default` has no reward for the row.
+    """
+    if named := str(metadata.get("rm_type") or "").strip():
+        return named
+    reward = usable_reward(default)
+    return None if reward is None else reward.of_row(metadata)

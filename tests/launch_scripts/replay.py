@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from miles_async.config.yaml_text import parse_yaml
+
 FOLDER = Path(__file__).parent
 _MODELS: Mapping[str, tuple[str, str]] = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
@@ -169,7 +171,7 @@ class Script:
         """The flags of Hydra and the overrides of a script of verl."""
         (folder / "rows.jsonl").write_text(json.dumps(_VERL_ROW) + "\n")
         self._checkpoint_of_verl(folder / "model")
-        paths = {
+        paths: dict[str, Any] = {
             "actor_rollout_ref.model.path": folder / "model",
             "data.train_files": folder / "rows.jsonl",
             "data.val_files": folder / "rows.jsonl",
@@ -178,6 +180,12 @@ class Script:
         words = []
         for flag, *values in self.arguments:
             key = flag.lstrip("+~")
+            files = parse_yaml(values[0]) if key in ("data.train_files", "data.val_files") else None
+            if isinstance(files, list):
+                for name in {Path(file).parent.name for file in files}:
+                    (folder / name).mkdir(exist_ok=True)
+                    (folder / name / "rows.jsonl").write_text(json.dumps(_VERL_ROW) + "\n")
+                paths[key] = [str(folder / Path(file).parent.name / "rows.jsonl") for file in files]
             value = changed.get(key, str(paths[key]) if key in paths else " ".join(values))
             words += [flag, value] if flag.startswith("--") else [f"{flag}={value}"]
         return words

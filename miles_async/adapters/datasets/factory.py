@@ -143,7 +143,10 @@ def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping
     def complaint(metadata: Mapping[str, Any], label: Any) -> str | None:
         if not built_in:
             return None
-        name = row_reward(metadata) if rows_choose else None
+        try:
+            name = row_reward(metadata, config.rollout.rm_type) if rows_choose else None
+        except UserError as error:
+            return str(error)
         if name is not None and (unusable := next(complaints(name, config, of_row=True), None)) is not None:
             return f"{config.data.metadata_key!r}: {unusable}"
         name = name or config.rollout.rm_type

@@ -79,9 +79,12 @@ class FileProblems:
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
                 raise self._invalid(row, f"{key!r} is a {type(value).__name__}, not a {kind.__name__}")
-        if complaint := self._complaint(metadata or {}, label):
+        metadata = metadata or {}
+        if isinstance(source := values.get("data_source"), str):
+            metadata = {"data_source": source, **metadata}
+        if complaint := self._complaint(metadata, label):
             raise self._invalid(row, complaint)
-        return Problem(self._question(prompt, row), prompt, label, metadata or {}, tools)
+        return Problem(self._question(prompt, row), prompt, label, metadata, tools)
 
     def hold_out(self, size: int) -> list[Problem]:
         """Return `size` problems with different questions; they do not depend on the seed of the run.
@@ -107,9 +110,13 @@ class FileProblems:
                 continue
 
     def _required(self, values: dict[str, Any], key: str, setting: str, row: int) -> Any:
-        if key not in values:
-            raise self._invalid(row, f"no key {key!r} ({setting}); the row has {', '.join(map(repr, values))}")
-        return values[key]
+        found: Any = values
+        # `outer.inner` is a key of an object in the row, as in rows of verl.
+        for part in [key] if key in values else key.split("."):
+            if not isinstance(found, dict) or part not in found:
+                raise self._invalid(row, f"no key {key!r} ({setting}); the row has {', '.join(map(repr, values))}")
+            found = found[part]
+        return found
 
     def _question(self, prompt: Any, row: int) -> str:
         if isinstance(prompt, str):

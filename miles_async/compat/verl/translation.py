@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from miles_async.compat.verl.rules import SKIP_FIELDS, TABLE, rule_below
+from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Outcome, Table, Translator, entries, sets
 
@@ -183,7 +184,17 @@ class _Combined:
             self._set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
             self._say(f"has no effect beside {steps_key}", epochs_key)
         elif epochs_key in self._values:
-            self._set("rollout.num_epoch", self._number(epochs_key, 1), epochs_key)
+            self._epochs(epochs_key, "data.train_files")
+
+    def _epochs(self, key: str, files_key: str) -> None:
+        """Passes over the data. Those over several files are a number of batches."""
+        epochs, files = self._number(key, 1), self._values.get(files_key)
+        prompts = self._translator.translation.get("rollout.rollout_batch_size")
+        if isinstance(files, list) and len(files) > 1 and prompts is not None:
+            batches = epochs * sum(map(_rows, files)) // prompts.value
+            self._set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
+        else:
+            self._set("rollout.num_epoch", epochs, key)
 
     def _schedule(self) -> None:
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
@@ -390,9 +401,14 @@ class _Combined:
                 return
             case str(file) | [str(file)]:
                 self._set("data.prompt_data", file, files_key)
-            case _:
-                self._refuse(f"{files_key} is not one file: write all rows to one file, and name it")
+            case [*files] if all(isinstance(file, str) for file in files):
+                # verl shuffles the rows of all files together.
+                datasets = {name: {"prompt_data": file, "weight": _rows(file)} for name, file in _named(files).items()}
+                self._set("data.datasets", datasets, files_key)
+            case other:
+                self._refuse(f"{files_key} {other!r} is not a list of files: write [one.parquet, other.parquet]")
         self._set("data.label_key", _LABEL_KEY, files_key)
+        self._set("data.metadata_key", "extra_info", files_key)
         if "reward.custom_reward_function.path" not in self._values:
             self._set("rollout.rm_type", "data_source", *self._given(*manager_keys), files_key)
         self._overlong()
@@ -507,6 +523,12 @@ def _band(threshold: Any) -> list[float] | None:
     except ValueError:
         return None
     return [low, high] if 0 < low < high else None
+
+
+def _rows(file: Any) -> int:
+    """The number of rows of a file; 1 if there is no such file, which is reported elsewhere."""
+    path, _ = split_slice(str(file))
+    return max(1, count_rows(str(file))) if Path(path).expanduser().is_file() else 1
 
 
 def _named(files: Iterable[str]) -> Mapping[str, str]:
