@@ -143,8 +143,13 @@ class Recordings:
 
 def recordings_of_batches(config: RunConfig, context: RecordingContext) -> Recordings:
     """The recordings of whole batches. The step is the rollout ID."""
-    size = config.rollout.rollout_batch_size
+    size = groups_per_batch(config)
     return Recordings("rollout", config.skip.rollout, config, context, groups_per_step=size)
+
+
+def groups_per_batch(config: RunConfig) -> int:
+    """The groups that are generated for a batch, by which verl names the folder of a recording."""
+    return config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
 
 
 def recordings_of_groups(config: RunConfig, context: RecordingContext) -> Recordings:

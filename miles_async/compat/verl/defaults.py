@@ -24,6 +24,8 @@ DEFAULTS: Mapping[str, Any] = {
     "rollout_max_response_len": 512,
     "rollout_shuffle": True,
     "input_key": "prompt",
+    "label_key": "reward_model.ground_truth",
+    "metadata_key": "extra_info",
     # verl/utils/dataset/rl_dataset.py renders each prompt.
     "apply_chat_template": True,
     "eval_size": 0,
@@ -47,6 +49,7 @@ DEFAULTS: Mapping[str, Any] = {
     # `actor_rollout_ref.actor`.
     "eps_clip": 0.2,
     "eps_clip_high": 0.2,
+    "eps_clip_c": 3.0,
     "loss_aggregation": "token_mean",
     "entropy_coef": 0.0,
     "use_kl_loss": False,

@@ -304,7 +304,11 @@ class _Combined:
         )
         # verl's configuration for fully asynchronous runs turns this on.
         bypass = self._values.get(bypass_key, self._is_async)
-        if bypass_key in self._values or bypass is True:
+        if bypass is True and f"{prefix}.rollout_rs" in self._values:
+            # Rejection needs the learner's own log-probabilities, so the ratio to the engines becomes a weight.
+            self._set("algorithm.off_policy_correction", "tis", bypass_key, f"{prefix}.rollout_rs")
+            self._say("has no effect beside rollout_rs: the ratio is a weight, off_policy_correction tis", bypass_key)
+        elif bypass_key in self._values or bypass is True:
             keys = self._given(bypass_key) or [key for key in self._values if key.startswith("async_training.")]
             self._set("algorithm.use_rollout_logprobs", bypass, *keys)
         level, threshold = self._values.get(level_key), self._values.get(threshold_key, 2.0)

@@ -12,7 +12,7 @@ from typing import Any
 from miles_async.compat.verl.skip.base import BaseSkip, CannotSkipError, register_skip
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.recording import Recording, feed_step, is_first_attempt
-from miles_async.rollout.recordings import RecordingContext, Recordings
+from miles_async.rollout.recordings import RecordingContext, Recordings, groups_per_batch
 from miles_async.types import Group
 
 
@@ -27,7 +27,7 @@ class RolloutSkip(BaseSkip):
 
     @staticmethod
     def groups_per_step(config: RunConfig) -> int:
-        return config.rollout.rollout_batch_size
+        return groups_per_batch(config)
 
     def attach(self, context: RecordingContext) -> None:
         super().attach(context)

@@ -223,6 +223,12 @@ def test_recordings_are_kept_in_the_folders_that_verl_uses(tmp_path: Path, monke
     }
 
 
+def test_a_folder_is_named_by_the_prompts_that_are_generated_for_a_batch(tmp_path: Path) -> None:
+    words = [f"skip.rollout.dump_dir={tmp_path}", "data.train_batch_size=32", "data.gen_batch_size=48"]
+    skip: Any = SkipManager(run_config(*words), SkipContext()).skip_instances["rollout"]
+    assert skip.recordings.store.folder.name.startswith("GBS48_")
+
+
 def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
