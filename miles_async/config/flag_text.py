@@ -36,8 +36,8 @@ def meaning(name: str, flag: Flag) -> tuple[str, str]:
             return "without effect", why
         case Refused(instead):
             return "refused", instead
-        case Combined():
-            return "mapped", "sets settings together with other flags"
+        case Combined(does, kind):
+            return kind, does
     raise AssertionError(f"{name} has a rule without a meaning: {flag.rule!r}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from miles_async.config.checks.unused import has_effect
 from miles_async.config.fields import SETTINGS, nearest, with_settings
 from miles_async.config.generation import generates
-from miles_async.config.losses import clip_range, loss_aggregation
+from miles_async.config.losses import clip_range, estimator_of, loss_aggregation
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
@@ -24,6 +24,7 @@ _DERIVED: Mapping[str, Callable[[RunConfig], Any]] = {
 """Settings that are unset as long as their values follow from others."""
 _HAS_EFFECT: Mapping[str, Callable[[RunConfig], bool]] = {
     **dict.fromkeys(("input_key", "label_key"), lambda config: config.data.prompt_data is not None),
+    **dict.fromkeys(("critic_lr", "value_clip"), lambda config: estimator_of(config.algorithm).trains_critic),
     **dict.fromkeys(("engine_health_interval_seconds", "sglang_router_request_timeout_secs"), generates),
     "moe_router_dtype": lambda config: (shape := shape_of(config.model)) is not None and bool(shape.experts),
 }
@@ -50,8 +51,8 @@ def described(name: str) -> str:
 
 
 def without_idle(config: RunConfig, name: str) -> RunConfig:
-    """The configuration in which values of the preset that have no effect are our defaults: they need no note."""
-    values = {each: value for each, value in preset(name).items() if not has_effect(config, each)}
+    """The configuration in which values of the preset that have no effect are our defaults: nothing is said about them."""
+    values = {each: value for each, value in preset(name).items() if not _is_used(config, each)}
     idle = {each for each, value in values.items() if SETTINGS[each].value(config) == value}
     return with_settings(config, **{each: SETTINGS[each].default for each in idle})
 
@@ -88,8 +89,12 @@ def _value(config: RunConfig, name: str) -> Any:
 
 def _matters(config: RunConfig, name: str) -> bool:
     """Whether a setting has an effect in this run. Arguments of SGLang and its router only change the speed."""
+    return dict not in SETTINGS[name].kinds and _is_used(config, name)
+
+
+def _is_used(config: RunConfig, name: str) -> bool:
     used = _HAS_EFFECT.get(name)
-    return dict not in SETTINGS[name].kinds and has_effect(config, name) and (used is None or used(config))
+    return has_effect(config, name) and (used is None or used(config))
 
 
 def _shown(value: Any) -> str:

@@ -56,6 +56,11 @@ class Idle:
 class Combined:
     """The key determines our settings together with other keys, so the module of the project computes them."""
 
+    does: str = "sets settings together with other flags"
+    """What the key does, as the rest of a sentence, for the documentation."""
+    kind: Literal["mapped", "compared"] = "mapped"
+    """Whether the key sets anything, or is only compared with other keys."""
+
 
 Rule = Sets | Only | Refused | Idle | Combined
 Table = Mapping[str, Rule]

@@ -8,6 +8,12 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Table, converts, sets
 
 SKIP_FIELDS = ("enable", "dump_dir", "steps", "action")
+OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+)
+"""Sections of the penalty on long responses, the newest first."""
 
 _FSDP = Refused("the learner runs Megatron-core: remove it, and set model_engine=megatron and keys of actor.megatron")
 _MEGATRON = Only(("megatron",), "the learner runs Megatron-core: set it to megatron")
@@ -24,17 +30,21 @@ _PACKED = Idle("has no effect: sequences are packed without padding")
 _OFFLOAD = Idle("has no effect: learner and engines that share GPUs release them in turns, and nothing else does")
 _RECOMPUTE = Idle("has no effect: set recompute_granularity to save memory of activations")
 _EXPORT = Idle("has no effect: Megatron-Bridge or a plug-in converts the Hugging Face checkpoint")
+_SAME_LAYOUT = Combined("must be the value of the actor, in whose layout the reference model runs", "compared")
+_SAME_LENGTH = Combined("must be data.max_response_length, from which the penalty is counted", "compared")
 _REWARD_FUNCTION = Refused("write a function fn(args, sample), which returns a number: set custom_rm_path")
 
 _DATA: Table = {
-    "train_files": Combined(),
-    "val_files": Combined(),
+    "train_files": Combined(
+        "sets prompt_data, or datasets for several files, with label_key, metadata_key and rm_type data_source"
+    ),
+    "val_files": Combined("sets eval_datasets, unless test_freq and val_before_train turn evaluations off"),
     "prompt_key": sets("data.input_key"),
     "reward_fn_key": Only(("data_source",), "rows name their data set in data_source: set it to data_source"),
     "max_prompt_length": sets("rollout.rollout_max_prompt_len"),
     "max_response_length": sets("rollout.rollout_max_response_len"),
-    "train_batch_size": Combined(),
-    "gen_batch_size": Combined(),
+    "train_batch_size": Combined("sets rollout_batch_size, unless the run is fully asynchronous"),
+    "gen_batch_size": Combined("sets over_sampling_batch_size, unless the run is fully asynchronous"),
     "val_batch_size": Idle("has no effect: the engines batch the prompts of an evaluation themselves"),
     "shuffle": sets("data.rollout_shuffle"),
     "seed": sets("data.rollout_seed"),
@@ -51,17 +61,19 @@ _DATA: Table = {
 }
 _ACTOR: Table = {
     "strategy": _MEGATRON,
-    "ppo_mini_batch_size": Combined(),
+    "ppo_mini_batch_size": Combined(
+        "sets global_batch_size to this number times rollout.n; in a fully asynchronous run also rollout_batch_size"
+    ),
     "ppo_micro_batch_size": Refused("set ppo_micro_batch_size_per_gpu"),
-    "ppo_micro_batch_size_per_gpu": Combined(),
-    "use_dynamic_bsz": Combined(),
-    "ppo_max_token_len_per_gpu": Combined(),
+    "ppo_micro_batch_size_per_gpu": Combined("sets micro_batch_size if use_dynamic_bsz is false"),
+    "use_dynamic_bsz": Combined("sets use_dynamic_batch_size"),
+    "ppo_max_token_len_per_gpu": Combined("sets max_tokens_per_gpu, unless use_dynamic_bsz is false"),
     "ppo_epochs": Only((1,), "each batch is trained once: set it to 1"),
     "shuffle": Idle("has no effect: a batch is divided into optimizer steps in the order in which groups finished"),
-    "clip_ratio": Combined(),
-    "clip_ratio_low": Combined(),
-    "clip_ratio_high": Combined(),
-    "clip_ratio_c": Combined(),
+    "clip_ratio": Combined("sets eps_clip and eps_clip_high where clip_ratio_low and clip_ratio_high do not"),
+    "clip_ratio_low": Combined("sets eps_clip"),
+    "clip_ratio_high": Combined("sets eps_clip_high"),
+    "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
     "loss_agg_mode": converts(
         "algorithm.loss_aggregation",
         {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"},
@@ -83,11 +95,13 @@ _ACTOR: Table = {
     "optim.min_lr": sets("learner.min_lr"),
     "optim.weight_decay": sets("learner.weight_decay"),
     "optim.clip_grad": sets("learner.clip_grad"),
-    "optim.betas": Combined(),
-    "optim.lr_warmup_steps": Combined(),
+    "optim.betas": Combined("sets adam_beta1 and adam_beta2"),
+    "optim.lr_warmup_steps": Combined("sets lr_warmup_steps to this number of batches; below 1 it has no effect"),
     "optim.lr_warmup_steps_ratio": sets("learner.lr_warmup_fraction"),
     "optim.lr_warmup_init": Only((0, 0.0), "the warm-up starts at 0: set it to 0"),
-    "optim.lr_decay_steps": Combined(),
+    "optim.lr_decay_steps": Combined(
+        "sets lr_decay_steps to this number of batches, unless the learning rate is constant"
+    ),
     "optim.lr_decay_style": converts(
         "learner.lr_decay_style",
         {"constant": "constant", "linear": "linear", "cosine": "cosine", "inverse_square_root": "inverse-square-root"},
@@ -132,7 +146,7 @@ _REF: Table = {
     "ulysses_sequence_parallel_size": _FSDP,
     "entropy_from_logits_with_chunking": _MEMORY,
     "entropy_checkpointing": _MEMORY,
-    **{key: rule for key, rule in _ACTOR.items() if key.endswith("parallel_size") and key.startswith("megatron.")},
+    **{key: _SAME_LAYOUT for key in _ACTOR if key.startswith("megatron.") and key.endswith("_parallel_size")},
 }
 _SERVER = "engine.sglang_server_args"
 _ROLLOUT: Table = {
@@ -146,15 +160,15 @@ _ROLLOUT: Table = {
     "response_length": sets("rollout.rollout_max_response_len"),
     "ignore_eos": Only((False,), "a response ends with the token that ends texts: set it to false"),
     "tensor_model_parallel_size": sets("engine.rollout_num_gpus_per_engine"),
-    "data_parallel_size": Combined(),
-    "expert_parallel_size": Combined(),
+    "data_parallel_size": Combined("sets SGLang's dp_size above 1"),
+    "expert_parallel_size": Combined("sets SGLang's ep_size above 1"),
     "gpu_memory_utilization": sets(f"{_SERVER}.mem_fraction_static"),
     "dtype": converts(f"{_SERVER}.dtype", {"bfloat16": "bfloat16"}),
     "enforce_eager": sets(f"{_SERVER}.disable_cuda_graph"),
     "max_model_len": sets(f"{_SERVER}.context_length"),
     "max_num_seqs": sets(f"{_SERVER}.max_running_requests"),
     "enable_prefix_caching": converts(f"{_SERVER}.disable_radix_cache", {True: False, False: True}),
-    "enable_chunked_prefill": Combined(),
+    "enable_chunked_prefill": Combined("sets SGLang's chunked_prefill_size to -1 if it is false"),
     "max_num_batched_tokens": Idle("has no effect: SGLang's chunked_prefill_size follows from the memory"),
     "load_format": Idle("has no effect: engines load the checkpoint, and each publish replaces its weights"),
     "free_cache_engine": _OFFLOAD,
@@ -169,15 +183,15 @@ _ROLLOUT: Table = {
     "multi_turn.max_user_turns": _MULTI_TURN,
     "multi_turn.max_assistant_turns": _MULTI_TURN,
     "multi_turn.max_tool_response_length": _MULTI_TURN,
-    "val_kwargs.n": Combined(),
-    "val_kwargs.temperature": Combined(),
-    "val_kwargs.top_p": Combined(),
-    "val_kwargs.top_k": Combined(),
-    "val_kwargs.do_sample": Combined(),
+    "val_kwargs.n": Combined("sets n_samples of each entry of eval_datasets"),
+    "val_kwargs.temperature": Combined("sets temperature of each entry of eval_datasets"),
+    "val_kwargs.top_p": Combined("sets top_p of each entry of eval_datasets"),
+    "val_kwargs.top_k": Combined("sets top_k of each entry of eval_datasets"),
+    "val_kwargs.do_sample": Combined("sets temperature of each entry of eval_datasets to 0 if it is false"),
     "checkpoint_engine.backend": converts(
         "weights.weight_transfer", {"naive": "auto", "nccl": "broadcast", "nixl": "p2p"}
     ),
-    "checkpoint_engine.update_weights_bucket_megabytes": Combined(),
+    "checkpoint_engine.update_weights_bucket_megabytes": Combined("sets update_weight_buffer_size, in bytes"),
     "skip.enable": sets("rollout.skip_rollout"),
     **{f"log_prob_{name}": _PASSES for name in ("micro_batch_size", "micro_batch_size_per_gpu")},
     **{f"log_prob_{name}": _PASSES for name in ("max_token_len_per_gpu", "use_dynamic_bsz")},
@@ -210,9 +224,9 @@ _ALGORITHM: Table = {
     "norm_adv_by_std_in_grpo": sets("algorithm.grpo_std_normalization"),
     "gamma": sets("algorithm.gamma"),
     "lam": sets("algorithm.lambd"),
-    "use_kl_in_reward": Combined(),
-    "kl_penalty": Combined(),
-    "kl_ctrl.kl_coef": Combined(),
+    "use_kl_in_reward": Combined("sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef"),
+    "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
+    "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
     "filter_groups.enable": converts(
         "rollout.dynamic_sampling_filter_path",
@@ -223,33 +237,39 @@ _ALGORITHM: Table = {
         "groups are compared by their rewards: set it to acc, or set dynamic_sampling_filter_path",
     ),
     "filter_groups.max_num_gen_batches": Idle("has no effect: generation goes on until the batch is full"),
-    "rollout_correction.rollout_is": Combined(),
-    "rollout_correction.rollout_is_threshold": Combined(),
+    "rollout_correction.rollout_is": Combined(
+        "sets off_policy_correction to tis or sequence, unless bypass_mode is on"
+    ),
+    "rollout_correction.rollout_is_threshold": Combined(
+        "sets tis_clip, or off_policy_correction icepop and icepop_band for two bounds"
+    ),
     "rollout_correction.rollout_is_batch_normalize": Only((False,), "weights are not normalized: set it to false"),
-    "rollout_correction.rollout_rs": Combined(),
-    "rollout_correction.rollout_rs_threshold": Combined(),
-    "rollout_correction.rollout_rs_threshold_lower": Combined(),
+    "rollout_correction.rollout_rs": Combined("sets rejection_level"),
+    "rollout_correction.rollout_rs_threshold": Combined("sets rejection_band, with the inverse of its bounds"),
+    "rollout_correction.rollout_rs_threshold_lower": Combined(
+        "sets the lower bound of rejection_band with rollout_rs geometric"
+    ),
     "rollout_correction.rollout_token_veto_threshold": sets("algorithm.rejection_veto"),
-    "rollout_correction.bypass_mode": Combined(),
+    "rollout_correction.bypass_mode": Combined("sets use_rollout_logprobs; a fully asynchronous run has it on"),
     "rollout_correction.loss_type": Only(("ppo_clip",), "policy_objective is the loss: set it to ppo_clip"),
 }
 _TRAINER: Table = {
     "experiment_name": sets("observability.experiment_name"),
     "project_name": sets("observability.project_name"),
-    "total_training_steps": Combined(),
-    "total_epochs": Combined(),
-    "nnodes": Combined(),
-    "n_gpus_per_node": Combined(),
-    "save_freq": Combined(),
-    "test_freq": Combined(),
-    "val_before_train": Combined(),
+    "total_training_steps": Combined("sets num_rollout"),
+    "total_epochs": Combined("sets num_epoch, where nothing else sets the length of the run"),
+    "nnodes": Combined("sets actor_num_nodes, and colocate without rollout.nnodes"),
+    "n_gpus_per_node": Combined("sets actor_num_gpus_per_node, and colocate without rollout.n_gpus_per_node"),
+    "save_freq": Combined("sets save_interval; in a fully asynchronous run it counts publishes"),
+    "test_freq": Combined("sets eval_interval; in a fully asynchronous run it counts publishes"),
+    "val_before_train": Combined("turns evaluations off if it is false and test_freq is -1"),
     "val_only": Only((False,), "a run trains: set it to false"),
-    "default_local_dir": Combined(),
-    "max_actor_ckpt_to_keep": Combined(),
+    "default_local_dir": Combined("sets save if save_freq is above 0"),
+    "max_actor_ckpt_to_keep": Combined("sets save_keep if save_freq is above 0"),
     "max_critic_ckpt_to_keep": Idle("has no effect: policy and critic are saved together, see save_keep"),
-    "resume_mode": Combined(),
-    "resume_from_path": Combined(),
-    "logger": Combined(),
+    "resume_mode": Combined("sets resume, or load in a colocated run or with resume_path"),
+    "resume_from_path": Combined("sets load with resume_mode resume_path"),
+    "logger": Combined("sets use_wandb and use_tensorboard"),
     "log_val_generations": Idle("has no effect: the page of a run shows samples of each evaluation"),
     "balance_batch": sets("learner.balance_data"),
     "critic_warmup": sets("algorithm.num_critic_only_steps"),
@@ -264,35 +284,40 @@ _OTHERS: Table = {
     "critic.optim.lr_warmup_steps": sets("algorithm.critic_lr_warmup_steps"),
     "critic.model.path": sets("algorithm.critic_load"),
     "critic.cliprange_value": sets("algorithm.value_clip"),
-    "actor_rollout_ref.hybrid_engine": Combined(),
+    "actor_rollout_ref.hybrid_engine": Combined(
+        "sets colocate, unless rollout.nnodes or rollout.n_gpus_per_node gives the engines GPUs of their own"
+    ),
     "actor_rollout_ref.nccl_timeout": Idle("has no effect: a rank that hangs is found by the run"),
     "ray_kwargs.ray_init.runtime_env.py_executable": Idle("has no effect: each process runs this Python"),
-    "rollout.nnodes": Combined(),
-    "rollout.n_gpus_per_node": Combined(),
+    "rollout.nnodes": Combined("sets rollout_num_gpus together with rollout.n_gpus_per_node"),
+    "rollout.n_gpus_per_node": Combined("sets rollout_num_gpus together with rollout.nnodes"),
     "rollout.n": Idle("has no effect, as in verl: actor_rollout_ref.rollout.n counts"),
-    "rollout.total_rollout_steps": Combined(),
-    "async_training.staleness_threshold": Combined(),
-    "async_training.trigger_parameter_sync_step": Combined(),
-    "async_training.require_batches": Combined(),
+    "rollout.total_rollout_steps": Combined("sets num_rollout, in prompts"),
+    "async_training.staleness_threshold": Combined(
+        "sets queue_capacity to 1 + this share of the prompts between two publishes"
+    ),
+    "async_training.trigger_parameter_sync_step": Combined("sets update_weights_interval"),
+    "async_training.require_batches": Combined("sets rollout_batch_size to this number times ppo_mini_batch_size"),
     "async_training.partial_rollout": converts("weights.pause_generation_mode", {True: "retract"}),
     "async_training.use_trainer_do_validate": Idle("has no effect: the engines evaluate beside training samples"),
     "async_training.concurrent_samples_per_replica": Idle("has no effect: set over_sampling_batch_size to a number"),
-    "reward.reward_manager.name": Combined(),
-    "reward_model.reward_manager": Combined(),
+    "reward.reward_manager.name": Combined("sets rm_type data_source with data.train_files"),
+    "reward_model.reward_manager": Combined("sets rm_type data_source with data.train_files"),
     "reward_model.enable": Only((False,), "set custom_rm_path to a function that asks the reward model"),
     "reward.custom_reward_function.path": _REWARD_FUNCTION,
     "reward.custom_reward_function.name": Idle("belongs to reward.custom_reward_function.path"),
     "custom_reward_function.path": _REWARD_FUNCTION,
     "custom_reward_function.name": Idle("belongs to custom_reward_function.path"),
-    **{f"{section}.max_resp_len": Combined() for section in ("reward.reward_kwargs", "reward_model.reward_kwargs")},
+    **{f"{section}.max_resp_len": _SAME_LENGTH for section in ("reward.reward_kwargs", "reward_model.reward_kwargs")},
     **{
-        f"{section}.{name}": Combined()
-        for section in (
-            "reward.reward_kwargs.overlong_buffer_cfg",
-            "reward_model.reward_kwargs.overlong_buffer_cfg",
-            "reward_model.overlong_buffer",
-        )
-        for name in ("enable", "len", "penalty_factor", "log")
+        f"{section}.{name}": rule
+        for section in OVERLONG
+        for name, rule in {
+            "enable": Combined("sets overlong_buffer_len and overlong_penalty if it is true"),
+            "len": Combined("sets overlong_buffer_len if enable is true"),
+            "penalty_factor": Combined("sets overlong_penalty if enable is true"),
+            "log": Idle("has no effect: the reward of each sample is recorded"),
+        }.items()
     },
 }
 
@@ -325,6 +350,7 @@ _FIELDS: Mapping[str, Rule] = {
     "num_layers_in_first_pipeline_stage": sets("learner.decoder_first_pipeline_num_layers"),
     "num_layers_in_last_pipeline_stage": sets("learner.decoder_last_pipeline_num_layers"),
     "use_flash_attn": converts("learner.attention_backend", {True: "flash"}),
+    "optimizer_offload_fraction": Combined("sets optimizer_offload_fraction; 0 offloads nothing"),
     "moe_grouped_gemm": Idle("has no effect: Transformer Engine's layers always compute all experts in one product"),
     "moe_aux_loss_coeff": Idle("has no effect: as in verl, no loss that balances the experts is added"),
     "moe_router_load_balancing_type": Only(("none",), "no loss that balances the experts is added: set it to none"),
@@ -333,13 +359,15 @@ _FIELDS: Mapping[str, Rule] = {
 _VLLM = {
     "max_model_len": "set actor_rollout_ref.rollout.max_model_len instead",
     "enable_expert_parallel": "set actor_rollout_ref.rollout.expert_parallel_size instead",
-    "compilation_config.cudagraph_capture_sizes": "set --sglang-cuda-graph-bs instead",
+    "compilation_config.cudagraph_capture_sizes": "set engine_kwargs.sglang.cuda_graph_bs instead",
 }
 
 
 def rule_below(key: str) -> Rule | None:
     """The rule of a key in a section that passes on arguments of Megatron-core, SGLang or a chat template, or whose
     library is not used here; None if the key is in no such section."""
+    if "@" in key:
+        return _FILES
     for section, rule in _SECTIONS.items():
         if key.startswith(section):
             return rule(key.removeprefix(section))
@@ -361,7 +389,9 @@ def _field(name: str) -> Rule:
     return sets(setting.dotted if setting is not None and is_ours else f"learner.megatron_args.{name}")
 
 
+_FILES = Refused("files of Hydra are not read: remove it, and write the keys that the file sets")
 _SECTIONS: Mapping[str, Callable[[str], Rule]] = {
+    "hydra.": lambda name: _FILES,
     "data.apply_chat_template_kwargs.": lambda name: sets(f"data.apply_chat_template_kwargs.{name}"),
     "actor_rollout_ref.model.mtp.": lambda name: _MTP,
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": lambda name: sets(f"{_SERVER}.{name}"),
@@ -370,7 +400,7 @@ _SECTIONS: Mapping[str, Callable[[str], Rule]] = {
     "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.": lambda name: Idle("belongs to its backend"),
     "actor_rollout_ref.actor.megatron.override_transformer_config.": _field,
     "actor_rollout_ref.actor.optim.override_optimizer_config.": _field,
-    "actor_rollout_ref.ref.megatron.override_transformer_config.": lambda name: Combined(),
+    "actor_rollout_ref.ref.megatron.override_transformer_config.": lambda name: _SAME_LAYOUT,
     **{
         f"actor_rollout_ref.{role}.{library}.": lambda name: _FSDP
         for role in ("actor", "ref")

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from miles_async.compat.verl.rules import SKIP_FIELDS, TABLE, rule_below
+from miles_async.compat.verl.rules import OVERLONG, SKIP_FIELDS, TABLE, rule_below
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.schema import RunConfig
-from miles_async.config.translation import Outcome, Table, Translator, entries, sets
+from miles_async.config.translation import Combined, Outcome, Table, Translator, entries, sets
 
 _SECTIONS = frozenset(
     {
@@ -55,8 +55,7 @@ def translate(content: Mapping[str, Any]) -> Outcome:
             translator.idle[key] = "is null, so it sets nothing"
         else:
             translator.apply(key, value)
-    combined = _Combined(translator, {key: value for key, value in values.items() if value is not None})
-    combined.translate()
+    _Keys(translator, {key: value for key, value in values.items() if value is not None}).translate()
     return translator
 
 
@@ -86,7 +85,7 @@ def _skip_roles(section: Any) -> Table:
     return {f"skip.{role}.{name}": sets(f"skip.roles.{role}.{name}") for role in roles for name in SKIP_FIELDS}
 
 
-class _Combined:
+class _Keys:
     """The keys that mean something only together, and what they set."""
 
     def __init__(self, translator: Translator, values: Mapping[str, Any]) -> None:
@@ -271,6 +270,15 @@ class _Combined:
                     self._set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
                 self._say("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
+        overrides = f"{_ACTOR}.optim.override_optimizer_config"
+        part_key, offload_key = f"{overrides}.optimizer_offload_fraction", f"{overrides}.optimizer_cpu_offload"
+        if self._values.get(part_key) != 0:
+            if part_key in self._values:
+                self._set("learner.optimizer_offload_fraction", self._values[part_key], part_key)
+        elif self._values.get(offload_key) is True:
+            self._refuse(f"{part_key} 0 offloads nothing, but {offload_key} is true: set it to false")
+        else:
+            self._say("has no effect: 0 offloads nothing", part_key)
         betas_key = f"{_ACTOR}.optim.betas"
         match self._values.get(betas_key):
             case None:
@@ -386,15 +394,14 @@ class _Combined:
     def _reference(self) -> None:
         """The learner runs the reference model in its own layout."""
         for key, value in self._values.items():
-            if not key.startswith(f"{_REF}.megatron."):
+            if not key.startswith(f"{_REF}.megatron.") or not isinstance(self._translator.table.get(key), Combined):
                 continue
             actor = key.replace(f"{_REF}.", f"{_ACTOR}.", 1)
-            same = self._values.get(actor, 1 if key.endswith("parallel_size") else value)
-            if key.endswith(("_parallel_size", "use_mbridge")) or ".override_transformer_config." in key:
-                if value == same:
-                    self._say(f"has no effect: the reference model has the layout of the learner, {actor}", key)
-                else:
-                    self._refuse(f"{key} {value!r} differs from {actor} {same!r}: set both to the same value")
+            same = self._values.get(actor, 1 if key.endswith("_parallel_size") else value)
+            if value == same:
+                self._say("has no effect: the reference model runs in the layout of the learner", key)
+            else:
+                self._refuse(f"{key} {value!r} differs from {actor} {same!r}: set both to the same value")
 
     def _rewards(self) -> None:
         """Data of verl: the answer, and the name of the data set, which chooses the reward of a row."""
@@ -419,9 +426,8 @@ class _Combined:
 
     def _overlong(self) -> None:
         """The penalty on long responses."""
-        for section in ("reward.reward_kwargs.overlong_buffer_cfg", *_LEGACY_OVERLONG):
-            enable, length, factor, log = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor", "log"))
-            self._say("has no effect: the reward of each sample is recorded", log)
+        for section in OVERLONG:
+            enable, length, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
             if self._values.get(enable) is not True:
                 self._say(f"has no effect without {enable}", enable, length, factor)
                 continue
@@ -515,9 +521,6 @@ class _Combined:
                 self._refuse(f"{key} {name!r} has no counterpart: use console, wandb or tensorboard")
         if names in ("console", ["console"]):
             self._say("has no effect: every run writes to the console", key)
-
-
-_LEGACY_OVERLONG = ("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
 
 
 def _band(threshold: Any) -> list[float] | None:

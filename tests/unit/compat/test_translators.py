@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from miles_async.compat.roll import translation as roll
-from miles_async.compat.verl import translation as verl
+from miles_async.compat.verl import rules as verl
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
 from miles_async.config.flags import parse_flags
@@ -433,8 +433,10 @@ def test_verls_older_switch_is_ignored_with_a_warning_beside_the_new_one() -> No
 @pytest.mark.parametrize(
     "word, said",
     [
-        ("data.val_files=x", "data.val_files has no counterpart: set eval_datasets"),
-        ("trainer.experiment_nam=x", "unknown setting trainer.experiment_nam"),
+        ("data.min_response_length=5", "data.min_response_length has no counterpart: responses may end at any token"),
+        ("trainer.experiment_nam=x", "did you mean trainer.experiment_name?"),
+        ("+trainer.experiment_nam=x", "did you mean trainer.experiment_name?"),
+        ("critic.foo=1", "critic.foo is not a key of verl that can be translated: remove it"),
         ("skip.rollout.enabled=True", "did you mean skip.rollout.enable?"),
     ],
 )
@@ -445,9 +447,9 @@ def test_an_override_of_verl_without_a_counterpart_is_refused(word: str, said: s
 
 
 def test_an_unknown_key_in_a_file_of_verl_is_refused() -> None:
-    content = {"trainer": {"experiment_name": "a", "critic_warmup": 3}, "skip": {"rollout": {"enabled": True}}}
+    content = {"trainer": {"experiment_name": "a", "swap": 3}, "skip": {"rollout": {"enabled": True}}}
     assert refusals(content) == [
-        "trainer.critic_warmup is not a key of verl that can be translated: remove it",
+        "trainer.swap is not a key of verl that can be translated: remove it",
         "skip.rollout.enabled is not a key of verl that can be translated; did you mean skip.rollout.enable?",
     ]
 

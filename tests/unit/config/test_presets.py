@@ -117,6 +117,11 @@ def test_a_file_and_a_flag_override_a_preset(tmp_path: Path) -> None:
     assert config.rollout.rollout_temperature == 0.95, "of the preset"
 
 
+def test_a_preset_with_a_critic_does_not_keep_a_run_from_another_estimator() -> None:
+    config = resolved("--preset", "verl", "--num-rollout", "4", "--advantage-estimator", "grpo")
+    assert config.algorithm.advantage_estimator == "grpo"
+
+
 def test_check_config_prints_what_the_preset_sets(capsys: pytest.CaptureFixture[str]) -> None:
     printed, notes = said(capsys, "--preset", "verl", "--num-rollout", "4")
     assert printed.startswith("--preset verl sets, unless a file or a flag does:\n  rollout.num_epoch = 30\n")

@@ -1,0 +1,180 @@
+"""Keys of verl that mean something only together, and overrides as Hydra takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.compat.verl.translation import translate
+from miles_async.config.flags import parse_flags
+
+MINI, N = "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.rollout.n"
+GPUS = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8}
+ASYNC = {MINI: 32, N: 4, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}
+
+
+def settings(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the keys set here, by the last part of a setting's name."""
+    outcome = translate(content)
+    assert outcome.problems == []
+    return {name.rpartition(".")[2]: entry.value for name, entry in outcome.translation.items()}
+
+
+def problems(content: Mapping[str, Any]) -> list[str]:
+    return translate(content).problems
+
+
+def of_command_line(*words: str) -> Mapping[str, Any]:
+    parsed = parse_flags(words)
+    assert parsed.problems == []
+    return {".".join(one.path): one.value for one in parsed.assignments}
+
+
+def test_a_mini_batch_of_prompts_is_an_optimizer_step_of_their_samples() -> None:
+    found = settings({"data.train_batch_size": 64, MINI: 16, N: 8})
+    assert (found["rollout_batch_size"], found["global_batch_size"]) == (64, 128)
+
+
+def test_a_mini_batch_without_samples_per_prompt_is_refused() -> None:
+    assert problems({MINI: 16}) == [f"{MINI} counts prompts: set {N}, the samples per prompt, too"]
+
+
+def test_a_warm_up_in_batches_is_one_in_optimizer_steps() -> None:
+    steps = {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}
+    assert settings({"data.train_batch_size": 64, MINI: 16, N: 8, **steps})["lr_warmup_steps"] == 40
+
+
+def test_a_fully_asynchronous_run_counts_publishes_and_prompts() -> None:
+    found = settings({**ASYNC, "async_training.staleness_threshold": 0.5, "rollout.total_rollout_steps": 6400})
+    assert found["rollout_batch_size"] == 64
+    assert found["num_rollout"] == 100
+    assert found["update_weights_interval"] == 4
+    assert found["queue_capacity"] == 64 * 4 * 1.5
+    assert found["rollout_function_path"].endswith("generate_rollout_fully_async")
+    assert found["use_rollout_logprobs"] is True
+    assert settings({**ASYNC, "trainer.save_freq": 5, "trainer.test_freq": 10})["save_interval"] == 20
+    assert settings({**ASYNC, "trainer.save_freq": 5, "trainer.test_freq": 10})["eval_interval"] == 40
+
+
+def test_engines_share_the_gpus_of_the_learner_unless_they_have_their_own() -> None:
+    assert settings(GPUS)["colocate"] is True
+    own = settings({**GPUS, "rollout.nnodes": 3, "rollout.n_gpus_per_node": 4})
+    assert (own["actor_num_nodes"], own["actor_num_gpus_per_node"], own["rollout_num_gpus"]) == (2, 8, 12)
+    assert "colocate" not in own
+
+
+def test_evaluations_are_greedy_unless_that_is_set() -> None:
+    files = {"data.val_files": ["/data/aime.parquet"], "trainer.test_freq": 5}
+    greedy = settings(files)["eval_datasets"]["aime"]
+    assert (greedy["temperature"], greedy["n_samples"], greedy["label_key"]) == (0.0, 1, "reward_model.ground_truth")
+    sampled = {"actor_rollout_ref.rollout.val_kwargs.temperature": 0.7, "actor_rollout_ref.rollout.val_kwargs.n": 4}
+    drawn = settings({**files, **sampled})["eval_datasets"]["aime"]
+    assert (drawn["temperature"], drawn["n_samples"]) == (0.7, 4)
+
+
+def test_nothing_is_evaluated_if_verl_evaluates_nothing() -> None:
+    off = {"data.val_files": "x.parquet", "trainer.test_freq": -1, "trainer.val_before_train": False}
+    outcome = translate(off)
+    assert outcome.translation == {}
+    assert outcome.idle.keys() == off.keys()
+
+
+def test_files_of_the_same_name_are_told_apart_and_weigh_as_many_as_they_have_rows(tmp_path: Path) -> None:
+    for name, rows in (("gsm8k", 3), ("math", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text("{}\n" * rows)
+    files = [f"{tmp_path}/gsm8k/train.jsonl", f"{tmp_path}/math/train.jsonl"]
+    found = settings({"data.train_files": files, "data.train_batch_size": 2, "trainer.total_epochs": 10})
+    assert {name: entry["weight"] for name, entry in found["datasets"].items()} == {"gsm8k_train": 3, "math_train": 1}
+    assert found["num_rollout"] == 20
+
+
+def test_nothing_is_saved_without_a_frequency() -> None:
+    outcome = translate({"trainer.default_local_dir": "out", "trainer.save_freq": -1, "trainer.resume_mode": "auto"})
+    assert outcome.translation == {}
+    assert len(outcome.idle) == 3
+
+
+def test_a_run_resumes_from_its_folder_as_in_verl() -> None:
+    saved = {"trainer.default_local_dir": "out", "trainer.save_freq": 5}
+    assert settings(saved)["resume"] == "auto"
+    assert settings({**saved, **GPUS})["load"] == "out"
+    assert "resume" not in settings({**saved, "trainer.resume_mode": "disable"})
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    [
+        ({"rollout_is": "token"}, {"off_policy_correction": "tis", "tis_clip": 2.0}),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 5}, {"off_policy_correction": "sequence", "tis_clip": 5}),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_4"},
+            {"off_policy_correction": "icepop", "icepop_band": [0.5, 4]},
+        ),
+        (
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4"},
+            {"rejection_level": "geometric", "rejection_band": [0.25, 2.0]},
+        ),
+        ({"bypass_mode": True, "rollout_is": "token"}, {"use_rollout_logprobs": True}),
+    ],
+)
+def test_corrections_have_the_names_and_bounds_of_this_project(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert settings({f"algorithm.rollout_correction.{key}": value for key, value in keys.items()}) == expected
+
+
+def test_a_reference_model_of_another_layout_is_refused() -> None:
+    key = "megatron.tensor_model_parallel_size"
+    actor, reference = f"actor_rollout_ref.actor.{key}", f"actor_rollout_ref.ref.{key}"
+    assert problems({actor: 2, reference: 2}) == []
+    assert problems({actor: 2, reference: 4}) == [f"{reference} 4 differs from {actor} 2: set both to the same value"]
+
+
+def test_arguments_of_other_libraries_are_passed_on() -> None:
+    words = ["+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton"]
+    words += ["+actor_rollout_ref.actor.megatron.override_transformer_config.persist_layer_norm=True"]
+    assert of_command_line(*words) == {
+        "engine.sglang_server_args.attention_backend": "triton",
+        "learner.megatron_args.persist_layer_norm": True,
+    }
+
+
+def test_overrides_are_read_as_hydra_reads_them() -> None:
+    words = ("trainer.balance_batch=True", "+trainer.critic_warmup=1", "++trainer.critic_warmup=2")
+    assert of_command_line(*words) == {"learner.balance_data": True, "algorithm.num_critic_only_steps": 2}
+
+
+def test_a_tilde_removes_what_was_set_before() -> None:
+    assert of_command_line("trainer.critic_warmup=1", "~trainer.critic_warmup") == {}
+    parsed = parse_flags(["~trainer.critic_warmup"])
+    assert parsed.idle == {"~trainer.critic_warmup": "has no effect: nothing before it sets this key"}
+
+
+def test_a_tilde_before_a_setting_of_this_project_is_refused() -> None:
+    [problem] = parse_flags(["~rollout.num_rollout"]).problems
+    assert problem == "~rollout.num_rollout removes nothing: leave out the setting instead"
+
+
+def test_the_order_of_overrides_does_not_matter() -> None:
+    words = [f"{N}=8", "data.train_batch_size=64", f"{MINI}=16"]
+    assert of_command_line(*words) == of_command_line(*reversed(words))
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    sentences = parse_flags(
+        [
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+            "trainer.nnode=1",
+            "trainer.logger=[console,swanlab]",
+        ]
+    ).problems
+    assert sentences == [
+        "actor_rollout_ref.rollout.name 'vllm' is not supported: the engines run SGLang: set it to sglang",
+        "actor_rollout_ref.actor.fsdp_config.param_offload has no counterpart: the learner runs Megatron-core: remove "
+        "it, and set model_engine=megatron and keys of actor.megatron",
+        "trainer.nnode is not a key of verl that can be translated; did you mean trainer.nnodes?",
+        "trainer.logger 'swanlab' has no counterpart: use console, wandb or tensorboard",
+    ]
