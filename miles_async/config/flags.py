@@ -104,8 +104,8 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             del words[: len(values)]
     for outcome in flags.guests.outcomes():
         _take(flags, outcome, flags.assignments)
-    for project, values in theirs.items():
-        _take(flags, translate(values, project), flags.assignments)
+    for project, content in theirs.items():
+        _take(flags, translate(content, project), flags.assignments)
     flags.assignments += overrides
     return flags
 

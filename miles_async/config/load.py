@@ -20,7 +20,7 @@ from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.generation import schedule_of
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
-from miles_async.config.presets import preset, unlike, without_idle
+from miles_async.config.presets import names, preset, unlike, without_idle
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.redaction import contains_redacted, redacted, redacted_values
 from miles_async.config.schema import RunConfig
@@ -72,7 +72,7 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
             config = _resolve_correction(config, entry)
         # A sentence about a setting that has another problem may only follow from that problem.
         wrong = _settings_in(" ".join(found))
-        checked = config if flags.preset is None else without_idle(config, flags.preset)
+        checked = without_idle(config, flags.preset) if flags.preset in names() else config
         found += [sentence for sentence in problems(checked, entry) if wrong.isdisjoint(_settings_in(sentence))]
     if not found and flags.preset is None:
         with collected(found):

@@ -51,7 +51,8 @@ def described(name: str) -> str:
 
 
 def without_idle(config: RunConfig, name: str) -> RunConfig:
-    """The configuration in which values of the preset that have no effect are our defaults: nothing is said about them."""
+    """The configuration in which values of the preset that have no effect are our defaults, so nothing is said of
+    them."""
     values = {each: value for each, value in preset(name).items() if not _is_used(config, each)}
     idle = {each for each, value in values.items() if SETTINGS[each].value(config) == value}
     return with_settings(config, **{each: SETTINGS[each].default for each in idle})

@@ -53,7 +53,7 @@ class Result:
 
 def main() -> None:
     # Models of Megatron-Bridge are checked as if it were installed.
-    model_source._bridge_complaint = lambda: None  # type: ignore[assignment]
+    model_source._bridge_complaint = lambda: None
     print("script | keys | mapped | compared | without effect | refused | --check-config")
     for script in scripts("verl"):
         with tempfile.TemporaryDirectory() as folder:

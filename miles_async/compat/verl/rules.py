@@ -276,6 +276,12 @@ _TRAINER: Table = {
     "device": _NPU,
     "use_legacy_worker_impl": Idle("has no effect: verl chooses between its own workers with it"),
 }
+_OVERLONG_RULES: Table = {
+    "enable": Combined("sets overlong_buffer_len and overlong_penalty if it is true"),
+    "len": Combined("sets overlong_buffer_len if enable is true"),
+    "penalty_factor": Combined("sets overlong_penalty if enable is true"),
+    "log": Idle("has no effect: the reward of each sample is recorded"),
+}
 _OTHERS: Table = {
     "model_engine": _MEGATRON,
     "critic.strategy": _MEGATRON,
@@ -309,16 +315,7 @@ _OTHERS: Table = {
     "custom_reward_function.path": _REWARD_FUNCTION,
     "custom_reward_function.name": Idle("belongs to custom_reward_function.path"),
     **{f"{section}.max_resp_len": _SAME_LENGTH for section in ("reward.reward_kwargs", "reward_model.reward_kwargs")},
-    **{
-        f"{section}.{name}": rule
-        for section in OVERLONG
-        for name, rule in {
-            "enable": Combined("sets overlong_buffer_len and overlong_penalty if it is true"),
-            "len": Combined("sets overlong_buffer_len if enable is true"),
-            "penalty_factor": Combined("sets overlong_penalty if enable is true"),
-            "log": Idle("has no effect: the reward of each sample is recorded"),
-        }.items()
-    },
+    **{f"{section}.{name}": rule for section in OVERLONG for name, rule in _OVERLONG_RULES.items()},
 }
 
 

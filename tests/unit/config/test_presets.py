@@ -118,7 +118,9 @@ def test_a_file_and_a_flag_override_a_preset(tmp_path: Path) -> None:
 
 
 def test_a_preset_with_a_critic_does_not_keep_a_run_from_another_estimator() -> None:
-    config = resolved("--preset", "verl", "--num-rollout", "4", "--advantage-estimator", "grpo")
+    config = resolved(
+        *("--preset", "verl", "--num-rollout", "4", "--n-samples-per-prompt", "2", "--advantage-estimator", "grpo")
+    )
     assert config.algorithm.advantage_estimator == "grpo"
 
 

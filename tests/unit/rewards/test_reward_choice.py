@@ -252,3 +252,28 @@ def test_a_reward_of_a_package_that_fails_to_check_the_run_is_named_with_its_dis
 ) -> None:
     origin = install_strict(tmp_path, monkeypatch, "def missing(self, config): return config.length")
     assert f"{origin} failed to check the run: AttributeError" in refusal(rm_type="strict")
+
+
+def rows_of_verl(folder: Path, *sources: str) -> RunConfig:
+    """A run on rows of verl, each of another data set."""
+    rows = [{"data_source": source, "reward_model": {"ground_truth": "7"}, "extra_info": {}} for source in sources]
+    keys = {"label_key": "reward_model.ground_truth", "metadata_key": "extra_info", "rm_type": "data_source"}
+    return run_config(prompt_data=rows_file(folder, rows), eval_size=0, n_samples_per_prompt=1, **keys)
+
+
+async def test_the_data_source_of_a_row_chooses_its_reward(tmp_path: Path) -> None:
+    config = rows_of_verl(tmp_path, "openai/gsm8k", "math_dapo", "aime2024", "HuggingFaceH4/MATH-500")
+    groups = open_data(config).get_samples(4)
+    rewards = RunRewards(config, None)
+    for group in groups:
+        group[0].response = "#### 7"
+        await rewards.score(group)
+    await rewards.close()
+    # `dapo` looks for an `Answer:` line, and `math` takes the last number without a box.
+    assert [group[0].scalar_reward for group in groups] == [1.0, -1.0, -1.0, 1.0]
+
+
+def test_a_data_source_without_a_reward_is_refused_with_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a row has data_source 'codecontests'") as refused:
+        open_data(rows_of_verl(tmp_path, "codecontests"))
+    assert "set another rm_type, or custom_rm_path" in str(refused.value)

@@ -12,6 +12,7 @@ from miles_async.errors import TrajectoryError
 from miles_async.rewards import remote
 from miles_async.rewards.answers import answer_line, last_boxed
 from miles_async.rewards.factory import RunRewards
+from miles_async.rewards.functions.data_source import Gsm8k
 from miles_async.rewards.functions.f1 import F1
 from miles_async.rewards.functions.gpqa import Gpqa
 from miles_async.rewards.functions.ifeval import IfEval
@@ -45,6 +46,20 @@ def test_the_last_answer_line_is_the_answer() -> None:
 
 async def test_the_boxed_prefix_passes_only_the_content_of_the_last_box_to_the_reward() -> None:
     assert await scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "response, expected",
+    [
+        ("6 * 200 = 1,200\n#### 1,200", 1.0),
+        ("#### 7 no, #### 1200<|im_end|>", 1.0),
+        ("#### 1201", 0.0),
+        ("The answer is 1200", 0.0),
+        ("#### 1200" + "." * 400, 0.0),
+    ],
+)
+def test_gsm8k_looks_for_the_number_after_the_last_mark_at_the_end(response: str, expected: float) -> None:
+    assert Gsm8k().score(None, Sample(response=response, label="1200")) == expected
 
 
 def test_f1_counts_common_words_without_articles_and_punctuation() -> None:

@@ -191,6 +191,14 @@ def test_rows_without_answers_need_no_label_key(tmp_path: Path) -> None:
     assert source.get_samples(1)[0][0].label is None
 
 
+def test_a_key_below_a_key_and_the_name_of_the_data_set_are_read_from_rows_of_verl(tmp_path: Path) -> None:
+    answer = {"style": "rule", "ground_truth": "4"}
+    row = {"prompt": "2 + 2", "data_source": "openai/gsm8k", "reward_model": answer, "extra_info": {"index": 5}}
+    keys = {"label_key": "reward_model.ground_truth", "metadata_key": "extra_info"}
+    [[sample, _]] = open_rows(write_rows(tmp_path, [row]), **keys).get_samples(1)
+    assert (sample.label, sample.metadata["data_source"], sample.metadata["index"]) == ("4", "openai/gsm8k", 5)
+
+
 def test_metadata_and_tools_are_read_from_the_configured_keys(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_rows(tmp_path, [{"prompt": "q", "label": 1, "extra": {"level": 3}, "functions": tools}])

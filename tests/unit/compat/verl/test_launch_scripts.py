@@ -103,7 +103,7 @@ def runs_megatron(script: Script) -> bool:
 
 def reasons(problems: Sequence[str]) -> Sequence[str]:
     """The names of the reasons in `REASONS`. Fails for a sentence that has none."""
-    found = {}
+    found: dict[str, None] = {}
     for sentence in problems:
         names = [name for name, part in REASONS.items() if part in sentence]
         assert names, sentence
