@@ -1,8 +1,8 @@
 """The reference pages of the documentation site, generated from the code while MkDocs builds the site.
 
 `reference/settings.md` lists every setting of the schema by section, `reference/alerts.md` every alert,
-`reference/models.md` every family of models that was tested, and `reference/flags-of-slime.md` every flag that launch
-scripts of slime and Miles use.
+`reference/models.md` every family of models that was tested, `reference/flags-of-slime.md` every flag that launch
+scripts of slime and Miles use, and `reference/keys-of-verl.md` every key that those of verl use.
 `reference/python/` has a page per public module or package; mkdocstrings reads the names from the source files and
 imports nothing.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 
@@ -22,11 +22,14 @@ from mkdocs.structure.files import File, Files
 from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
+from miles_async.compat.verl.rules import FLAGS as VERL
+from miles_async.compat.verl.rules import TABLE, rule_below
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import meaning
 from miles_async.config.guest_flags import shown
+from miles_async.config.translation import Flag
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
-from tests.launch_scripts.replay import scripts
+from tests.launch_scripts.replay import Script, scripts
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
@@ -49,6 +52,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
     files.append(File.generated(config, "reference/models.md", content=models_page()))
     files.append(File.generated(config, "reference/flags-of-slime.md", content=flags_page()))
+    files.append(File.generated(config, "reference/keys-of-verl.md", content=keys_page()))
     for name in _public():
         files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
     return files
@@ -159,12 +163,40 @@ def flags_page() -> str:
         else:
             kind, text = "passed on", "is an argument of SGLang or of its router"
         lines.append(f"| `{flag}` | {count} | {kind} | {_escaped(text)} |")
-    lines += ["", "## Scripts", "", "| script | commit | model | flags |", "|---|---|---|---|"]
+    return "\n".join([*lines, *_script_lines(recorded, "flags"), ""])
+
+
+def keys_page() -> str:
+    """What each key of the recorded launch scripts of verl means here, and the scripts themselves."""
+    recorded = scripts("verl")
+    used = Counter(key for script in recorded for key in {row[0].lstrip("+~") for row in script.arguments})
+    lines = [
+        "# Keys of verl",
+        "",
+        f"The keys of {len(recorded)} launch scripts of verl, and what each means here. A key is *mapped* to settings,",
+        "*compared* with other keys or with what every run does, *passed on* to Megatron-core, *without effect* for a",
+        "reason, or *refused* with what to use. Tests run `--check-config` on all of these scripts.",
+        "[Move a job from verl](../how-to/from-verl.md) says how.",
+        "",
+        "| key | scripts | | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key, count in sorted(used.items()):
+        flag = VERL.get(key.removeprefix("--").replace("-", "_"))
+        rule = TABLE.get(key) or rule_below(key)
+        assert flag is not None or rule is not None, f"{key} has no rule"
+        kind, text = meaning(key, flag if rule is None else Flag(rule))
+        lines.append(f"| `{key}` | {count} | {kind} | {_escaped(text)} |")
+    return "\n".join([*lines, *_script_lines(recorded, "keys"), ""])
+
+
+def _script_lines(recorded: Sequence[Script], arguments: str) -> Iterator[str]:
+    """A table of the scripts with the number of their arguments, which the project calls `arguments`."""
+    yield from ("", "## Scripts", "", f"| script | commit | model | {arguments} |", "|---|---|---|---|")
     for script in recorded:
         address = f"https://github.com/{script.repository}/blob/{script.commit}/{script.path}"
         row = (f"[{script.path}]({address})", script.commit[:8], script.family, len(script.arguments))
-        lines.append("| " + " | ".join(map(str, row)) + " |")
-    return "\n".join([*lines, ""])
+        yield "| " + " | ".join(map(str, row)) + " |"
 
 
 def _row(setting: Setting) -> str:

@@ -97,7 +97,7 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             elif _OVERRIDE.match(word):
                 _read_override(flags, word, overrides, theirs)
             else:
-                raise UserError(f"unexpected argument {word!r}: write --flag value, or section.setting=value")
+                raise UserError(_unexpected(word))
         except UserError as error:
             flags.problems += str(error).splitlines()
             # The words that follow belong to the same mistake, such as a value with blanks.
@@ -259,10 +259,10 @@ def _read_override(flags: Flags, word: str, overrides: list[Assignment], theirs:
     key, _, text = word.removeprefix(signs).partition("=")
     is_ours = any(key == setting.dotted for setting in SETTINGS.values())
     project = None if is_ours else _project_with(key)
-    if project is None and "~" in signs:
-        raise UserError(f"{word:.80} removes nothing: leave out the setting instead")
+    if project is None and signs:
+        raise UserError(_unexpected(word))
     if project is None:
-        overrides.append(_parse_override(word.removeprefix(signs)))
+        overrides.append(_parse_override(word))
         return
     values = theirs.setdefault(project, {})
     removed = [known for known in values if known == key or known.startswith(f"{key}.")]
@@ -272,6 +272,10 @@ def _read_override(flags: Flags, word: str, overrides: list[Assignment], theirs:
         values[key] = _plain_yaml(text)
     elif not removed:
         flags.idle[word] = "has no effect: nothing before it sets this key"
+
+
+def _unexpected(word: str) -> str:
+    return f"unexpected argument {word!r}: write --flag value, or section.setting=value"
 
 
 def _plain_yaml(text: str) -> Any:

@@ -118,7 +118,10 @@ class _Keys:
     # Values.
 
     def _number(self, key: str, default: int) -> int:
-        """A whole number from 1 on; `default` if the key is not given, or if its value is reported as invalid."""
+        """A whole number from 1 on; `default` if the key is not given, or if its value is reported as invalid.
+
+        A problem is reported once, however often the value is read.
+        """
         value = self._values.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value

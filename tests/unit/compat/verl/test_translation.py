@@ -152,9 +152,10 @@ def test_a_tilde_removes_what_was_set_before() -> None:
     assert parsed.idle == {"~trainer.critic_warmup": "has no effect: nothing before it sets this key"}
 
 
-def test_a_tilde_before_a_setting_of_this_project_is_refused() -> None:
-    [problem] = parse_flags(["~rollout.num_rollout"]).problems
-    assert problem == "~rollout.num_rollout removes nothing: leave out the setting instead"
+@pytest.mark.parametrize("word", ["~rollout.num_rollout", "+rollout.num_rollout=3"])
+def test_settings_of_this_project_are_neither_added_nor_removed(word: str) -> None:
+    [problem] = parse_flags([word]).problems
+    assert problem == f"unexpected argument {word!r}: write --flag value, or section.setting=value"
 
 
 def test_the_order_of_overrides_does_not_matter() -> None:
