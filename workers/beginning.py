@@ -60,22 +60,33 @@ def beginning_of(config: RunConfig) -> Beginning:
 
 
 def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
-    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
+    """Return what `newest_checkpoint` returns, and raise what it raises.
 
     Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged, and says that
-    the folder is empty. Raises UserError if the folder is missing, or holds files but no intact checkpoint, or if the
-    checkpoint was written after the last rollout.
+    the folder is empty.
+    """
+    checkpoint = newest_checkpoint(config, checksums=config.learner.checkpoint_checksums)
+    if checkpoint is not None:
+        for sentence in checkpoint.damage:
+            log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
+    elif config.learner.load is not None:
+        folder = str(Path(config.learner.load).expanduser().absolute())
+        log.info("the folder of load is empty, so the run starts from the beginning", load=folder)
+    return checkpoint
+
+
+def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint | None:
+    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
+
+    Without `checksums`, only the sizes of files are compared. Raises UserError if the folder is missing, or holds files
+    but no intact checkpoint, or if the checkpoint was written after the last rollout.
     """
     if config.learner.load is None:
         return None
-    folder = Path(config.learner.load).expanduser().absolute()
-    checkpoints = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums)
+    checkpoints = CheckpointFolder(Path(config.learner.load).expanduser().absolute(), checksums=checksums)
     if checkpoints.is_empty():
-        log.info("the folder of load is empty, so the run starts from the beginning", load=str(folder))
         return None
     checkpoint = checkpoints.latest()
-    for sentence in checkpoint.damage:
-        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
     done = checkpoint.rollout + 1
     if done >= config.rollout.num_rollout:
         raise UserError(

@@ -116,13 +116,8 @@ class CheckpointTokenizer:
             # The templates of models that also take images would write a token in place of the image.
             raise TemplateError(f"a message contains {medium}, but the model reads only text: leave it out")
         try:
-            text = self.transformers.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=answer_next,
-                **{**self._template_kwargs, **(template_kwargs or {})},
-            )
+            kwargs = {**self._template_kwargs, **(template_kwargs or {})}
+            text = self._apply_template(messages, tools=tools, add_generation_prompt=answer_next, **kwargs)
         except Exception as error:
             # A template is code from the checkpoint and may raise any exception.
             raise TemplateError(f"the chat template refused the messages: {error}") from error
@@ -151,6 +146,9 @@ class CheckpointTokenizer:
                 f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
                 "copy the checkpoint again"
             ) from error
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
+        return self.transformers.apply_chat_template(messages, tokenize=False, **variables)
 
     def _chat_ids(self, text: str) -> list[int]:
         return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)

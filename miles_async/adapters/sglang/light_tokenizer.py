@@ -1,0 +1,113 @@
+"""The checkpoint's tokenizer without transformers, which takes seconds to import: for checks of the settings.
+
+Chat templates are rendered in the same environment of Jinja as in transformers
+(`transformers/utils/chat_template_utils.py`). Only the tokens of a run come from transformers itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2.ext
+import jinja2.nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.errors import UserError
+
+
+class LightTokenizer(CheckpointTokenizer):
+    """Renders and encodes as `CheckpointTokenizer`.
+
+    The tokens of a few models differ slightly, because their classes in transformers change `tokenizer.json`.
+    """
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
+        template = self._environment.from_string(self._template or "")
+        return template.render(**{**self._special_tokens, "documents": None, **variables}, messages=messages)
+
+    @property
+    def _chat_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The contents of `tokenizer_config.json`. Raises UserError if they are not an object."""
+        try:
+            file = self.folder / "tokenizer_config.json"
+            return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+        except (ValueError, TypeError, OSError, RecursionError) as error:
+            self._refuse(error)
+
+    @cached_property
+    def _template(self) -> str | None:
+        try:
+            return chat_template(self.folder, self._settings)
+        except (TypeError, KeyError, ValueError, OSError) as error:
+            self._refuse(error)
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        """The text of each special token by the name that templates use, such as `bos_token`."""
+        named = {name: value for name, value in self._settings.items() if name.endswith("_token")}
+        texts = {name: value["content"] if isinstance(value, Mapping) else value for name, value in named.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        return environment
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise UserError(
+            f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
+            "copy the checkpoint again"
+        ) from error
+
+
+def chat_template(checkpoint: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template as transformers saves it: in a file of its own, or in `settings` (`tokenizer_config.json`)."""
+    file = checkpoint / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return next((str(entry["template"]) for entry in template if entry["name"] == "default"), None)
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts blocks that mark what the model generates, and renders what they contain."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
