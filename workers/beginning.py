@@ -21,6 +21,7 @@ import structlog
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.atomic_files import write_atomically
+from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
@@ -79,7 +80,7 @@ def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint
     """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
 
     Without `checksums`, only the sizes of files are compared. Raises UserError if the folder is missing, or holds files
-    but no intact checkpoint, or if the checkpoint was written after the last rollout.
+    but no intact checkpoint, or if the checkpoint was written after the last rollout or is of another model.
     """
     if config.learner.load is None:
         return None
@@ -93,7 +94,19 @@ def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint
             f"checkpoint {checkpoint.folder} was written after {done} rollouts, and num_rollout is "
             f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
+    _check_model(config, checkpoint.folder)
     return checkpoint
+
+
+def _check_model(config: RunConfig, checkpoint: Path) -> None:
+    """Raises UserError if a checkpoint is of a model with other dimensions. Earlier versions stored none."""
+    saved, own = read_progress(checkpoint).get("model", {}), dimensions(config.model)
+    changed = [f"{name} {saved[name]}, not {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
+    if changed:
+        raise UserError(
+            f"checkpoint {checkpoint} belongs to another model ({', '.join(changed)}): set hf_checkpoint to the model "
+            "that the checkpoint was trained from, or load to a checkpoint of this model"
+        )
 
 
 def unfinished_run(config: RunConfig) -> Beginning | None:

@@ -27,13 +27,11 @@ from miles_async.config.model_shape import context_limit
 from miles_async.config.prompt_files import split_slice
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
-from miles_async.config.table import TableRow
+from miles_async.config.table import TableRow, parallel_layout
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Prompt, SampleStatus
-
-from .beginning import newest_checkpoint
 
 FIRST_ROWS = 64
 """Rows that are read of each file."""
@@ -187,23 +185,34 @@ def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRo
     load = config.learner.load
     if load is None:
         return []
+    # Its imports take a fifth of a second.
+    from .beginning import newest_checkpoint
+
     checkpoint = newest_checkpoint(config, checksums=False)
     if checkpoint is None:
         return [("load", 0, f"checkpoints in {load}: the run starts from the beginning")]
     progress = read_progress(checkpoint.folder)
     position = progress["data"]
     if source is not None:
-        order = {name: value for name, value in position["order"].items() if name in _ORDER_OF_SETTINGS}
-        source.seek({**position, "order": order})
-    rows: list[TableRow] = [
-        (
-            "load",
-            checkpoint.rollout + 1,
-            f"of {config.rollout.num_rollout} rollouts are trained in {checkpoint.folder}; its checksums are compared "
-            f"at the start; {len(progress['owed'])} prompts are unfinished",
-        )
+        try:
+            order = {name: value for name, value in position["order"].items() if name in _ORDER_OF_SETTINGS}
+            source.seek({**position, "order": order})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"the data position of checkpoint {checkpoint.folder} is not valid ({type(error).__name__}: {error}): "
+                "load another checkpoint"
+            ) from error
+    text = (
+        f"of {config.rollout.num_rollout} rollouts are trained in {checkpoint.folder}, prompts to finish: "
+        f"{len(progress['owed'])}; checksums are compared at the start"
+    )
+    layout = parallel_layout(config.learner)
+    if (saved := progress.get("layout", layout)) != layout:
+        text += f"; random numbers start from the seed, because its layout is {saved}"
+    return [
+        ("load", checkpoint.rollout + 1, text),
+        *(("load", "damaged", f"{sentence}; an older checkpoint is loaded") for sentence in checkpoint.damage),
     ]
-    return rows + [("load", "damaged", f"{sentence}; an older checkpoint is loaded") for sentence in checkpoint.damage]
 
 
 async def _score_empty_answers(config: RunConfig, read: Sequence[_FirstRows]) -> list[TableRow]:

@@ -34,21 +34,26 @@ class LightTokenizer(CheckpointTokenizer):
         return self._template is not None
 
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
-        template = self._environment.from_string(self._template or "")
-        return template.render(**{**self._special_tokens, "documents": None, **variables}, messages=messages)
+        return self._compiled.render({**self._special_tokens, "documents": None, **variables, "messages": messages})
 
-    @property
+    @cached_property
     def _chat_tokenizer(self) -> Tokenizer:
+        # As transformers does, except that it changes a copy, which takes long for a large vocabulary.
+        tokens = self._special_tokens.values()
+        self._tokenizer.add_special_tokens([token for token in tokens if self._tokenizer.token_to_id(token) is None])
         return self._tokenizer
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """The contents of `tokenizer_config.json`. Raises UserError if they are not an object."""
+        file = self.folder / "tokenizer_config.json"
         try:
-            file = self.folder / "tokenizer_config.json"
-            return dict(json.loads(file.read_bytes())) if file.is_file() else {}
-        except (ValueError, TypeError, OSError, RecursionError) as error:
+            settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        except (ValueError, OSError, RecursionError) as error:
             self._refuse(error)
+        if not isinstance(settings, dict):
+            self._refuse(TypeError(f"{file.name} contains a {type(settings).__name__}"))
+        return settings
 
     @cached_property
     def _template(self) -> str | None:
@@ -65,13 +70,13 @@ class LightTokenizer(CheckpointTokenizer):
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     @cached_property
-    def _environment(self) -> ImmutableSandboxedEnvironment:
+    def _compiled(self) -> jinja2.Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        return environment
+        return environment.from_string(self._template or "")
 
     def _refuse(self, error: Exception) -> NoReturn:
         raise UserError(
@@ -81,7 +86,7 @@ class LightTokenizer(CheckpointTokenizer):
 
 
 def chat_template(checkpoint: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template as transformers saves it: in a file of its own, or in `settings` (`tokenizer_config.json`)."""
+    """The chat template as transformers saves it: in a separate file, or in `settings` (`tokenizer_config.json`)."""
     file = checkpoint / "chat_template.jinja"
     if file.is_file():
         return file.read_text()

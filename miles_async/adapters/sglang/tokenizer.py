@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -47,7 +47,7 @@ class CheckpointTokenizer:
         self._prompts_are_rendered = prompts_are_rendered
 
     @classmethod
-    def of_run(cls, data: Data, checkpoint: str) -> CheckpointTokenizer:
+    def of_run(cls, data: Data, checkpoint: str) -> Self:
         """The tokenizer of `checkpoint` with the settings of a run. Raises UserError as the constructor."""
         return cls(
             checkpoint,
