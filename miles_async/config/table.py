@@ -57,7 +57,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
     rows += [
         ("batch", config.samples_per_rollout, f"samples: {groups}, trained in {steps}"),
         *_objective_row(config),
-        ("learner", learner.ranks, f"rank(s): {parallel_layout(learner)}"),
+        ("learner", learner.ranks, f"rank(s): {_sizes(learner)}"),
         ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
@@ -159,6 +159,11 @@ def _custom_loss_rows(config: RunConfig) -> list[TableRow]:
 
 
 def parallel_layout(learner: Learner) -> str:
+    """The layout of the learner in one line. Random states of a checkpoint have a meaning only in the same layout."""
+    return f"{learner.ranks} rank(s), {_sizes(learner)}"
+
+
+def _sizes(learner: Learner) -> str:
     """The sizes of the parallel groups. Tensor parallelism is always listed, the others only if they are in use."""
     sizes = {
         "tensor-parallel": learner.tensor_model_parallel_size,

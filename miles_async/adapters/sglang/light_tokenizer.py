@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2.ext
@@ -19,8 +18,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
-from miles_async.errors import UserError
+from miles_async.adapters.sglang.chat_template import chat_template
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer, unusable
+
+_BROKEN = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)
+"""What the settings of a tokenizer raise if they are not JSON or contain other values than those of a tokenizer."""
 
 
 class LightTokenizer(CheckpointTokenizer):
@@ -44,28 +46,18 @@ class LightTokenizer(CheckpointTokenizer):
         return self._tokenizer
 
     @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """The contents of `tokenizer_config.json`. Raises UserError if they are not an object."""
-        file = self.folder / "tokenizer_config.json"
-        try:
-            settings = json.loads(file.read_bytes()) if file.is_file() else {}
-        except (ValueError, OSError, RecursionError) as error:
-            self._refuse(error)
-        if not isinstance(settings, dict):
-            self._refuse(TypeError(f"{file.name} contains a {type(settings).__name__}"))
-        return settings
-
-    @cached_property
     def _template(self) -> str | None:
         try:
-            return chat_template(self.folder, self._settings)
-        except (TypeError, KeyError, ValueError, OSError) as error:
-            self._refuse(error)
+            return chat_template(self.folder)
+        except _BROKEN as error:
+            raise unusable(self.folder, error) from error
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
         """The text of each special token by the name that templates use, such as `bos_token`."""
-        named = {name: value for name, value in self._settings.items() if name.endswith("_token")}
+        file = self.folder / "tokenizer_config.json"
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        named = {name: value for name, value in settings.items() if name.endswith("_token")}
         texts = {name: value["content"] if isinstance(value, Mapping) else value for name, value in named.items()}
         return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -77,23 +69,6 @@ class LightTokenizer(CheckpointTokenizer):
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         return environment.from_string(self._template or "")
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        raise UserError(
-            f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
-            "copy the checkpoint again"
-        ) from error
-
-
-def chat_template(checkpoint: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template as transformers saves it: in a separate file, or in `settings` (`tokenizer_config.json`)."""
-    file = checkpoint / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        return next((str(entry["template"]) for entry in template if entry["name"] == "default"), None)
-    return template
 
 
 class _Generation(jinja2.ext.Extension):

@@ -142,10 +142,7 @@ class CheckpointTokenizer:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:
             # The files of a tokenizer may contain anything, and the library raises many exceptions.
-            raise UserError(
-                f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
-                "copy the checkpoint again"
-            ) from error
+            raise unusable(self.folder, error) from error
 
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
         return self.transformers.apply_chat_template(messages, tokenize=False, **variables)
@@ -164,6 +161,14 @@ class CheckpointTokenizer:
         tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
         return tokenizer
+
+
+def unusable(folder: Path, error: Exception) -> UserError:
+    """Say that the files of a tokenizer are broken."""
+    return UserError(
+        f"the tokenizer of hf_checkpoint {folder} cannot be loaded ({type(error).__name__}: {error}); copy the "
+        "checkpoint again"
+    )
 
 
 def _medium(messages: list[dict[str, Any]]) -> str | None:

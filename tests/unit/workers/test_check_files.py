@@ -15,14 +15,18 @@ from pyarrow import parquet
 from miles_async.adapters.sglang.light_tokenizer import LightTokenizer
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import CheckpointFolder
+from miles_async.config.cli import EXIT_INVALID, parse_or_exit
 from miles_async.config.fields import with_settings
+from miles_async.config.flags import parse_flags
 from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TemplateError, UserError
 from tests.configuration import run_config
 from tests.wrong_inputs.builders import checkpoint
+from workers.check_config import read_files
 from workers.check_files import FIRST_ROWS, check_files
 
+RUN = ("--rm-type", "exact", "--rollout-max-response-len", "64", "--check-config")
 GOOD = {"prompt": "one one", "label": "1"}
 TEMPLATES = {
     "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}",
@@ -146,10 +150,10 @@ def saved(folder: Path, config: RunConfig, rollout: int = 4, **facts: Any) -> No
 
 def test_the_checkpoint_to_load_is_named_with_its_progress(tmp_path: Path) -> None:
     config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"))
-    saved(tmp_path / "saved", config, layout="tensor-parallel 2")
+    saved(tmp_path / "saved", config, layout="2 rank(s), tensor-parallel 2")
     [row] = said(config, "load")
     assert row.startswith(f"5 of 100 rollouts are trained in {tmp_path}/saved/rollout_0000004, prompts to finish: 1;")
-    assert row.endswith("random numbers start from the seed, because its layout is tensor-parallel 2")
+    assert row.endswith("random numbers start from the seed, because its layout is 2 rank(s), tensor-parallel 2")
 
 
 def test_a_damaged_checkpoint_is_named_together_with_the_older_one_that_is_loaded(tmp_path: Path) -> None:
@@ -227,6 +231,45 @@ def test_a_full_check_names_each_reward_that_fails(tmp_path: Path, rewards: str)
     config = job(tmp_path, [GOOD], rm_type=None, custom_rm_path=path, eval_datasets={"aime": aime}, prompt_data=None)
     config = with_settings(config, reasoning_gym_task="chain_sum")
     assert len(refusals(config, full=True)) == 2
+
+
+@pytest.mark.parametrize(
+    "words, checks, fully",
+    [
+        (["--lr", "1"], False, False),
+        (["--check-config", "--lr", "1"], True, False),
+        (["--check-config", "full", "--lr", "1"], True, True),
+        (["--check-config=full"], True, True),
+    ],
+)
+def test_a_check_is_full_only_if_the_command_line_says_so(words: list[str], checks: bool, fully: bool) -> None:
+    flags = parse_flags(words)
+    assert (flags.check, flags.check_fully, flags.problems) == (checks, fully, [])
+
+
+def test_another_word_after_check_config_is_refused() -> None:
+    [problem] = parse_flags(["--check-config", "fully"]).problems
+    assert "unexpected argument 'fully'" in problem
+
+
+def test_problems_of_settings_and_of_files_come_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job(tmp_path, [{"question": "one"}])
+    words = [*RUN, "--prompt-data", str(config.data.prompt_data), "--lr", "-1"]
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit(words, "train.py", read_files=read_files)
+    assert ended.value.code == EXIT_INVALID
+    setting, row = capsys.readouterr().err.splitlines()
+    assert "--lr" in setting
+    assert "no key 'prompt' (input_key)" in row
+
+
+def test_a_file_that_settings_already_complain_about_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*RUN, "--prompt-data", str(tmp_path / "gone.jsonl")]
+    with pytest.raises(SystemExit):
+        parse_or_exit(words, "train.py", read_files=read_files)
+    assert capsys.readouterr().err == f"train.py: prompt_data {tmp_path}/gone.jsonl: no such file\n"
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
