@@ -237,6 +237,9 @@ async def _score_empty_answer(config: RunConfig, rewards: RunRewards, read: _Fir
     try:
         await (rewarder or rewards).score(group)
     except TrajectoryError as error:
+        if config.rollout.custom_generate_function_path is not None or generates_by_user(config):
+            # The function of the user may add to its samples what the reward reads.
+            return ("reward", "none", f"for an empty answer to the first row of {read.title}: {error}")
         custom = config.rollout.custom_rm_path if read.dataset is None else read.dataset.custom_rm_path
         setting = "rm_type" if custom is None else "custom_rm_path"
         raise UserError(

@@ -217,6 +217,13 @@ def test_only_a_full_check_calls_the_reward_of_an_empty_answer(tmp_path: Path, r
     assert "IndexError: list index out of range" in refusal
 
 
+def test_a_reward_may_need_what_a_generate_function_adds_to_samples(tmp_path: Path, rewards: str) -> None:
+    own = {"custom_rm_path": f"{rewards}.first_word", "custom_generate_function_path": f"{rewards}.generate"}
+    [row] = said(job(tmp_path, [GOOD], rm_type=None, **own), "reward", full=True)
+    assert row.startswith("none for an empty answer to the first row of ")
+    assert "IndexError" in row
+
+
 def test_a_full_check_says_the_reward_of_each_data_set(tmp_path: Path, rewards: str) -> None:
     aime = {"path": str(tmp_path / "rows.jsonl"), "custom_rm_path": f"{rewards}.right"}
     config = job(tmp_path, [GOOD], eval_datasets={"aime": aime})
