@@ -73,8 +73,11 @@ class FileProblems:
 
     def __getitem__(self, row: int) -> Problem:
         values, data = self._rows[row], self._data
-        prompt = self._required(values, data.input_key, "input_key", row)
-        label = None if data.label_key is None else self._required(values, data.label_key, "label_key", row)
+        keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
+        found = {setting: _value(values, key) for setting, key in keys.items()}
+        if missing := [f"key {keys[setting]!r} ({setting})" for setting in keys if found[setting] is _MISSING]:
+            raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
+        prompt, label = found["input_key"], found.get("label_key")
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
@@ -109,15 +112,6 @@ class FileProblems:
                 # The source reports the row when it is fed.
                 continue
 
-    def _required(self, values: dict[str, Any], key: str, setting: str, row: int) -> Any:
-        found: Any = values
-        # `outer.inner` is a key of an object in the row, as in rows of verl.
-        for part in [key] if key in values else key.split("."):
-            if not isinstance(found, dict) or part not in found:
-                raise self._invalid(row, f"no key {key!r} ({setting}); the row has {', '.join(map(repr, values))}")
-            found = found[part]
-        return found
-
     def _question(self, prompt: Any, row: int) -> str:
         if isinstance(prompt, str):
             return prompt
@@ -133,6 +127,19 @@ class FileProblems:
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")
+
+
+_MISSING = object()
+
+
+def _value(row: dict[str, Any], key: str) -> Any:
+    """The value of a key, or `_MISSING`. `outer.inner` is a key of an object in the row, as in rows of verl."""
+    found: Any = row
+    for part in [key] if key in row else key.split("."):
+        if not isinstance(found, dict) or part not in found:
+            return _MISSING
+        found = found[part]
+    return found
 
 
 class BlankProblems:
