@@ -182,10 +182,9 @@ def keys_page() -> str:
         "|---|---|---|---|",
     ]
     for key, count in sorted(used.items()):
-        flag = VERL.get(key.removeprefix("--").replace("-", "_"))
         rule = TABLE.get(key) or rule_below(key)
-        assert flag is not None or rule is not None, f"{key} has no rule"
-        kind, text = meaning(key, flag if rule is None else Flag(rule))
+        flag = VERL[key.removeprefix("--").replace("-", "_")] if rule is None else Flag(rule)
+        kind, text = meaning(key, flag)
         lines.append(f"| `{key}` | {count} | {kind} | {_escaped(text)} |")
     return "\n".join([*lines, *_script_lines(recorded, "keys"), ""])
 
