@@ -1,7 +1,8 @@
 """What the recorded launch scripts of verl mean here: `python -m tests.launch_scripts.results` prints a table.
 
 Each row has the script, the number of its keys, how many of them are mapped to settings, compared with what a run does,
-without effect and refused, and how `--check-config` ends. A script for vLLM is run as it is and with SGLang.
+without effect and refused, and how `--check-config` ends: as the script is, but for paths, and with the edits that are
+named.
 """
 
 from __future__ import annotations
@@ -20,6 +21,18 @@ from tests.launch_scripts.replay import Script, scripts
 ENGINE = "actor_rollout_ref.rollout.name"
 SGLANG: Mapping[str, str] = {ENGINE: "sglang"}
 """The edit of a script whose engines run vLLM."""
+GPUS: Mapping[str, Mapping[str, str]] = {
+    # Without expert_tensor_parallel_size, Megatron divides experts like the other layers, and needs more ranks.
+    "dapo-test_dapo_qwen3_moe_30b_megatron_fp16": {"trainer.nnodes": "16"},
+    "grpo_trainer-run_qwen3_235b_a22b_megatron": {"trainer.nnodes": "16"},
+    "grpo_trainer-run_qwen3_30b_a3b_megatron": {"trainer.nnodes": "2"},
+}
+"""Numbers of GPUs for layouts that Megatron refuses on those of the script."""
+
+
+def edits(script: Script) -> Mapping[str, str]:
+    """The keys that are changed, beside paths, with their values: the name of the engine and numbers of GPUs."""
+    return {**(SGLANG if list(script.words(ENGINE)) == ["vllm"] else {}), **GPUS.get(script.name, {})}
 
 
 @dataclass(frozen=True)
@@ -30,15 +43,12 @@ class Result:
     without_effect: Sequence[str]
     refused: Sequence[str]
     compared: Sequence[str]
-    problems: Sequence[str]
-    """The sentences with which `--check-config` refuses the script."""
 
     @classmethod
-    def of(cls, script: Script, folder: Path, changed: Mapping[str, str] | None = None) -> Result:
-        """Check a script, whose paths are in `folder`, with other values of the keys in `changed`."""
-        flags = parse_flags(script.command(folder, changed))
+    def of(cls, script: Script, folder: Path) -> Result:
+        """The keys of a script, whose paths are in `folder`."""
+        flags = parse_flags(script.command(folder))
         refused = " ".join(flags.problems)
-        problems = checked_config(flags, entry=script.entry)[1]
         sources = {word for one in flags.assignments for word in one.source.split()}
         kinds: dict[str, list[str]] = {name: [] for name in ("mapped", "without_effect", "refused", "compared")}
         for key in dict.fromkeys(row[0].lstrip("+~") for row in script.arguments):
@@ -48,7 +58,12 @@ class Result:
                 kinds["mapped"].append(key)
             else:
                 kinds["without_effect" if key in flags.idle else "compared"].append(key)
-        return cls(**kinds, problems=problems)
+        return cls(**kinds)
+
+
+def refusals(script: Script, folder: Path, changed: Mapping[str, str] | None = None) -> Sequence[str]:
+    """The sentences with which `--check-config` refuses a script, with other values of the keys in `changed`."""
+    return checked_config(parse_flags(script.command(folder, changed)), entry=script.entry)[1]
 
 
 def main() -> None:
@@ -58,17 +73,17 @@ def main() -> None:
     for script in scripts("verl"):
         with tempfile.TemporaryDirectory() as folder:
             result = Result.of(script, Path(folder))
-            ends = _end(result)
-            if script.words(ENGINE) == ["vllm"]:
-                with_sglang = Result.of(script, Path(folder), SGLANG)
-                ends += f"; with SGLang {_end(with_sglang)}"
+            ends = _end(refusals(script, Path(folder)))
+            if changed := edits(script):
+                words = " ".join(f"{key}={value}" for key, value in changed.items())
+                ends += f"; with {words} {_end(refusals(script, Path(folder), changed))}"
         counts = map(len, (result.mapped, result.compared, result.without_effect, result.refused))
         keys = len({row[0].lstrip("+~") for row in script.arguments})
         print(" | ".join(map(str, (script.name, keys, *counts, ends))))
 
 
-def _end(result: Result) -> str:
-    return f"exit 2, {len(result.problems)} problems" if result.problems else "exit 0"
+def _end(sentences: Sequence[str]) -> str:
+    return f"exit 2 ({len(sentences)} sentences)" if sentences else "exit 0"
 
 
 if __name__ == "__main__":

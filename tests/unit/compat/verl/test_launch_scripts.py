@@ -15,7 +15,7 @@ from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.translation import Combined, Idle, Only, Refused, Sets
 from tests.launch_scripts.replay import Script, scripts
-from tests.launch_scripts.results import ENGINE, SGLANG, Result
+from tests.launch_scripts.results import ENGINE, SGLANG, Result, edits, refusals
 
 ALL = {script.name: script for script in scripts("verl")}
 FULLY_ASYNC = "fully_async_policy-grpo_30b_a3b_base_math_megatron_96_32"
@@ -47,13 +47,6 @@ REASONS = {
     "small step": "is too small for",
 }
 """What remains to be refused, and a part of the sentence."""
-GPUS = {
-    # Without expert_tensor_parallel_size, Megatron divides experts like the other layers, and needs more ranks.
-    "dapo-test_dapo_qwen3_moe_30b_megatron_fp16": {"trainer.nnodes": "16"},
-    "grpo_trainer-run_qwen3_235b_a22b_megatron": {"trainer.nnodes": "16"},
-    "grpo_trainer-run_qwen3_30b_a3b_megatron": {"trainer.nnodes": "2"},
-}
-"""Numbers of GPUs for layouts that Megatron refuses on those of the script."""
 EXPECTED: Mapping[str, Sequence[str]] = {
     "dapo-run_dapo_qwen3_moe_30b_megatron_npu": [],
     "dapo-test_dapo_7b_math_megatron": [],
@@ -92,11 +85,6 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
 
 
-def with_sglang(script: Script) -> Mapping[str, str]:
-    changed = SGLANG if script.words(ENGINE) == ["vllm"] else {}
-    return {**changed, **GPUS.get(script.name, {})}
-
-
 def runs_megatron(script: Script) -> bool:
     return any(".megatron." in row[0] for row in script.arguments)
 
@@ -114,7 +102,7 @@ def reasons(problems: Sequence[str]) -> Sequence[str]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_script_ends_as_expected(name: str, tmp_path: Path) -> None:
     script = ALL[name]
-    found = reasons(Result.of(script, tmp_path, with_sglang(script)).problems)
+    found = reasons(refusals(script, tmp_path, edits(script)))
     assert found == EXPECTED[name] if runs_megatron(script) else "FSDP" in found
 
 
@@ -132,7 +120,7 @@ def test_the_fully_asynchronous_example_needs_only_another_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = ALL[FULLY_ASYNC]
-    [problem] = Result.of(script, tmp_path).problems
+    [problem] = refusals(script, tmp_path)
     assert problem == f"{ENGINE} 'vllm' is not supported: the engines run SGLang: set it to sglang"
     for preset in ([], ["--preset", "verl"]):
         with pytest.raises(SystemExit) as exited:
