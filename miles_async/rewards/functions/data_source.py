@@ -35,12 +35,8 @@ class DataSource(Reward):
         if isinstance(source, str) and source.startswith("aime"):
             return "dapo"
         if source not in _REWARDS:
-            known = ", ".join(_REWARDS)
-            given = "no data_source" if source is None else f"data_source {source!r}"
-            raise UserError(
-                f"a row has {given}, for which rm_type data_source has no reward, only for {known} and names that "
-                "begin with aime: set another rm_type, or custom_rm_path"
-            )
+            given = "no data_source" if source is None else f"data_source {source!r}, which has no reward"
+            raise UserError(f"a row has {given}: set another rm_type than data_source, or custom_rm_path")
         return _REWARDS[source]
 
     def score(self, args: Any, sample: Sample) -> float:
