@@ -1,10 +1,11 @@
-"""A launch script of slime runs to its end on a CPU, with nothing changed but paths and sizes."""
+"""Launch scripts of slime and verl run to their end on a CPU, with nothing changed but paths, sizes and the engine."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +29,24 @@ SIZES = {
     "--n-samples-per-prompt": "2",
     "--global-batch-size": "8",
     "--rollout-max-response-len": "16",
+}
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SIZES_OF_VERL = {
+    f"{_ROLLOUT}.name": "sglang",
+    "trainer.n_gpus_per_node": "1",
+    "rollout.n_gpus_per_node": "1",
+    f"{_ACTOR}.megatron.tensor_model_parallel_size": "1",
+    "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": "1",
+    f"{_ROLLOUT}.tensor_model_parallel_size": "1",
+    f"{_ROLLOUT}.max_model_len": "512",
+    f"{_ROLLOUT}.n": "2",
+    f"{_ACTOR}.ppo_mini_batch_size": "4",
+    "data.max_prompt_length": "64",
+    "data.max_response_length": "16",
+    "rollout.total_rollout_steps": "12",
+    "reward.reward_kwargs.max_resp_len": "16",
+    "reward.reward_kwargs.overlong_buffer_cfg.len": "4",
+    "trainer.logger": "[console]",
 }
 
 
@@ -61,12 +80,35 @@ def test_the_fully_asynchronous_example_of_slime_trains(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for flag, size in SIZES.items():
         words[words.index(flag) + 1] = size
-    command = [sys.executable, "train_async.py", *words, "--run-dir", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    steps = [
-        event for event in read_events(tmp_path / "runs" / "latest" / "events.jsonl") if isinstance(event, StepEnded)
-    ]
+    steps, said = trained(words, tmp_path / "runs")
     assert len(steps) == 3
     assert all(event.metrics["logprob_gap_max"] < 1e-3 for event in steps)
-    assert "unlike slime: " in done.stderr
+    assert "unlike slime: " in said
+
+
+def test_the_fully_asynchronous_example_of_verl_trains(tmp_path: Path) -> None:
+    [script] = [one for one in scripts("verl") if one.name.endswith("grpo_8b_base_math_megatron_4_4_trtllm")]
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} + 1 ="}],
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"index": n},
+        }
+        for n in range(64)
+    ]
+    words = script.command(tmp_path, SIZES_OF_VERL)
+    create_qwen2(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps, said = trained(["--preset", "verl", *words], tmp_path / "runs")
+    assert len(steps) == 3
+    assert "data.truncation has no effect" in said
+
+
+def trained(words: Sequence[str], runs: Path) -> tuple[Sequence[StepEnded], str]:
+    """The steps of a run of `train_async.py`, and what it writes to stderr."""
+    command = [sys.executable, "train_async.py", *words, "--run-dir", str(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [event for event in read_events(runs / "latest" / "events.jsonl") if isinstance(event, StepEnded)]
+    return steps, done.stderr

@@ -208,7 +208,7 @@ _MODEL: Table = {
     **{f"override_config.{name}": _DROPOUT for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
     **dict.fromkeys(
         ("override_config.max_position_embeddings", "override_config.model_config.max_position_embeddings"),
-        sets(f"{_SERVER}.context_length"),
+        Combined("sets SGLang's context_length, and allows engines more than config.json of the checkpoint has"),
     ),
 }
 _ALGORITHM: Table = {

@@ -390,6 +390,11 @@ class _Keys:
                 self._say("has no effect: 1 divides nothing", f"{_ROLLOUT}.{name}")
             else:
                 self._set(f"{prefix}.{argument}", self._values[f"{_ROLLOUT}.{name}"], f"{_ROLLOUT}.{name}")
+        for section in ("override_config", "override_config.model_config"):
+            key = f"actor_rollout_ref.model.{section}.max_position_embeddings"
+            if key in self._values:
+                self._set(f"{prefix}.context_length", self._values[key], key)
+                self._set("engine.engine_env_vars.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1", key)
         bucket = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
         if bucket in self._values:
             self._set("weights.update_weight_buffer_size", self._number(bucket, 2048) * _MiB, bucket)
