@@ -39,6 +39,21 @@ pytestmark = pytest.mark.skipif(CHECKOUT is None, reason="SLIME_CHECKOUT names n
 PROMPTS, SAMPLES = 4, 4
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.2, "loss_aggregation": "sequence_mean"}
+GSPO = {"advantage_estimator": "gspo"}
+MIS: Mapping[str, Any] = {
+    "use_tis": True,
+    "custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+    "tis_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": None,
+    "tis_upper_bound": 2.0,
+    "tis_batch_normalize": False,
+    "use_rs": False,
+    "rs_lower_bound": 0.5,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
+}
+"""The arguments of slime's example of mismatch correction."""
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "clip-higher": ({"eps_clip_high": 0.28}, {"eps_clip_high": 0.28}),
@@ -48,7 +63,33 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean over tokens": ({"loss_aggregation": "token_mean"}, {"calculate_per_token_loss": True}),
     "entropy": ({"entropy_coef": 0.01}, {"entropy_coef": 0.01}),
     "Dr. GRPO's advantages": ({"grpo_std_normalization": False}, {"grpo_std_normalization": False}),
-    "gspo": ({"advantage_estimator": "gspo", **CLIP}, {"advantage_estimator": "gspo"}),
+    "raw rewards": ({"rewards_normalization": False}, {"rewards_normalization": False}),
+    "dual clip": ({"eps_clip_c": 1.1, "eps_clip_high": 10.0}, {"eps_clip_c": 1.1, "eps_clip_high": 10.0}),
+    "TIS with a lower bound": (
+        {"off_policy_correction": "tis", "tis_clip_low": 0.8},
+        {"use_tis": True, "tis_clip_low": 0.8},
+    ),
+    "OPSM": ({"use_opsm": True}, {"use_opsm": True}),
+    "OPSM with GSPO": ({"use_opsm": True, "advantage_estimator": "gspo", **CLIP}, {"use_opsm": True, **GSPO}),
+    "dual clip with GSPO": ({"eps_clip_c": 1.01, "advantage_estimator": "gspo", **CLIP}, {"eps_clip_c": 1.01, **GSPO}),
+    "sequence TIS": ({"off_policy_correction": "sequence"}, {**MIS, "tis_level": "sequence"}),
+    "geometric TIS": (
+        {"off_policy_correction": "geometric", "tis_clip_low": 0.8, "tis_clip": 1.5},
+        {**MIS, "tis_level": "geometric", "tis_mode": "clip", "tis_lower_bound": 0.8, "tis_upper_bound": 1.5},
+    ),
+    "masked tokens": (
+        {"off_policy_correction": "tis", "rejection_level": "token"},
+        {**MIS, "tis_mode": "mask", "tis_lower_bound": 0.5},
+    ),
+    "masked sequences": (
+        {"off_policy_correction": "tis", "rejection_level": "geometric", "rejection_band": (0.7, 1.3)},
+        {**MIS, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.7, "rs_upper_bound": 1.3},
+    ),
+    "veto": (
+        {"off_policy_correction": "tis", "rejection_veto": 0.4, "rejection_level": "sequence"},
+        {**MIS, "use_rs": True, "rs_level": "sequence", "rs_veto_threshold": 0.4},
+    ),
+    "gspo": ({"advantage_estimator": "gspo", **CLIP}, GSPO),
     "cispo": ({"advantage_estimator": "cispo", **CLIP}, {"advantage_estimator": "cispo"}),
 }
 """Our settings and slime's arguments, where they are not the defaults."""
@@ -131,7 +172,7 @@ def slime() -> Iterator[ModuleType]:
     finally:
         sys.path.remove(CHECKOUT)
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "slime":
+            if name.partition(".")[0] in ("slime", "examples"):
                 del sys.modules[name]
 
 

@@ -49,7 +49,7 @@ def per_sequence(of_sequence: Any, sequences: Tensor, *values: Tensor) -> Tensor
 
 
 def written_out(x: dict[str, Tensor], algorithm: Any) -> Tensor:
-    """The loss, with a loop over sequences. `algorithm` is an `Algorithm`, whose plug-ins have attributes of their own."""
+    """The loss, with a loop over sequences. `algorithm` also has the settings of plug-ins."""
     old, sampled, a, sequences = (x[name] for name in ("old_logprobs", "rollout_log_probs", "advantages", "sequences"))
     log_ratio = x["logprobs"] - old
     if algorithm.policy_objective == "gspo":
