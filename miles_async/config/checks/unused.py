@@ -100,7 +100,7 @@ NEEDS = (
     Needs(
         "rejection_level rejection_veto get_mismatch_metrics",
         lambda c: not c.algorithm.use_rollout_logprobs,
-        "use_rollout_logprobs turned off, because only then the learner computes log-probabilities of its own",
+        "use_rollout_logprobs turned off, because the learner otherwise computes no log-probabilities before the step",
     ),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
     Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
