@@ -45,7 +45,7 @@ class TokenMasks:
         left_out = log_ratio.new_zeros(len(log_ratio)).bool()
         if self.level is not None:
             low, high = self.band
-            ratio = _at_level(log_ratio, sequences, self.level).exp()
+            ratio = at_level(log_ratio, sequences, self.level).exp()
             left_out = (ratio < low) | (ratio > high)
         if self.veto is not None:
             improbable = (log_ratio < math.log(self.veto)).to(log_ratio.dtype)
@@ -68,7 +68,8 @@ class TokenMasks:
 NO_MASKS = TokenMasks()
 
 
-def _at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
+def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
+    """[m] the log-ratio of each `token`, of its `sequence`, or the mean over its sequence (`geometric`)."""
     if level == "token":
         return log_ratio
     return sequence_sum(log_ratio, sequences) if level == "sequence" else sequence_mean(log_ratio, sequences)

@@ -54,6 +54,16 @@ MIS: Mapping[str, Any] = {
     "rs_veto_threshold": None,
 }
 """The arguments of slime's example of mismatch correction."""
+
+
+def of_the_example(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our settings and slime's arguments with the function of the example."""
+    theirs = {**MIS, **changes}
+    own = {name: value for name, value in theirs.items() if name not in ("custom_tis_function_path", "use_tis")}
+    path = "miles_async.compat.slime.mismatch.compute_mis_weights_with_cp"
+    return {"off_policy_correction": "tis", "custom_tis_function_path": path, "custom_args": own}, theirs
+
+
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "clip-higher": ({"eps_clip_high": 0.28}, {"eps_clip_high": 0.28}),
@@ -89,6 +99,13 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"off_policy_correction": "tis", "rejection_level": "token", "rejection_veto": 0.3},
         {**MIS, "use_rs": True, "rs_level": "token", "rs_veto_threshold": 0.3},
     ),
+    "slime's example of mismatch correction": of_the_example(
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.5, rs_veto_threshold=0.3, tis_batch_normalize=True
+    ),
+    "the example with weights of sequences": of_the_example(
+        tis_level="sequence", tis_mode="clip", tis_lower_bound=0.5, tis_batch_normalize=True
+    ),
+    "the example with masks": of_the_example(tis_mode="mask", tis_lower_bound=0.6),
     "gspo": ({"advantage_estimator": "gspo", **CLIP}, GSPO),
     "cispo": ({"advantage_estimator": "cispo", **CLIP}, {"advantage_estimator": "cispo"}),
 }
@@ -250,6 +267,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_slime(
     )
     batch = groups()
     with learning(models / "policy", run) as learner:
+        learner._functions = LossFunctions.load(run, flat_args(run))
         [[first, second]] = rank_batches(batch, run, 1)
         before_first, before_second = learner._pre_step_values([first, second])
         learner._policy_step(first, before_first, lambda: None).apply()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import exp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from miles_async.compat.slime.mismatch import compute_mis_weights_with_cp
 from miles_async.config.schema import Algorithm
 from miles_async.losses.masks import TokenMasks
 from miles_async.losses.mismatch import mismatch
@@ -180,3 +182,68 @@ def test_the_metrics_of_micro_batches_add_up_to_their_mean() -> None:
     gap = tensors["rollout_log_probs"] - tensors["old_logprobs"]
     assert totals["mismatch_kl"] == pytest.approx((gap * tensors["loss_weights"]).sum().item() / 40)
     assert len(totals) == 11
+
+
+EXAMPLE = {
+    "off_policy_correction": "tis",
+    "tis_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": None,
+    "tis_upper_bound": 2.0,
+    "tis_batch_normalize": False,
+    "use_rs": False,
+    "rs_level": "token",
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
+}
+"""The keys of slime's `mis.yaml`."""
+RATIOS, SAMPLE = torch.tensor([0.2, 1.0, 4.0, 3.0]), [[1, 1], [1, 0, 1]]
+
+
+def corrected(**changes: Any) -> tuple[list[float], list[list[float]]]:
+    """Weights and masks of two samples with the ratios of `RATIOS`, one of which has a token that is not trained."""
+    zeros = [torch.zeros(2), torch.zeros(3)]
+    logs = RATIOS.log()
+    learner = [logs[:2], torch.tensor([logs[2], 9.0, logs[3]])]
+    weighted, masks, _ = compute_mis_weights_with_cp(
+        args=SimpleNamespace(**EXAMPLE | changes),
+        pg_loss=torch.ones(5),
+        train_log_probs=learner,
+        rollout_log_probs=zeros,
+        loss_masks=[torch.tensor(mask) for mask in SAMPLE],
+        total_lengths=[4, 4],
+        response_lengths=[2, 3],
+    )
+    return weighted.tolist(), [mask.tolist() for mask in masks]
+
+
+@pytest.mark.parametrize(
+    "changes, weights, masks",
+    [
+        ({}, [0.2, 1, 2, 0, 2], SAMPLE),
+        ({"tis_mode": "clip"}, [0.5, 1, 2, 0, 2], SAMPLE),
+        ({"tis_mode": "mask", "tis_upper_bound": 3.5}, [0.2, 1, 4, 0, 3], [[0, 1], [0, 0, 1]]),
+        ({"tis_level": "sequence", "tis_upper_bound": 10.0}, [0.2, 0.2, 10, 0, 10], SAMPLE),
+        ({"tis_level": "geometric", "tis_upper_bound": 5.0}, [0.2**0.5, 0.2**0.5, 12**0.5, 0, 12**0.5], SAMPLE),
+        ({"tis_batch_normalize": True}, [0.2 / 1.3, 1 / 1.3, 2 / 1.3, 0, 2 / 1.3], SAMPLE),
+        (
+            {"tis_level": "sequence", "tis_upper_bound": 2.8, "tis_batch_normalize": True},
+            [0.2 / 1.5, 0.2 / 1.5, 2.8 / 1.5, 0, 2.8 / 1.5],
+            SAMPLE,
+        ),
+        ({"use_rs": True, "rs_upper_bound": 3.5}, [0.2, 1, 2, 0, 2], [[0, 1], [0, 0, 1]]),
+        (
+            {"use_rs": True, "rs_lower_bound": 0.1, "rs_upper_bound": 9.0, "rs_veto_threshold": 0.3},
+            [0.2, 1, 2, 0, 2],
+            [[0, 0], [1, 0, 1]],
+        ),
+        ({"off_policy_correction": None}, [1, 1, 1, 1, 1], SAMPLE),
+    ],
+)  # fmt: skip
+def test_the_function_of_slimes_example_weights_and_rejects_tokens(
+    changes: dict[str, Any], weights: list[float], masks: list[list[float]]
+) -> None:
+    found, found_masks = corrected(**changes)
+    assert found == pytest.approx(weights)
+    assert found_masks == masks

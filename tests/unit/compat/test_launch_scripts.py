@@ -109,6 +109,7 @@ def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
         "run-qwen3-4B-base-sft",
         "fully_async-run-qwen2.5-0.5B-fully_async",
         "fully_async-run-qwen3.5-9B-fully_async",
+        "train_infer_mismatch_helper-run-qwen3-4b-mis",
         "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
     ],
 )
