@@ -90,10 +90,10 @@ def test_an_estimator_of_a_package_that_raises_is_named_with_its_distribution(
 
 @pytest.mark.parametrize("estimator", ["grpo", "gspo"])
 def test_without_rewards_normalization_the_advantages_are_the_rewards(estimator: str) -> None:
-    given = zip((1.0, 4.0), ([1, 2, 3], [1, 2, 4]), strict=True)
+    logprobs = [-1.0] * 2
     group = Group(
-        Sample(tokens=tokens, response_length=2, rollout_log_probs=[-1.0] * 2, reward=reward)
-        for reward, tokens in given
+        Sample(tokens=[1, 2, index], response_length=2, rollout_log_probs=logprobs, reward=reward)
+        for index, reward in enumerate((1.0, 4.0))
     )
     raw = run_config(advantage_estimator=estimator, rewards_normalization=False)
     assert [one.advantage for one in score_samples([group], raw.algorithm, 10)] == [1.0, 4.0]
