@@ -140,6 +140,10 @@ class GroupGenerated(Event, frozen=True):
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
     The seconds of generation begin when the worker took the prompt, and include its reward."""
+    dataset: str = ""
+    """Name of the data set that the prompt is from; empty in a run with one data set."""
+    epochs: float = 0.0
+    """How often the data set had been used up before the prompt was taken, with the fraction of the current epoch."""
 
     @property
     def generated(self) -> float:
