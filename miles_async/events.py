@@ -109,6 +109,8 @@ class GroupMoved(Event, frozen=True, kw_only=True):
     kept_tokens: int = 0
     """Response tokens of a dropped group that the next attempt has from the beginning, or those with which a group was
     fed."""
+    dataset: str = ""
+    """Name of the data set that the prompt is from; empty in a run with one data set."""
 
     @property
     def was_lost_in_flight(self) -> bool:

@@ -80,7 +80,7 @@ class Feed:
         """Rows whose mean reward was outside the band, and the epoch in which they were fed."""
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT_GROUPS)
         """The mean reward of each of the last groups, and whether its samples had the same reward."""
-        self._told = False
+        self._warned = False
         """Whether the user knows that the rewards of the last groups did not differ."""
         self._order = self._epoch_order()
 
@@ -140,9 +140,9 @@ class Feed:
         same = len(rewards) > 1 and min(rewards) == max(rewards)
         self._recent.append((mean, same))
         if not same:
-            self._told = False
-        elif not self._told and len(self._recent) == RECENT_GROUPS and all(same for _, same in self._recent):
-            self._told = True
+            self._warned = False
+        elif not self._warned and len(self._recent) == RECENT_GROUPS and all(same for _, same in self._recent):
+            self._warned = True
             self._warn(
                 f"{self._title}: the samples of each of its last {RECENT_GROUPS} prompts had the same reward "
                 f"({self.reward:g} on average), so they teach nothing: lower its weight, or change its prompts"
@@ -229,7 +229,7 @@ class Feed:
         position = {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "order": self._order_of_data}
         if not self._is_traced:
             return position
-        known = {"outside": list(self._outside.items()), "recent": list(self._recent), "told": self._told}
+        known = {"outside": list(self._outside.items()), "recent": list(self._recent), "warned": self._warned}
         return {**position, "prompts": self.prompts, **known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ class Feed:
         self.epoch_id, self.sample_offset = position["epoch_id"], position["sample_offset"]
         self._order = self._epoch_order()
         # The run before may have followed the rewards of prompts, or not.
-        self.prompts, self._told = position.get("prompts", 0), position.get("told", False)
+        self.prompts, self._warned = position.get("prompts", 0), position.get("warned", False)
         self._outside = dict(position.get("outside", ()))
         self._recent = deque(((mean, same) for mean, same in position.get("recent", ())), maxlen=RECENT_GROUPS)
 
