@@ -74,6 +74,30 @@ def test_a_data_set_inherits_what_it_does_not_set(tmp_path: Path) -> None:
     assert [(group[0].prompt, group[0].label) for group in groups] == [("own 0", 0), ("flat 0", 0)]
 
 
+class Template:
+    """A tokenizer that returns the arguments with which it renders."""
+
+    has_template = True
+
+    def render(self, messages: Any, tools: Any = None, *, template_kwargs: Any) -> str:
+        return f"{messages[0]['content']} {template_kwargs}"
+
+
+def test_a_data_set_may_have_its_own_arguments_of_the_chat_template(datasets: dict[str, dict[str, Any]]) -> None:
+    own = {"apply_chat_template_kwargs": {"enable_thinking": True, "depth": 2}}
+    config = run_config(
+        datasets={**datasets, "code": datasets["code"] | own},
+        apply_chat_template=True,
+        apply_chat_template_kwargs={"enable_thinking": False, "tone": "dry"},
+    )
+    tokenizer: Any = Template()
+    groups = open_data(config, tokenizer=tokenizer).get_samples(3)
+    assert prompts(groups)[1:] == [
+        "math 1 {'enable_thinking': False, 'tone': 'dry'}",
+        "code 0 {'enable_thinking': True, 'tone': 'dry', 'depth': 2}",
+    ]
+
+
 def test_a_broken_data_set_is_named(datasets: dict[str, dict[str, Any]]) -> None:
     with pytest.raises(UserError, match=r"datasets\.code: prompt_data .*no key 'question'"):
         opened({**datasets, "code": datasets["code"] | {"input_key": "question"}})
