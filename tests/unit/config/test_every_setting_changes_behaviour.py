@@ -232,6 +232,7 @@ OBSERVED: dict[str, Change] = {
     # algorithm
     "advantage_estimator": change(learner_input, "reinforce_plus_plus"),
     "grpo_std_normalization": change(learner_input, False),
+    "rewards_normalization": change(learner_input, False),
     "loss_aggregation": change(learner_input, "token_mean"),
     "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
     "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
@@ -310,6 +311,7 @@ CHECKS = "unit/config/test_config_checks.py"
 DATA = "unit/adapters/datasets/test_datasets_source.py"
 REWARDS = "unit/rewards/test_rewards_and_filters.py"
 BUILTIN = "unit/rewards/test_rewards_builtin.py"
+DATASETS = "unit/adapters/datasets/test_several_datasets.py"
 FILTERS = "unit/test_filters.py"
 GRADERS = "stack/test_graders.py"
 PREFLIGHT = "unit/workers/test_preflight.py"
@@ -405,6 +407,9 @@ NAMED: dict[str, str] = {
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "queue_capacity": f"{GENERATORS}::test_posted_trajectories_wait_up_to_the_capacity_of_the_queue",
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_without_effect_is_noted",
+    "datasets": f"{DATASETS}::test_data_sets_take_turns_in_proportion_to_their_weights",
+    "dataset_sampling": f"{DATASETS}::test_a_function_chooses_the_data_set_by_what_was_earned",
+    "difficulty_band": f"{DATASETS}::test_the_band_can_be_set",
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
     "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
     "slime_imports": (
@@ -433,6 +438,14 @@ NAMED: dict[str, str] = {
     # algorithm
     "eps_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip]",
     "eps_clip_high": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip_high]",
+    **{
+        name: f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[{name}]"
+        for name in (
+            *("eps_clip_c", "tis_clip_low", "rejection_level", "rejection_band", "rejection_veto"),
+            *("use_opsm", "opsm_delta"),
+        )
+    },
+    "get_mismatch_metrics": f"{LEARNER}::test_a_step_reports_the_mismatch_of_engine_and_learner",
     "off_policy_correction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[off_policy_correction]",
     "policy_objective": f"{LEARNER}::test_another_estimator_or_correction_learns_other_weights[gmpo]",
     "sapo_temperatures": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[sapo_temperatures]",

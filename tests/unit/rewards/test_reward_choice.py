@@ -16,7 +16,7 @@ from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.types import Group, Sample
+from miles_async.types import FROM_DATASET, Group, Sample
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
 from tests.scoring import scored
@@ -277,3 +277,32 @@ def test_a_data_source_without_a_reward_is_refused_with_what_to_set(tmp_path: Pa
     sentence = "a row has data_source 'codecontests', which has no reward: set another rm_type than data_source"
     with pytest.raises(UserError, match=sentence):
         open_data(rows_of_verl(tmp_path, "codecontests"))
+
+
+def from_dataset(name: str, **sample: Any) -> Group:
+    return Group([Sample(index=0, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}}, **sample)])
+
+
+async def test_each_data_set_for_training_may_have_its_own_reward() -> None:
+    datasets = {
+        "words": {"prompt_data": "a", "rm_type": "f1"},
+        "mine": {"prompt_data": "b", "custom_rm_path": OWN["mine.run"]},
+        "flat": {"prompt_data": "c"},
+    }
+    rewards = RunRewards(run_config(datasets=datasets, rm_type="exact"), None)
+    groups = {name: from_dataset(name, label="a b", response="b a") for name in ("words", "mine", "flat", "other")}
+    for group in groups.values():
+        await rewards.score(group)
+    await rewards.close()
+    assert [groups[name][0].reward for name in ("words", "flat", "other")] == [1.0, 0.0, 0.0]
+    assert ("f1", None) in rewards._opened
+    assert (OWN["mine.run"], None) in rewards._opened
+
+
+async def test_a_run_needs_no_reward_of_its_own_if_each_data_set_has_one() -> None:
+    rewards = RunRewards(run_config(datasets={"words": {"prompt_data": "a", "rm_type": "f1"}}, rm_type=None), None)
+    await rewards.score(group := from_dataset("words", label="a b", response="b a"))
+    assert group[0].reward == 1.0
+    with pytest.raises(TrajectoryError, match="is from none of the data sets"):
+        await rewards.score(from_dataset("other", label="a b", response="b a"))
+    await rewards.close()
