@@ -236,7 +236,7 @@ def test_the_flags_of_another_project_are_explained(capsys: pytest.CaptureFixtur
     assert exited.value.code == 2
     assert capsys.readouterr().err == (
         "train.py: --help-nobody names no project whose flags are known: use one of --help-megatron, --help-miles, "
-        "--help-slime\n"
+        "--help-slime, --help-verl\n"
     )
 
 
