@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _end(sentences: Sequence[str]) -> str:
-    return f"exit 2 ({len(sentences)} sentences)" if sentences else "exit 0"
+    return f"exit 2 (problems: {len(sentences)})" if sentences else "exit 0"
 
 
 if __name__ == "__main__":
