@@ -1,0 +1,46 @@
+"""What ROLL makes of the rewards of a batch, as functions by path. Their settings are attributes of `args`.
+
+A file of ROLL sets these attributes with `custom_args`, under ROLL's names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import isfinite, nan
+from statistics import fmean, stdev
+from typing import Any
+
+from miles_async.losses.advantages.statistics import EPSILON, whiten
+from miles_async.types import Group, Sample, SampleStatus
+
+
+def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """The rewards of a batch, and the advantage of each sample, for `custom_reward_post_process_path`.
+
+    Rewards are shifted by the mean and divided by the standard deviation of `norm_mean_type` and `norm_std_type`
+    ("group", "batch" or None), and clipped to ±`reward_clip`. With `whiten_advantages`, they then get mean 0 and
+    variance 1 over the trained tokens of the batch. They are clipped to ±`advantage_clip` in the end. If a reward is
+    not finite, all advantages are NaN, so that the learner skips the step.
+    """
+    raw = [sample.scalar_reward for sample in samples]
+    if not all(map(isfinite, raw)):
+        return raw, [nan] * len(raw)
+    found = raw[:]
+    for name, members in _data_sets(samples).items():
+        del name
+    return raw, found
+
+
+def mask(args: Any, groups: Sequence[Group]) -> None:
+    """Remove samples from the loss, for `rollout_sample_filter_path`.
+
+    With `max_len_mask`, truncated samples are removed. With `difficulty_mask`, all samples of a group are removed whose
+    mean reward is not between `difficulty_low_threshold` and `difficulty_high_threshold`; a single sample stays.
+    """
+    for group in groups:
+        low, high = args.difficulty_low_threshold, args.difficulty_high_threshold
+        fits = not args.difficulty_mask or len(group) == 1 or low < fmean(group.rewards) < high
+        for sample in group:
+            truncated = args.max_len_mask and sample.status is SampleStatus.TRUNCATED
+            sample.remove_sample = sample.remove_sample or truncated or not fits
