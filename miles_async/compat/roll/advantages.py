@@ -26,10 +26,38 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
     raw = [sample.scalar_reward for sample in samples]
     if not all(map(isfinite, raw)):
         return raw, [nan] * len(raw)
-    found = raw[:]
-    for name, members in _data_sets(samples).items():
-        del name
-    return raw, found
+    found = _clipped(_normalized(args, samples, raw), args.reward_clip)
+    if args.whiten_advantages:
+        found = whiten(found, [_trained_tokens(sample) for sample in samples])
+    return raw, _clipped(found, args.advantage_clip)
+
+
+def _normalized(args: Any, samples: Sequence[Sample], rewards: Sequence[float]) -> list[float]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    owners = [
+        (number if sample.index is None else sample.index) // args.n_samples_per_prompt
+        for number, sample in enumerate(samples)
+    ]
+    for owner, reward in zip(owners, rewards, strict=True):
+        groups[owner].append(reward)
+    of_type = {"batch": lambda owner: rewards, "group": lambda owner: groups[owner]}
+    normalized = []
+    for owner, reward in zip(owners, rewards, strict=True):
+        mean = fmean(of_type[args.norm_mean_type](owner)) if args.norm_mean_type else 0.0
+        others = of_type[args.norm_std_type](owner) if args.norm_std_type else ()
+        scale = stdev(others) + EPSILON if len(others) > 1 else 1.0
+        normalized.append((reward - mean) / scale)
+    return normalized
+
+
+def _clipped(values: Sequence[float], limit: float | None) -> list[float]:
+    return list(values) if not limit else [max(-limit, min(limit, value)) for value in values]
+
+
+def _trained_tokens(sample: Sample) -> int:
+    if sample.remove_sample:
+        return 0
+    return sample.response_length if sample.loss_mask is None else sum(map(bool, sample.loss_mask))
 
 
 def mask(args: Any, groups: Sequence[Group]) -> None:

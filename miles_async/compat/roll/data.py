@@ -39,12 +39,19 @@ def sizes(translator: Translator, values: Values) -> None:
     batch = whole_number(translator, values, "rollout_batch_size")
     if trains_agents(values):
         managers = section(translator, values, "train_env_manager")
-        samples = whole_number(translator, {"train_env_manager.group_size": managers.get("group_size", 1)}, "train_env_manager.group_size") or 1
+        samples = (
+            whole_number(
+                translator,
+                {"train_env_manager.group_size": managers.get("group_size", 1)},
+                "train_env_manager.group_size",
+            )
+            or 1
+        )
         translator.set("rollout.n_samples_per_prompt", samples, "train_env_manager.group_size")
         if batch is not None and batch % samples:
             translator.problems.append(
-                f"rollout_batch_size {batch} counts trajectories, which is not a multiple of train_env_manager.group_size {samples}: "
-                f"set it to {batch - batch % samples}"
+                f"rollout_batch_size {batch} counts trajectories, so it must be a multiple of {samples}, the group_size "
+                f"of train_env_manager: set it to {max(samples, batch - batch % samples)}"
             )
         elif batch is not None:
             translator.set("rollout.rollout_batch_size", batch // samples, "rollout_batch_size")
@@ -128,7 +135,9 @@ def tracking(translator: Translator, values: Values) -> None:
 
 def data_and_rewards(translator: Translator, values: Values) -> None:
     """The files of each domain, their shares of a batch, and the rewards of the domains."""
-    rewards = {name: of if isinstance(of, Mapping) else {} for name, of in section(translator, values, "rewards").items()}
+    rewards = {
+        name: of if isinstance(of, Mapping) else {} for name, of in section(translator, values, "rewards").items()
+    }
     shares = section(translator, values, _SHARES)
     domains = [name for name in rewards if not shares or name in shares]
     kinds = {name: _reward(translator, name, rewards[name]) for name in domains}
@@ -175,7 +184,11 @@ def _files(translator: Translator, values: Values, key: str) -> Sequence[str]:
 
 
 def _several(
-    translator: Translator, values: Values, files: Sequence[str], kinds: Mapping[str, str | None], rewards: Mapping[str, Any]
+    translator: Translator,
+    values: Values,
+    files: Sequence[str],
+    kinds: Mapping[str, str | None],
+    rewards: Mapping[str, Any],
 ) -> None:
     """Each domain is a data set, whose file is the one with rows of its tags."""
     domain_of = {tag: name for name, reward in rewards.items() for tag in reward.get("tag_included") or ()}
@@ -222,7 +235,9 @@ def evaluation(translator: Translator, values: Values, kinds: Mapping[str, str |
     validation = section(translator, values, "validation")
     data, sampling = (validation.get(name) or {} for name in ("data_args", "generating_args"))
     if not isinstance(data, Mapping) or not isinstance(sampling, Mapping):
-        translator.problems.append("validation.data_args and validation.generating_args are sections: put keys below them")
+        translator.problems.append(
+            "validation.data_args and validation.generating_args are sections: put keys below them"
+        )
         return
     key = "validation.data_args.file_name"
     fields = {
@@ -233,6 +248,15 @@ def evaluation(translator: Translator, values: Values, kinds: Mapping[str, str |
         **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
     }
     given = {name: value for name, value in fields.items() if value is not None}
-    datasets = {Path(file).stem: {"path": file, **given} for file in _files(translator, {key: data.get("file_name")}, key)}
+    datasets = {
+        Path(file).stem: {"path": file, **given} for file in _files(translator, {key: data.get("file_name")}, key)
+    }
     if datasets:
         translator.set("rollout.eval_datasets", datasets, "validation")
+
+
+def environments(translator: Translator, values: Values) -> None:
+    """What belongs to ROLL's environments."""
+    for name in section(translator, values, "train_env_manager"):
+        if name != "group_size":
+            translator.idle[f"train_env_manager.{name}"] = "belongs to ROLL's environments"

@@ -154,6 +154,8 @@ def engine(translator: Translator, values: Values) -> None:
     strategy = values.get(name_key)
     if strategy == "vllm":
         translator.idle[name_key] = "is vllm, but the engines run SGLang, with vLLM's arguments under SGLang's names"
+    if values.get(precision_key := "actor_infer.model_args.dtype") == "fp16":
+        translator.idle[precision_key] = "is fp16, but the engines compute in bf16, as the learner does"
     arguments = section(translator, values, key)
     for name, value in arguments.items():
         no_counterpart = Refused("set SGLang's argument in sglang_server_args")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from miles_async.config.translation import Combined, Idle, Only, Refused, Rule, Table, converts, sets
 
 _PRECISIONS = {"bf16": "bf16", "fp32": "fp32"}
-_ENGINE_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# Engines in fp16 would not hold all numbers of a learner in bf16.
+_ENGINE_PRECISIONS = {"bf16": "bfloat16", "fp16": "bfloat16", "fp32": "float32"}
 _DECAYS = {
     "constant": "constant",
     "constant_with_warmup": "constant",
@@ -240,7 +241,8 @@ _ACTOR_TRAIN: Table = {
     "data_args.interleave_probs": _UNREAD,
     "data_args.preprocessing_num_workers": Idle("has no effect: rows are read when they are needed"),
     "strategy_args.strategy_name": Only(
-        ("megatron_train",), "the learner runs Megatron-core: set it to megatron_train, and strategy_config to its sizes"
+        ("megatron_train",),
+        "the learner runs Megatron-core: set it to megatron_train, and strategy_config to its sizes",
     ),
     **_below("strategy_args.strategy_config", _MEGATRON),
     "device_mapping": Combined(),

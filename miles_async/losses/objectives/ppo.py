@@ -37,9 +37,7 @@ class Ppo(Objective):
         return clipped_objective(tokens.ratio, tokens, settings.eps_clip_c)
 
 
-def clipped_objective(
-    ratio: Tensor, tokens: PolicyTokens, dual_clip: float | None = None
-) -> tuple[Tensor, Tensor]:
+def clipped_objective(ratio: Tensor, tokens: PolicyTokens, dual_clip: float | None = None) -> tuple[Tensor, Tensor]:
     """min(r A, clip(r, 1 - low, 1 + high) A), and 1 where clipping removed the gradient, for any `ratio` [m].
 
     With `dual_clip` c, the objective of a negative advantage is at least c A (arXiv 1912.09729, equation 5).
