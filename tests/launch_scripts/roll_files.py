@@ -1,7 +1,8 @@
 """Recorded configuration files of ROLL, and what each means here.
 
-`python -m tests.launch_scripts.roll_files` prints a table of all files. Nothing is changed but paths: the model is a
-`config.json` with the dimensions of the checkpoint, and each file of rows has rows with a tag of the file's domain.
+`python -m tests.launch_scripts.roll_files` prints a table of all files, and `--write` writes `roll.json`. Nothing is
+changed but paths: the model is a `config.json` with the dimensions of the checkpoint, and each file of rows has rows
+with a tag of the file's domain.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from typing import Any
 import yaml
 
 from miles_async.compat.roll.table import TABLE
+from miles_async.config import model_source
 from miles_async.config.flags import parse_flags
 from miles_async.config.hydra import composed
 from miles_async.config.load import checked_config
 from miles_async.config.translation import Only, Outcome, Sets, entries, translate
 from tests.launch_scripts.replay import FOLDER, MODELS
 
+EXPECTED = FOLDER / "roll.json"
+"""Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
 _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864),
     "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
@@ -42,7 +46,43 @@ _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
 }
 """Layers, hidden size, heads, groups of keys and values, and feed-forward size by the name of a checkpoint."""
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_TAGS = {"code": "KodCode", "llm_judge": "RLVR", "ifeval": "ifeval", "CrossThink": "crossthinkqa"}
+REASONS: Mapping[str, str] = {
+    "environments of ROLL": "custom_envs has no counterpart",
+    "rewards per step": "is no advantage_estimator here",
+    "rewards of ROLL's workers": "worker_cls",
+    "a reward model": "reward_model has no counterpart",
+    "FSDP": "the learner runs Megatron-core: set it to megatron_train",
+    "Ulysses": "ulysses_size",
+    "LoRA": "lora_target has no counterpart",
+    "fp16": "'fp16' has no counterpart",
+    "losses of ROLL": "pg_variant",
+    "a loss without a policy gradient": "rl_loss_coef",
+    "a loss for negative samples": "use_topr_neg_loss_coef",
+    "sums over tokens": "loss_agg_mode",
+    "several passes over a batch": "ppo_epochs",
+    "rewards normalized by environment": "reward_normalization.grouping",
+    "clipped advantages of a critic": "advantage_clip has no counterpart with adv_estimator gae",
+    "filters by differences of probabilities": "train_infer_correction.filters",
+    "recordings of ROLL": "rollout_mock has no counterpart",
+    "an unknown tracker": "track_with",
+    "another hub": "model_download_type",
+    "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",
+    "no training": "num_gpus_per_node needs actor_train.device_mapping",
+    "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
+    "pipeline stages of unequal length": "layers are not divisible by pipeline_model_parallel_size",
+    "responses that are longer than the engines' context": "leaves no room for a prompt",
+    "trajectories that are longer than a micro-batch": "a micro-batch holds at most",
+    "steps of an agent as samples": "samples, but global_batch_size",
+}
+"""What remains to be refused, and a part of the sentence."""
+_TAGS = {
+    "code": "KodCode",
+    "llm_judge": "RLVR",
+    "ifeval": "ifeval",
+    "CrossThink": "crossthinkqa",
+    "mmmath": "mm_math",
+    "v3det": "v3det_train",
+}
 """A part of the name of a file of rows, and a tag of its rows. Rows of other files have a tag of `math_rule`."""
 
 
@@ -95,6 +135,15 @@ class RollFile:
         found = checked_config(parse_flags(["--config", str(path), *flags]), entry=self.entry)[1]
         return [sentence.removeprefix(f"{path}: ") for sentence in found]
 
+    def reasons(self, folder: Path) -> list[str]:
+        """Why the file is refused, by the names in `REASONS`; a sentence that fits none is a reason by itself."""
+        return sorted(
+            {
+                next((name for name, part in REASONS.items() if part in sentence), sentence)
+                for sentence in self.refusals(folder)
+            }
+        )
+
     def _changed(self, content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         changed: dict[str, Any] = json.loads(json.dumps(content))
         changed["pretrain"] = changed["reward_pretrain"] = str(self._checkpoint(folder / "model"))
@@ -108,9 +157,9 @@ class RollFile:
         path = folder / "data" / f"{Path(file).stem}.jsonl"
         path.parent.mkdir(exist_ok=True)
         tag = next((tag for part, tag in _TAGS.items() if part in file), "deepmath_103k")
-        row = {"id": "1", "messages": [{"role": "user", "content": "1 + 1"}], "ground_truth": "2", "tag": tag}
-        path.write_text(json.dumps(row | {"prompt": "1 + 1"}) + "\n")
-        path.write_text(path.read_text() * 64)
+        messages = json.dumps([{"role": "user", "content": "1 + 1"}])
+        row = {"id": "1", "prompt": "1 + 1", "messages": messages, "ground_truth": "2", "tag": tag}
+        path.write_text((json.dumps(row) + "\n") * 64)
         return str(path)
 
     def _checkpoint(self, folder: Path) -> Path:
@@ -163,19 +212,31 @@ def kinds(outcome: Outcome, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table() -> str:
-    """A row for each file: keys by what becomes of them, and whether `--check-config` accepts the file."""
+    """A row for each file: keys by what becomes of them, and why `--check-config` refuses the file, or `exit 0`."""
     columns = ("mapped", "compared", "without effect", "refused", "ignored")
     lines = [f"| file | keys | {' | '.join(columns)} | result |", "|---|---|" + "---|" * (len(columns) + 1)]
     for file in roll_files():
         with TemporaryDirectory() as folder:
             content = file.content(Path(folder))
             counts = Counter(kinds(translate(content, "ROLL"), content).values())
-            problems = len(file.refusals(Path(folder)))
-        result = f"{problems} problems" if problems else "exit 0"
+            result = ", ".join(file.reasons(Path(folder))) or "exit 0"
         numbers = " | ".join(str(counts[column]) for column in columns)
         lines.append(f"| {file.path} | {counts.total()} | {numbers} | {result} |")
     return "\n".join(lines)
 
 
+def results() -> dict[str, list[str]]:
+    """The reasons of each file by its name."""
+    found = {}
+    for file in roll_files():
+        with TemporaryDirectory() as folder:
+            found[file.name] = file.reasons(Path(folder))
+    return found
+
+
 if __name__ == "__main__":
-    sys.stdout.write(table() + "\n")
+    model_source._bridge_complaint = lambda: None  # as with Megatron-Bridge, which some families need
+    if "--write" in sys.argv:
+        EXPECTED.write_text(json.dumps(results(), indent=1) + "\n")
+    else:
+        sys.stdout.write(table() + "\n")

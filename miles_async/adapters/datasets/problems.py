@@ -73,7 +73,7 @@ class FileProblems:
 
     def __getitem__(self, row: int) -> Problem:
         values, data = self._rows[row], self._data
-        prompt = self._required(values, data.input_key, "input_key", row)
+        prompt = _with_messages(self._required(values, data.input_key, "input_key", row))
         label = None if data.label_key is None else self._required(values, data.label_key, "label_key", row)
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
@@ -126,6 +126,20 @@ class FileProblems:
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")
+
+
+def _with_messages(prompt: Any) -> Any:
+    """The messages of a text such as `[{"role": "user", "content": "1 + 1"}]`, in which data sets of ROLL have them.
+
+    Anything else stays as it is.
+    """
+    if not isinstance(prompt, str) or not prompt.startswith("[{"):
+        return prompt
+    try:
+        messages = msgspec.json.decode(prompt)
+    except msgspec.DecodeError:
+        return prompt
+    return messages if all(isinstance(message, dict) and "role" in message for message in messages) else prompt
 
 
 class BlankProblems:

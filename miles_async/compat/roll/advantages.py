@@ -32,7 +32,7 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
     return raw, _clipped(found, args.advantage_clip)
 
 
-def _normalized(args: Any, samples: Sequence[Sample], rewards: Sequence[float]) -> list[float]:
+def _normalized(args: Any, samples: Sequence[Sample], rewards: list[float]) -> list[float]:
     groups: dict[int, list[float]] = defaultdict(list)
     owners = [
         (number if sample.index is None else sample.index) // args.n_samples_per_prompt
@@ -40,13 +40,12 @@ def _normalized(args: Any, samples: Sequence[Sample], rewards: Sequence[float]) 
     ]
     for owner, reward in zip(owners, rewards, strict=True):
         groups[owner].append(reward)
-    of_type = {"batch": lambda owner: rewards, "group": lambda owner: groups[owner]}
     normalized = []
     for owner, reward in zip(owners, rewards, strict=True):
-        mean = fmean(of_type[args.norm_mean_type](owner)) if args.norm_mean_type else 0.0
-        others = of_type[args.norm_std_type](owner) if args.norm_std_type else ()
-        scale = stdev(others) + EPSILON if len(others) > 1 else 1.0
-        normalized.append((reward - mean) / scale)
+        compared = {"group": groups[owner], "batch": rewards, None: []}
+        shift, spread = compared[args.norm_mean_type], compared[args.norm_std_type]
+        scale = stdev(spread) + EPSILON if len(spread) > 1 else 1.0
+        normalized.append((reward - (fmean(shift) if shift else 0.0)) / scale)
     return normalized
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.compat.roll.values import Values, note, number, section, whole_number
+from miles_async.config.prompt_files import count_rows
 from miles_async.config.translation import Translator
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 
@@ -18,11 +19,11 @@ _GENERATING = "actor_infer.generating_args"
 _WORKERS = {"MathRuleRewardWorker": "math"}
 """The built-in reward in place of one of ROLL's workers."""
 _ADVICE = {
-    "CodeSandboxRewardWorker": "a function that runs the tests of a row, and custom_rm_isolated to true",
-    "LLMJudgeRewardWorker": "a function that asks a server with the judge",
-    "DetectionRewardWorker": "nothing, because models are trained on text",
+    "CodeSandboxRewardWorker": "a function that runs the tests of a row as custom_rm_path, and custom_rm_isolated",
+    "LLMJudgeRewardWorker": "a function that asks a server with the judge as custom_rm_path",
+    "DetectionRewardWorker": "rows of text only, because models are trained on text",
 }
-"""What `custom_rm_path` has to be in place of a worker."""
+"""What takes the place of a worker."""
 _FALLBACK = "math_rule"
 """The domain of rows whose tag belongs to no domain."""
 _ROWS_READ = 20
@@ -38,23 +39,17 @@ def sizes(translator: Translator, values: Values) -> None:
     sequences = f"{_GENERATING}.num_return_sequences"
     batch = whole_number(translator, values, "rollout_batch_size")
     if trains_agents(values):
-        managers = section(translator, values, "train_env_manager")
-        samples = (
-            whole_number(
-                translator,
-                {"train_env_manager.group_size": managers.get("group_size", 1)},
-                "train_env_manager.group_size",
-            )
-            or 1
-        )
-        translator.set("rollout.n_samples_per_prompt", samples, "train_env_manager.group_size")
-        if batch is not None and batch % samples:
+        key = "train_env_manager.group_size"
+        group_size = section(translator, values, "train_env_manager").get("group_size")
+        trajectories = whole_number(translator, {key: group_size}, key) or 1
+        translator.set("rollout.n_samples_per_prompt", trajectories, key)
+        if batch is not None and batch % trajectories:
             translator.problems.append(
-                f"rollout_batch_size {batch} counts trajectories, so it must be a multiple of {samples}, the group_size "
-                f"of train_env_manager: set it to {max(samples, batch - batch % samples)}"
+                f"rollout_batch_size {batch} counts trajectories, but is no multiple of {key} {trajectories}: set it to "
+                f"{max(trajectories, batch - batch % trajectories)}"
             )
         elif batch is not None:
-            translator.set("rollout.rollout_batch_size", batch // samples, "rollout_batch_size")
+            translator.set("rollout.rollout_batch_size", batch // trajectories, "rollout_batch_size")
         note(translator, values, "has no effect in ROLL either: an environment has one trajectory", sequences)
     else:
         if batch is not None:
@@ -163,10 +158,10 @@ def _reward(translator: Translator, name: str, reward: Mapping[str, Any]) -> str
     """The built-in reward of a domain; None after a problem."""
     worker = str(reward.get("worker_cls")).rpartition(".")[2]
     if worker not in _WORKERS:
-        advice = _ADVICE.get(worker, "a function that scores the rows of this domain as it does")
+        advice = _ADVICE.get(worker, "a function that scores its rows as ROLL does as custom_rm_path")
         translator.problems.append(
-            f"rewards.{name}.worker_cls {worker} has no counterpart: set custom_rm_path of the data set to {advice}, "
-            f"and remove rewards.{name}"
+            f"rewards.{name}.worker_cls {worker} has no counterpart: remove rewards.{name} and its share, and write "
+            f"datasets.{name} into a file of your own, with {advice}"
         )
     return _WORKERS.get(worker)
 
@@ -193,22 +188,26 @@ def _several(
     """Each domain is a data set, whose file is the one with rows of its tags."""
     domain_of = {tag: name for name, reward in rewards.items() for tag in reward.get("tag_included") or ()}
     shares = section(translator, values, _SHARES)
-    owners: dict[str, str] = {}
+    owned: dict[str, list[str]] = {name: [] for name in kinds}
     for file in files:
-        found = _domain(translator, file, domain_of)
-        if found is None:
+        domain = _domain(translator, file, domain_of)
+        if domain in owned:
+            owned[domain].append(file)
+        elif domain is not None:
+            translator.idle[f"{_FILES} {file}"] = f"is not read: {domain} has no share in domain_interleave_probs"
+    for domain, of_domain in owned.items():
+        if kinds[domain] is None:  # its reward is refused
+            translator.idle.update({f"{_FILES} {file}": "is not read without a reward" for file in of_domain})
             continue
-        if found not in kinds:
-            translator.idle[file] = f"is not read: its domain {found} has no share in domain_interleave_probs"
-        elif found in owners:
-            translator.problems.append(f"{_FILES}: {owners[found]} and {file} have rows of {found}: write one file")
-        else:
-            owners[found] = file
-            dataset = f"data.datasets.{found}"
+        share = number(translator, {f"{_SHARES}.{domain}": shares.get(domain)}, f"{_SHARES}.{domain}")
+        # ROLL mixes the rows of all files of a domain.
+        rows = [count_rows(file) if len(of_domain) > 1 else 1 for file in of_domain]
+        for position, file in enumerate(of_domain):
+            dataset = f"data.datasets.{domain}" + (f"_{position}" if position else "")
+            weight = (1.0 if share is None else share) * rows[position] / max(1, sum(rows))
             translator.set(f"{dataset}.prompt_data", file, _FILES)
-            translator.set(f"{dataset}.weight", shares.get(found, 1.0), _SHARES if found in shares else "rewards")
-            if kinds[found] is not None:
-                translator.set(f"{dataset}.rm_type", kinds[found], "rewards")
+            translator.set(f"{dataset}.weight", weight, _SHARES if domain in shares else "rewards")
+            translator.set(f"{dataset}.rm_type", kinds[domain], "rewards")
 
 
 def _domain(translator: Translator, file: str, domain_of: Mapping[str, str]) -> str | None:

@@ -87,7 +87,9 @@ def batch_sizes(translator: Translator, values: Values) -> None:
     size_key = "actor_train.training_args.per_device_train_batch_size"
     steps_key = "actor_train.training_args.gradient_accumulation_steps"
     samples, steps = whole_number(translator, values, size_key), whole_number(translator, values, steps_key)
-    if samples is not None:
+    if values.get("actor_train.strategy_args.strategy_name", "megatron_train") != "megatron_train":
+        note(translator, values, "depends on strategy_name", steps_key)
+    elif samples is not None:
         ranks = size(translator, "learner.actor_num_nodes") * size(translator, "learner.actor_num_gpus_per_node")
         ranks_per_replica = (
             size(translator, "learner.tensor_model_parallel_size")

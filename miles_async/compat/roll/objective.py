@@ -26,9 +26,11 @@ def advantages(translator: Translator, values: Values) -> None:
         return
     if estimator not in ("grpo", "reinforce", "gae"):
         translator.problems.append(
-            f"adv_estimator {estimator!r:.80} has no counterpart: set it to grpo or reinforce, which reward whole "
-            "responses, or write a function for custom_advantage_function_path"
+            f"adv_estimator {estimator!r:.80} is no advantage_estimator here: set it to grpo or reinforce, which "
+            "reward whole responses, or write a function for custom_advantage_function_path"
         )
+        left = ("gamma", "lambd", "value_clip", "reward_pretrain", "reward_normalization")
+        note(translator, values, "depends on adv_estimator", *_OWN_ADVANTAGES, *left)
         return
     key = "adv_estimator"
     chosen: dict[str, Any] = {
@@ -65,10 +67,10 @@ def _norms(translator: Translator, values: Values) -> dict[str, str | None]:
             translator.problems.append(
                 f"reward_normalization.grouping {grouping!r:.80} has no counterpart: set it to traj_group_id or batch"
             )
-        kind = "batch" if grouping == "batch" else "group"
+        over = "batch" if grouping == "batch" else "group"
         derived = {
-            "norm_mean_type": None if method == "identity" else kind,
-            "norm_std_type": kind if method in ("mean_std", "asym_clip") else None,
+            "norm_mean_type": None if method == "identity" else over,
+            "norm_std_type": over if method in ("mean_std", "asym_clip") else None,
         }
         norms = {name: found.get(name) or derived[name] for name in keys}
     elif values.get("adv_estimator") == "grpo":

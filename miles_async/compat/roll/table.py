@@ -74,7 +74,7 @@ _TOP: Table = {
     "num_gpus_per_node": Combined(),
     "rpc_timeout": Idle("has no effect: processes that hang are found by their heartbeats"),
     "model_name": Idle("names a model that ROLL uploads; save_hf writes exports"),
-    "model_download_type": Refused("models come from a folder or from the Hugging Face Hub: download this one first"),
+    "model_download_type": Refused("set pretrain to a folder, or to a name on the Hugging Face Hub"),
     "rollout_dump_dir": sets("debug.dump_details"),
     "rollout_mock": Refused("set save_debug_rollout_data or load_debug_rollout_data"),
     "profiler_timeline": sets("debug.use_pytorch_profiler"),
@@ -150,8 +150,8 @@ _TOP: Table = {
     "student_infer": _DISTILLATION,
     # Agents.
     "custom_envs": Refused(
-        "ROLL's environments cannot be imported: name one with environment, or with reasoning_gym_task, or write it as "
-        "a function for custom_generate_function_path"
+        "ROLL's environments cannot be imported: set environment or reasoning_gym_task, or write a function for "
+        "custom_generate_function_path with prompt_data and custom_rm_path"
     ),
     "train_env_manager": Combined(),
     "val_env_manager": Idle("has no effect: evaluation runs the environment on eval_datasets or eval_size tasks"),
@@ -279,7 +279,9 @@ _ACTOR_INFER: Table = {
     "generating_args.top_k": sets("rollout.rollout_top_k"),
     "generating_args.temperature": sets("rollout.rollout_temperature"),
     "generating_args.stop_strings": sets("rollout.rollout_stop"),
-    "generating_args.include_stop_str_in_output": Only((True,), "responses keep the string that ends them"),
+    "generating_args.include_stop_str_in_output": Only(
+        (True,), "responses keep the string that ends them, set it to true"
+    ),
     "generating_args.num_beams": Only((1,), "engines sample, set it to 1"),
     "generating_args.num_return_sequences": Combined(),
     "data_args.template": sets("data.apply_chat_template"),
