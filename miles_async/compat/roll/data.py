@@ -45,8 +45,8 @@ def sizes(translator: Translator, values: Values) -> None:
         translator.set("rollout.n_samples_per_prompt", trajectories, key)
         if batch is not None and batch % trajectories:
             translator.problems.append(
-                f"rollout_batch_size {batch} counts trajectories, but is no multiple of {key} {trajectories}: set it to "
-                f"{max(trajectories, batch - batch % trajectories)}"
+                f"rollout_batch_size {batch} counts trajectories, but is no multiple of {key} {trajectories}: set it "
+                f"to {max(trajectories, batch - batch % trajectories)}"
             )
         elif batch is not None:
             translator.set("rollout.rollout_batch_size", batch // trajectories, "rollout_batch_size")

@@ -99,6 +99,12 @@ def test_a_flag_comes_after_a_file_of_roll(tmp_path: Path) -> None:
     assert config.learner.lr == 1e-5
 
 
+def test_rolls_runs_are_synchronous_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    path = named("qwen3-next-80BA3B-rlvr_megatron-rlvr_config").written(tmp_path)
+    config = load_config(["--preset", "roll", "--config", str(path)], entry="train_async.py")
+    assert config.rollout.schedule == "synchronous"
+
+
 def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
     file = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus")
     content = file.content(tmp_path)
