@@ -29,6 +29,7 @@ from miles_async.columns.column import SampleLimits
 from miles_async.columns.tokens import too_long
 from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, model_type_of
+from miles_async.config.prompt_files import with_dataset
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
 from miles_async.errors import TemplateError, UserError, collected, raise_collected
@@ -143,10 +144,12 @@ def _check_data(config: RunConfig, problems: list[str]) -> BufferedSource | None
     with collected(problems):
         data = open_data(config, tokenizer=tokenizer)
         if tokenizer is not None and generates(config) and not generates_by_user(config):
-            complaint = data.complaint(partial(_prompt_complaint, config, tokenizer))
-            if complaint is not None:
-                setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
-                raise UserError(f"{setting}: {complaint}")
+            for name, feed in data.feeds.items():
+                of_set = with_dataset(config, config.data.datasets[name]) if name else config
+                complaint = feed.complaint(partial(_prompt_complaint, of_set, tokenizer))
+                if complaint is not None:
+                    setting = "reasoning_gym_task" if of_set.data.prompt_data is None else "prompt_data"
+                    raise UserError(f"datasets.{name}: {complaint}" if name else f"{setting}: {complaint}")
         return data
     return None
 

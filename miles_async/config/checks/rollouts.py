@@ -35,7 +35,7 @@ def _data(config: RunConfig) -> Iterator[str]:
             ("prompt_data", data.prompt_data is not None),
             ("datasets", bool(data.datasets)),
             ("reasoning_gym_task", data.reasoning_gym_task is not None),
-            ("environment", data.environment is not None and data.prompt_data is None),
+            ("environment", data.environment is not None and data.prompt_data is None and not data.datasets),
             ("disable_rollout_global_dataset", data.disable_rollout_global_dataset),
         )
         if is_set
@@ -130,10 +130,11 @@ def _parsers(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     environment = config.data.environment is not None
-    if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
+    sets = config.data.datasets
+    settings: list[Rollout | Dataset] = [rollout, *sets.values()]
+    if environment and any(each.rm_type is not None or each.custom_rm_path is not None for each in settings):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
     by_user = generates_by_user(config)  # the function may set the reward of its samples
-    sets = config.data.datasets
     has_none = rollout.rm_type is None and rollout.custom_rm_path is None
     has_none &= not sets or any(each.rm_type is None and each.custom_rm_path is None for each in sets.values())
     if has_none and not environment and not by_user and generates(config):
