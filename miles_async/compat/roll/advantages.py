@@ -20,16 +20,23 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
 
     Rewards are shifted by the mean and divided by the standard deviation of `norm_mean_type` and `norm_std_type`
     ("group", "batch" or None), and clipped to ±`reward_clip`. With `whiten_advantages`, they then get mean 0 and
-    variance 1 over the trained tokens of the batch. They are clipped to ±`advantage_clip` in the end. If a reward is
-    not finite, all advantages are NaN, so that the learner skips the step.
+    variance 1 over the trained tokens of the batch. They are clipped to ±`advantage_clip` in the end. In place of the
+    batch, the samples of each data set are taken for themselves. If a reward is not finite, all advantages are NaN, so
+    that the learner skips the step.
     """
     raw = [sample.scalar_reward for sample in samples]
     if not all(map(isfinite, raw)):
         return raw, [nan] * len(raw)
-    found = _clipped(_normalized(args, samples, raw), args.reward_clip)
-    if args.whiten_advantages:
-        found = whiten(found, [_trained_tokens(sample) for sample in samples])
-    return raw, _clipped(found, args.advantage_clip)
+    found = [0.0] * len(raw)
+    for name in {sample.dataset for sample in samples}:
+        positions = [position for position, sample in enumerate(samples) if sample.dataset == name]
+        members = [samples[position] for position in positions]
+        values = _clipped(_normalized(args, members, [raw[position] for position in positions]), args.reward_clip)
+        if args.whiten_advantages:
+            values = whiten(values, [_trained_tokens(sample) for sample in members])
+        for position, value in zip(positions, _clipped(values, args.advantage_clip), strict=True):
+            found[position] = value
+    return raw, found
 
 
 def _normalized(args: Any, samples: Sequence[Sample], rewards: list[float]) -> list[float]:

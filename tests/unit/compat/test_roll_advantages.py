@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.compat.roll.advantages import advantages, mask
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus
 
 
 def batch(*rewards: float, tokens: int = 10) -> list[Sample]:
@@ -67,6 +67,14 @@ def test_advantages_are_whitened_over_the_tokens_that_are_trained() -> None:
     tokens = [found[0]] * 30 + [found[1]] * 6
     assert fmean(tokens) == pytest.approx(0, abs=1e-9)
     assert fmean(value**2 for value in tokens) == pytest.approx(1, rel=1e-4)
+
+
+def test_each_data_set_is_normalized_for_itself() -> None:
+    samples = batch(0, 1, 10, 30)
+    for sample, name in zip(samples, ("math", "math", "code", "code"), strict=True):
+        sample.metadata[FROM_DATASET] = {"name": name}
+    _, found = advantages(settings(norm_mean_type="batch"), samples)
+    assert found == [-0.5, 0.5, -10, 10]
 
 
 def test_a_reward_that_is_not_finite_makes_all_advantages_nan() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
+from miles_async.batching.advantages import score_samples
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.load import load_config
+from miles_async.config.flags import parse_flags
+from miles_async.config.load import checked_config, load_config
 from miles_async.config.translation import translate
+from miles_async.rollout.contract import flat_args
+from miles_async.types import Group, Sample
 from tests.launch_scripts.roll_files import EXPECTED, REASONS, RollFile, kinds, roll_files
+from tests.sim.world import Trace
+from workers.functions import BatchPreparation, reward_post_process
 
 ALL = roll_files()
 RESULTS: dict[str, list[str]] = json.loads(EXPECTED.read_text())
@@ -91,6 +98,26 @@ def test_a_group_has_as_many_samples_as_the_file_says(samples: int, tmp_path: Pa
     path = named(ASYNC).written(tmp_path, edits)
     config = load_config(["--config", str(path)], entry="train_async.py")
     assert config.rollout.n_samples_per_prompt == samples
+
+
+def test_a_batch_has_the_advantages_of_rolls_pipeline(tmp_path: Path) -> None:
+    """Raw rewards, whitened over the tokens of groups that are neither too easy nor too hard, and clipped at 2."""
+    path = named(ASYNC).written(tmp_path, {"num_return_sequences_in_group": 2, "rollout_batch_size": 4})
+    config, _ = checked_config(parse_flags(["--config", str(path)]), entry="train_async.py")
+    args = flat_args(config)
+    rewards = [(0.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    groups = [
+        Group(
+            Sample(index=2 * number + i, reward=reward, tokens=[1, 2], rollout_log_probs=[-1.0], response_length=1)
+            for i, reward in enumerate(pair)
+        )
+        for number, pair in enumerate(rewards)
+    ]
+    asyncio.run(BatchPreparation(config, args, Trace())(0, groups))
+    assert [group[0].remove_sample for group in groups] == [False, True, False, True]
+    scored = score_samples(groups, config.algorithm, 8192, reward_post_process(config, args))
+    trained = [one.advantage for one in scored if not one.sample.remove_sample]
+    assert trained == pytest.approx([-1, 1, -1, 1], rel=1e-4)
 
 
 def test_a_flag_comes_after_a_file_of_roll(tmp_path: Path) -> None:
