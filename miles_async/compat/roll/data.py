@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import ceil
@@ -11,7 +12,6 @@ from typing import Any
 from miles_async.compat.roll.values import Values, note, number, section, whole_number
 from miles_async.config.prompt_files import count_rows
 from miles_async.config.translation import Translator
-from miles_async.config.yaml_text import YAMLError, parse_yaml
 
 _FILES = "actor_train.data_args.file_name"
 _SHARES = "actor_train.data_args.domain_interleave_probs"
@@ -186,7 +186,13 @@ def _several(
     rewards: Mapping[str, Any],
 ) -> None:
     """Each domain is a data set, whose file is the one with rows of its tags."""
-    domain_of = {tag: name for name, reward in rewards.items() for tag in reward.get("tag_included") or ()}
+    domain_of = {}
+    for name, reward in rewards.items():
+        tags = reward.get("tag_included") or []
+        if isinstance(tags, list):
+            domain_of.update({str(tag): name for tag in tags})
+        else:
+            translator.problems.append(f"rewards.{name}.tag_included is no list: write it as [tag]")
     shares = section(translator, values, _SHARES)
     owned: dict[str, list[str]] = {name: [] for name in kinds}
     for file in files:
@@ -214,8 +220,8 @@ def _domain(translator: Translator, file: str, domain_of: Mapping[str, str]) -> 
     """The domain of the first rows of a file; None after a problem."""
     try:
         with Path(file).expanduser().open(encoding="utf-8") as lines:
-            rows = [parse_yaml(line) for line in islice(lines, _ROWS_READ) if line.strip()]
-    except (OSError, ValueError, YAMLError) as error:
+            rows = [json.loads(line) for line in islice(lines, _ROWS_READ) if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSONL"
         translator.problems.append(f"{_FILES}: {file} cannot be read for the tags of its rows: {reason}")
         return None

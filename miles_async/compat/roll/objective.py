@@ -13,7 +13,9 @@ _FUNCTIONS = "miles_async.compat.roll.advantages"
 _PG_CLIP = 0.2
 """ROLL's default of pg_clip, pg_clip_low and pg_clip_high."""
 _OWN_ADVANTAGES = ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_advantages", "advantage_clip")
-_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+_WEIGHTS = {"token": "tis", "sequence": "sequence", "geometric": "geometric"}
+_LEVELS = ("token", "sequence", "geometric")
+_METHODS = ("identity", "mean", "mean_std", "asym_clip")
 
 
 def advantages(translator: Translator, values: Values) -> None:
@@ -66,6 +68,10 @@ def _norms(translator: Translator, values: Values) -> dict[str, str | None]:
         if grouping not in ("batch", "traj_group_id"):
             translator.problems.append(
                 f"reward_normalization.grouping {grouping!r:.80} has no counterpart: set it to traj_group_id or batch"
+            )
+        if method not in _METHODS:
+            translator.problems.append(
+                f"reward_normalization.method {method!r:.80} has no counterpart: set it to mean_std, mean or identity"
             )
         over = "batch" if grouping == "batch" else "group"
         derived = {
@@ -203,11 +209,14 @@ def correction(translator: Translator, values: Values) -> None:
     if not found:
         return
     weight, filters = found.get("is_weight") or {}, found.get("filters") or []
-    if isinstance(weight, Mapping) and weight.get("enabled"):
-        kinds = {"token": "tis", "sequence": "sequence", "geometric": "geometric"}
+    if not isinstance(weight, Mapping) or not isinstance(filters, list):
+        translator.problems.append(f"{key} is wrong: write is_weight as a section, and filters as a list of sections")
+        return
+    if weight.get("enabled"):
         kind, bound = weight.get("weight_type", "token"), weight.get("upper_bound", 1.2)
-        if kind in kinds and bound is not None:
-            translator.set("algorithm.off_policy_correction", kinds[kind], key)
+        name = next((ours for theirs, ours in _WEIGHTS.items() if theirs == kind), None)
+        if name is not None and bound is not None:
+            translator.set("algorithm.off_policy_correction", name, key)
             translator.set("algorithm.tis_clip", bound, key)
         else:
             translator.problems.append(

@@ -7,6 +7,9 @@ from typing import Any
 
 from miles_async.config.translation import Translator
 
+_MOST = 10**18
+"""Larger numbers are mistakes, and would not fit into a float."""
+
 Values = Mapping[str, Any]
 """The value of each key of a file, without references."""
 
@@ -48,7 +51,7 @@ def whole_number(translator: Translator, values: Values, key: str) -> int | None
 def number(translator: Translator, values: Values, key: str) -> float | None:
     """The value of a key, which must be a number from 0 on; None if the file does not set it."""
     value = values.get(key)
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0):
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST):
         return value
     translator.problems.append(f"{key} {value!r:.80} is not a number of 0 or more: write a number")
     return None

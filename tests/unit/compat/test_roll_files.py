@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.batching.advantages import score_samples
+from miles_async.compat.roll.table import TABLE
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.flags import parse_flags
@@ -175,3 +176,18 @@ def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
     for part in ("fsdp2_train", "lora_target", "rewards.llm_judge", "rewards.code_sandbox", "rewards.ifeval"):
         assert part in problems
+
+
+@pytest.mark.parametrize("name", [ASYNC, "qwen2.5-7B-rlvr_megatron-rlvr_config"])
+def test_a_value_of_another_type_is_a_problem_and_no_crash(name: str, tmp_path: Path) -> None:
+    content = named(name).content(tmp_path)
+    below = ("rewards.math_rule.tag_included", "train_infer_correction.is_weight", "train_infer_correction.filters")
+    for key in (*TABLE, *below):
+        for value in (True, 10**400, "x", [[]], {"enabled": True, "weight_type": []}):
+            changed = json.loads(json.dumps(content))
+            *parents, last = key.split(".")
+            section = changed
+            for parent in parents:
+                section = section.setdefault(parent, {}) if isinstance(section, dict) else {}
+            section[last] = value
+            translate(changed, "ROLL")
