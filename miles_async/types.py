@@ -148,7 +148,14 @@ class Sample:
     @property
     def dataset(self) -> str:
         """Name of the data set that the prompt is from; empty in a run with one data set, and for other prompts."""
-        return str(self.metadata.get(FROM_DATASET, {}).get("name", ""))
+        return str(self.origin.get("name", ""))
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """See `FROM_DATASET`; empty if the run did not set it."""
+        # Rows and functions of users may put anything into the metadata.
+        origin = self.metadata.get(FROM_DATASET)
+        return origin if isinstance(origin, dict) and isinstance(origin.get("epochs"), int | float) else {}
 
     @property
     def turns(self) -> list[Turn]:

@@ -13,7 +13,7 @@ from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Rewarder
 from miles_async.sample_schema import check_group
 from miles_async.scheduling.admission import Candidates
-from miles_async.types import FROM_DATASET, DropReason, Group, Sample, Verdict, trajectories_of
+from miles_async.types import DropReason, Group, Sample, Verdict, trajectories_of
 
 REWARD_PAUSE_SECONDS = 1.0
 """Delay before samples are scored again whose reward failed; it doubles with each failure."""
@@ -135,5 +135,5 @@ def generated_event(
         unfinished_rewards=len(group.unfinished_rewards),
         by_worker=by_worker,
         dataset=group.dataset,
-        epochs=group[0].metadata[FROM_DATASET]["epochs"] if group.dataset else 0.0,
+        epochs=group[0].origin.get("epochs", 0.0),
     )

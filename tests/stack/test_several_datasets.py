@@ -21,7 +21,7 @@ SHORT = 3
 def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Played:
     """`even` has a reward of the user; `code` has one that evaluates each response in a confined process."""
     folder = tmp_path_factory.mktemp("data")
-    for name, rows in (("even", 1000), ("code", 5)):
+    for name, rows in (("even", 1000), ("code", 3)):
         lines = (json.dumps({"prompt": f"{row} + 1 =", "label": str(row + 1)}) + "\n" for row in range(rows))
         (folder / f"{name}.jsonl").write_text("".join(lines))
     settings = {
@@ -29,11 +29,14 @@ def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Played:
         "code": {
             "prompt_data": str(folder / "code.jsonl"),
             "max_response_len": SHORT,
-            "rm_type": "tests.stack.isolated_rewards.Evaluates",
+            "rm_type": "tests.stack.isolated_rewards.Runs",
         },
     }
+    # Each batch waits for all of its groups, so that none is trained without the slower reward.
     return stack.play(
-        "train_async.py",
+        "train.py",
+        *("--rollout-function-path", "miles_async.rollout.sglang_rollout.generate_rollout"),
+        *("--windowed-fifo-ratio", "null"),
         *("--datasets", json.dumps(settings), "--reasoning-gym-task", "null", "--eval-size", "0"),
         *("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH)),
     )
@@ -53,7 +56,7 @@ def test_each_data_set_has_its_own_reward(played: Played) -> None:
     rewards = defaultdict(set)
     for event in played.of(GroupGenerated):
         rewards[event.dataset].add(event.reward)
-    # An untrained model writes bytes of which half are even, and no code that runs.
+    # An untrained model writes bytes of which half are even, and almost no code that runs.
     assert all(0 < reward < 1 for reward in rewards["even"])
     assert 0.0 in rewards["code"]
 
@@ -74,7 +77,7 @@ def test_held_out_problems_are_evaluated_under_the_name_of_their_data_set(played
 
 def test_an_exhausted_data_set_is_said_once(played: Played) -> None:
     said = [event.text for event in played.of(WarningRaised) if "exhausted" in event.text]
-    assert said == ["data set code is exhausted: its 5 rows were used once, and are used again"]
+    assert said == ["data set code is exhausted: its 3 rows were used once, and are used again"]
 
 
 def test_the_page_shows_what_each_data_set_has_contributed(played: Played) -> None:
@@ -84,4 +87,4 @@ def test_the_page_shows_what_each_data_set_has_contributed(played: Played) -> No
     shown = status(view, view.time)["datasets"]
     assert sum(of["trained"] for of in shown.values()) == ROLLOUTS * BATCH
     assert sum(of["share"] for of in shown.values()) == pytest.approx(1)
-    assert shown["code"]["epochs"] > 1 > shown["even"]["epochs"] > 0
+    assert shown["code"]["epochs"] >= 1 > shown["even"]["epochs"] > 0

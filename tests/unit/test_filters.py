@@ -130,7 +130,7 @@ def test_a_data_set_has_its_own_filter_and_each_group_is_observed_before(mine: s
     def of(name: str) -> Group:
         same = group(1.0, 1.0)
         for sample in same:
-            sample.metadata[FROM_DATASET] = {"name": name}
+            sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
         return same
 
     assert keep(of("own"))

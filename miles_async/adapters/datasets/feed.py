@@ -130,7 +130,7 @@ class Feed:
         rewards = group.rewards
         if not rewards or not all(map(isfinite, rewards)):
             return
-        mean, origin = fmean(rewards), group[0].metadata[FROM_DATASET]
+        mean, origin = fmean(rewards), group[0].origin
         if (band := self._settings.band) is not None:
             row, epoch = origin["row"], int(origin["epochs"])
             if not band[0] <= mean <= band[1]:
@@ -167,7 +167,7 @@ class Feed:
     def eval_problems(self) -> list[Group]:
         """Return new groups of one sample each, one for every held-out problem that can be rendered."""
         groups = []
-        origin = {FROM_DATASET: {"name": self.name}} if self._is_traced else {}
+        origin = {FROM_DATASET: {"name": self.name, "epochs": 0.0}} if self._is_traced else {}
         for index, problem in enumerate(self._held_out):
             feed_index = f"eval_{self.name}_{index}" if self.name else f"eval_{index}"
             try:
@@ -217,7 +217,7 @@ class Feed:
                 return None
             first = first or found
         return (
-            f"none of {len(rows)} prompts from all parts of the data can be used; change the prompts, the chat "
+            f"none of {len(rows)} prompts that were tried can be used; change the prompts, the chat "
             f"template or the limits: {first}"
         )
 

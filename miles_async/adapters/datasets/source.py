@@ -12,7 +12,7 @@ from miles_async.adapters.datasets.feed import Feed, sample_of
 from miles_async.adapters.datasets.problems import Problem
 from miles_async.errors import UserError
 from miles_async.json_values import readable_entries, shown
-from miles_async.types import FROM_DATASET, Group, Prompt, Sample
+from miles_async.types import Group, Prompt, Sample
 from miles_async.user_code import USER_CODE_ERRORS
 
 Choose = Callable[[Any, Mapping[str, Mapping[str, Any]]], str]
@@ -96,7 +96,7 @@ class BufferedSource:
     def observe(self, group: Group) -> None:
         """Take note of the rewards of a group. Raises TrajectoryError if one has no numeric reward."""
         feed = self.feeds.get(group.dataset)
-        if feed is not None and FROM_DATASET in group[0].metadata:
+        if feed is not None and group[0].origin:
             with self._lock:
                 feed.observe(group)
 

@@ -312,7 +312,9 @@ async def test_each_data_set_may_have_lower_limits(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(generator, "_post", post)
 
     def group(name: str, prompt: str) -> Group:
-        return Group(Sample(index=3, prompt=prompt, metadata={FROM_DATASET: {"name": name}}) for _ in range(2))
+        return Group(
+            Sample(index=3, prompt=prompt, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}}) for _ in range(2)
+        )
 
     try:
         for name in ("short", "free", ""):

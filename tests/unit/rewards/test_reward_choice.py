@@ -255,7 +255,7 @@ def test_a_reward_of_a_package_that_fails_to_check_the_run_is_named_with_its_dis
 
 
 def from_dataset(name: str, **sample: Any) -> Group:
-    return Group([Sample(index=0, metadata={FROM_DATASET: {"name": name}}, **sample)])
+    return Group([Sample(index=0, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}}, **sample)])
 
 
 async def test_each_data_set_for_training_may_have_its_own_reward() -> None:

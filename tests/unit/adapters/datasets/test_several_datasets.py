@@ -210,6 +210,16 @@ def test_rewards_that_are_not_finite_say_nothing_about_a_prompt(tmp_path: Path) 
     assert prompts(source.get_samples(2)) == ["math 0", "math 1"]
 
 
+@pytest.mark.parametrize("origin", ["mine", {"name": "math"}, {"name": "math", "epochs": "many"}, None])
+def test_a_row_may_use_the_key_of_the_origin_for_itself(origin: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "label": 1, "metadata": {"from_dataset": origin}}))
+    source = open_data(run_config(prompt_data=str(path), n_samples_per_prompt=2))
+    [group] = source.get_samples(1)
+    assert group.dataset == ""
+    scored(source, [group], 0.0, 1.0)
+
+
 CHOICES = """
 def hardest(args, datasets):
     return min(datasets, key=lambda name: (datasets[name]["reward"] or 0.0, name))
