@@ -76,7 +76,8 @@ class FileProblems:
         keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
         if missing := [f"key {key!r} ({setting})" for setting, key in keys.items() if key not in values]:
             raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
-        prompt, label = _with_messages(values[data.input_key]), None if data.label_key is None else values[data.label_key]
+        prompt = _with_messages(values[data.input_key])
+        label = None if data.label_key is None else values[data.label_key]
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
