@@ -125,14 +125,10 @@ class RollFile:
         path = self.written(folder)
         return composed(yaml.safe_load(path.read_text()), path)
 
-    def outcome(self, folder: Path) -> Outcome:
-        """What the file means here."""
-        return translate(self.content(folder), "ROLL")
-
-    def refusals(self, folder: Path, *flags: str, edits: Mapping[str, Any] | None = None) -> list[str]:
+    def refusals(self, folder: Path) -> list[str]:
         """What `--check-config` refuses, without the path of the file."""
-        path = self.written(folder, edits)
-        found = checked_config(parse_flags(["--config", str(path), *flags]), entry=self.entry)[1]
+        path = self.written(folder)
+        found = checked_config(parse_flags(["--config", str(path)]), entry=self.entry)[1]
         return [sentence.removeprefix(f"{path}: ") for sentence in found]
 
     def reasons(self, folder: Path) -> list[str]:

@@ -72,7 +72,7 @@ def test_advantages_are_whitened_over_the_tokens_that_are_trained() -> None:
 def test_each_data_set_is_normalized_for_itself() -> None:
     samples = batch(0, 1, 10, 30)
     for sample, name in zip(samples, ("math", "math", "code", "code"), strict=True):
-        sample.metadata[FROM_DATASET] = {"name": name}
+        sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
     _, found = advantages(settings(norm_mean_type="batch"), samples)
     assert found == [-0.5, 0.5, -10, 10]
 

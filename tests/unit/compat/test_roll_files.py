@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,9 +182,10 @@ def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [ASYNC, "qwen2.5-7B-rlvr_megatron-rlvr_config"])
 def test_a_value_of_another_type_is_a_problem_and_no_crash(name: str, tmp_path: Path) -> None:
     content = named(name).content(tmp_path)
+    values: list[Any] = [True, 10**400, "x", [[]], {"enabled": True, "weight_type": []}]
     below = ("rewards.math_rule.tag_included", "train_infer_correction.is_weight", "train_infer_correction.filters")
     for key in (*TABLE, *below):
-        for value in (True, 10**400, "x", [[]], {"enabled": True, "weight_type": []}):
+        for value in values:
             changed = json.loads(json.dumps(content))
             *parents, last = key.split(".")
             section = changed
