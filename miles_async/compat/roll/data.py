@@ -98,7 +98,7 @@ def schedule(translator: Translator, values: Values) -> None:
     if interval and "validation" in values:
         translator.set("rollout.eval_interval", interval, "eval_steps")
     else:
-        note(translator, values, "has no effect: nothing is evaluated without validation and above 0", "eval_steps")
+        note(translator, values, "has no effect at 0 or without validation", "eval_steps")
     kept = number(translator, values, "max_ckpt_to_keep")
     if kept is not None:
         translator.set("learner.save_keep", kept or None, "max_ckpt_to_keep")
@@ -118,14 +118,16 @@ def tracking(translator: Translator, values: Values) -> None:
             translator.set(f"observability.use_{tracker}", True, "track_with")
         case "stdout":
             translator.idle["track_with"] = "has no effect: metrics are on the terminal and on the page"
-        case str():
+        case None:
+            pass
+        case _:
             translator.problems.append(f"track_with {tracker!r:.80} has no counterpart: set it to tensorboard or wandb")
-    settings = {"project": "wandb_project", "api_key": "wandb_key", "name": "run_name"} if tracker == "wandb" else {}
+    settings = {"project": "wandb_project", "api_key": "wandb_key"} if tracker == "wandb" else {}
     for name, value in section(translator, values, "tracker_kwargs").items():
         if name in settings:
             translator.set(f"observability.{settings[name]}", value, f"tracker_kwargs.{name}")
         else:
-            translator.idle[f"tracker_kwargs.{name}"] = "has no effect: trackers write into the folder of the run"
+            translator.idle[f"tracker_kwargs.{name}"] = "has no effect: the run names its folder and its files"
 
 
 def data_and_rewards(translator: Translator, values: Values) -> None:

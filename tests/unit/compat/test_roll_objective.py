@@ -129,6 +129,7 @@ def test_weights_and_filters_of_tokens_are_a_correction() -> None:
         {"train_infer_correction": {"filters": [{"enabled": True, "diff_enabled": True}]}},
         {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "segment"}}},
         {"track_with": "swanlab"},
+        {"track_with": ["wandb"]},
         {"max_steps": -1},
         {"rewards": {"a": {}}, "actor_train": {"data_args": {"file_name": ["x"], "domain_interleave_probs": {"b": 1}}}},
     ],
@@ -138,6 +139,13 @@ def test_what_has_no_counterpart_is_refused(keys: dict[str, Any]) -> None:
     assert problems
     for sentence in problems:
         assert any(word in sentence for word in ("set ", "write", "remove", "has a counterpart only")), sentence
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_run_reports_to_the_tracker_of_the_file(tracker: str) -> None:
+    found = settings(track_with=tracker, tracker_kwargs={"project": "roll", "name": "mine", "log_dir": "/logs"})
+    of_wandb = {"observability.wandb_project": "roll"} if tracker == "wandb" else {}
+    assert found == {f"observability.use_{tracker}": True, **of_wandb}
 
 
 def test_one_batch_ahead_is_a_bound_on_staleness() -> None:
