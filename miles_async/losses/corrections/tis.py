@@ -45,7 +45,7 @@ class Tis(Correction):
         return _bounded(log_ratio.exp(), settings)
 
 
-class SequenceTis(Correction):
+class SequenceTis(Tis):
     """The ratio of the whole sequence, truncated at tis_clip.
 
     The ratio of a sequence is unbiased but has a higher variance than that of a token.
@@ -53,14 +53,13 @@ class SequenceTis(Correction):
     """
 
     name = "sequence"
-    Settings = Tis.Settings
 
     def weights(self, log_ratio: Tensor, sequences: Tensor, settings: Tis.Settings) -> tuple[Tensor, Tensor]:
         """The product r of the ratios of a sequence's tokens, between tis_clip_low and tis_clip."""
         return _bounded(sequence_sum(log_ratio, sequences).exp(), settings)
 
 
-class GeometricTis(Correction):
+class GeometricTis(Tis):
     """The geometric mean of the ratios of a sequence, truncated at tis_clip.
 
     Its size does not depend on the length of the sequence, so the bounds fit short and long ones.
@@ -68,7 +67,6 @@ class GeometricTis(Correction):
     """
 
     name = "geometric"
-    Settings = Tis.Settings
 
     def weights(self, log_ratio: Tensor, sequences: Tensor, settings: Tis.Settings) -> tuple[Tensor, Tensor]:
         """The geometric mean r of the ratios of a sequence's tokens, between tis_clip_low and tis_clip."""
