@@ -63,7 +63,6 @@ REASONS: Mapping[str, str] = {
     "rewards normalized by environment": "reward_normalization.grouping",
     "clipped advantages of a critic": "advantage_clip has no counterpart with adv_estimator gae",
     "filters by differences of probabilities": "train_infer_correction.filters",
-    "recordings of ROLL": "rollout_mock has no counterpart",
     "an unknown tracker": "track_with",
     "another hub": "model_download_type",
     "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",

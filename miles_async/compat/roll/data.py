@@ -130,6 +130,19 @@ def tracking(translator: Translator, values: Values) -> None:
             translator.idle[f"tracker_kwargs.{name}"] = "has no effect: the run names its folder and its files"
 
 
+def recordings(translator: Translator, values: Values) -> None:
+    """Batches that are saved (`dump`), or trained again without generating them (`mock`)."""
+    found = section(translator, values, "rollout_mock")
+    mode, folder = found.get("mode", "dump"), found.get("dump_dir", "./rollout_mock_dumps")
+    if not found.get("enable"):
+        note(translator, values, "has no effect: it is not enabled", "rollout_mock")
+    elif mode in ("dump", "mock"):
+        setting = "save_debug_rollout_data" if mode == "dump" else "load_debug_rollout_data"
+        translator.set(f"debug.{setting}", f"{folder}/{{rollout_id}}.safetensors", "rollout_mock")
+    else:
+        translator.problems.append(f"rollout_mock.mode {mode!r:.80} is unknown: set it to dump or mock")
+
+
 def data_and_rewards(translator: Translator, values: Values) -> None:
     """The files of each domain, their shares of a batch, and the rewards of the domains."""
     rewards = {

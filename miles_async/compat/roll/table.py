@@ -76,7 +76,7 @@ _TOP: Table = {
     "model_name": Idle("names a model that ROLL uploads; save_hf writes exports"),
     "model_download_type": Refused("set pretrain to a folder, or to a name on the Hugging Face Hub"),
     "rollout_dump_dir": sets("debug.dump_details"),
-    "rollout_mock": Refused("set save_debug_rollout_data or load_debug_rollout_data"),
+    "rollout_mock": Combined(),
     "profiler_timeline": sets("debug.use_pytorch_profiler"),
     "profiler_memory": Only((False,), "set use_pytorch_profiler"),
     "profiler_output_dir": sets("debug.profile_dir"),

@@ -130,6 +130,7 @@ def test_weights_and_filters_of_tokens_are_a_correction() -> None:
         {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "segment"}}},
         {"track_with": "swanlab"},
         {"track_with": ["wandb"]},
+        {"rollout_mock": {"enable": True, "mode": "replay"}},
         {"max_steps": -1},
         {"rewards": {"a": {}}, "actor_train": {"data_args": {"file_name": ["x"], "domain_interleave_probs": {"b": 1}}}},
     ],
@@ -146,6 +147,13 @@ def test_a_run_reports_to_the_tracker_of_the_file(tracker: str) -> None:
     found = settings(track_with=tracker, tracker_kwargs={"project": "roll", "name": "mine", "log_dir": "/logs"})
     of_wandb = {"observability.wandb_project": "roll"} if tracker == "wandb" else {}
     assert found == {f"observability.use_{tracker}": True, **of_wandb}
+
+
+@pytest.mark.parametrize("mode, setting", [("dump", "save"), ("mock", "load")])
+def test_recordings_are_debug_data(mode: str, setting: str) -> None:
+    found = settings(rollout_mock={"enable": True, "mode": mode, "dump_dir": "/dumps"})
+    assert found == {f"debug.{setting}_debug_rollout_data": "/dumps/{rollout_id}.safetensors"}
+    assert settings(rollout_mock={"enable": False, "mode": mode}) == {}
 
 
 def test_one_batch_ahead_is_a_bound_on_staleness() -> None:
