@@ -18,7 +18,7 @@ import yaml
 from miles_async.config.yaml_text import parse_yaml
 
 FOLDER = Path(__file__).parent
-_MODELS: Mapping[str, tuple[str, str]] = {
+MODELS: Mapping[str, tuple[str, str]] = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "GLM-4-0414": ("glm4", "Glm4ForCausalLM"),
     "GLM-4.5": ("glm4_moe", "Glm4MoeForCausalLM"),
@@ -193,7 +193,7 @@ class Script:
     def _checkpoint_of_verl(self, folder: Path) -> None:
         """Write a `config.json` of the family with as many layers as the checkpoint of the script."""
         folder.mkdir(exist_ok=True)
-        kind, architecture = _MODELS[self.family]
+        kind, architecture = MODELS[self.family]
         layers = next((count for name, count in _LAYERS.items() if self.checkpoint.startswith(name)), 48)
         config: dict[str, Any] = {**_VERL_SHAPE, "num_hidden_layers": layers}
         if self.family not in ("Qwen2", "Qwen3", "Qwen3.5, images"):
@@ -222,7 +222,7 @@ class Script:
     def _checkpoint(self, folder: Path) -> None:
         """Write a `config.json` with the dimensions of the script's flags."""
         folder.mkdir(exist_ok=True)
-        kind, architecture = _MODELS[self.family]
+        kind, architecture = MODELS[self.family]
         numbers = {key: json.loads(self.words(flag)[0]) for flag, key in _KEYS.items() if self.words(flag)}
         config = {
             **_SHAPE,

@@ -77,7 +77,7 @@ class FileProblems:
         found = {setting: _value(values, key) for setting, key in keys.items()}
         if missing := [f"key {keys[setting]!r} ({setting})" for setting in keys if found[setting] is _MISSING]:
             raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
-        prompt, label = found["input_key"], found.get("label_key")
+        prompt, label = _with_messages(found["input_key"]), found.get("label_key")
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
@@ -140,6 +140,20 @@ def _value(row: dict[str, Any], key: str) -> Any:
             return _MISSING
         found = found[part]
     return found
+
+
+def _with_messages(prompt: Any) -> Any:
+    """The messages of a text such as `[{"role": "user", "content": "1 + 1"}]`, in which data sets of ROLL have them.
+
+    Anything else stays as it is.
+    """
+    if not isinstance(prompt, str) or not prompt.startswith("[{"):
+        return prompt
+    try:
+        messages = msgspec.json.decode(prompt)
+    except msgspec.DecodeError:
+        return prompt
+    return messages if all(isinstance(message, dict) and "role" in message for message in messages) else prompt
 
 
 class BlankProblems:
