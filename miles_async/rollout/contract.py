@@ -37,27 +37,40 @@ log = structlog.get_logger(__name__)
 
 
 class Arguments:
-    """All settings of a run as read-only attributes, plus values that the run adds, such as the router's address."""
+    """All settings of a run as attributes, plus values that the run adds, such as the router's address.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    These are read-only. Functions of users may set other attributes, which last for the run in their process.
+    """
+
+    def __init__(self, values: Mapping[str, Any], own: dict[str, Any] | None = None) -> None:
+        """`own` are the attributes of users' functions."""
         object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_own", {} if own is None else own)
 
     def __getattr__(self, name: str) -> Any:
-        values = object.__getattribute__(self, "_values")
-        if name in values:
-            return values[name]
-        near = get_close_matches(name, values, n=1)
+        values, own = self._parts()
+        for known in (values, own):
+            if name in known:
+                return known[name]
+        near = get_close_matches(name, [*values, *own], n=1)
         raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"args.{name} is read-only: set it in the configuration")
+        values, own = self._parts()
+        if name in values:
+            raise AttributeError(f"args.{name} is read-only: set it in the configuration")
+        own[name] = value
 
     def with_values(self, **runtime: Any) -> Arguments:
-        """A copy with further values."""
-        return Arguments(object.__getattribute__(self, "_values") | runtime)
+        """A copy with further values. What users' functions set in the copy is set here too."""
+        values, own = self._parts()
+        return Arguments({**values, **runtime}, own)
 
-    def __reduce__(self) -> tuple[type[Arguments], tuple[dict[str, Any]]]:
-        return Arguments, (object.__getattribute__(self, "_values"),)
+    def __reduce__(self) -> tuple[type[Arguments], tuple[Mapping[str, Any], dict[str, Any]]]:
+        return Arguments, self._parts()
+
+    def _parts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        return object.__getattribute__(self, "_values"), object.__getattribute__(self, "_own")
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
@@ -69,8 +82,8 @@ def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
     of_guests = GUESTS.ask("provide arguments", lambda guest: dict(guest.arguments(settings)))
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    own = config.rollout.custom_args
-    return Arguments({**own, **settings, **ChainMap(*of_guests.values()), **objective, **runtime})
+    values = {**settings, **ChainMap(*of_guests.values()), **objective, **runtime}
+    return Arguments(values, dict(config.rollout.custom_args))
 
 
 MAX_USELESS_CALLS = 3
