@@ -377,7 +377,7 @@ def slime_checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def with_slime_imports() -> Iterator[None]:
     install_slime_imports()
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("slime", "miles")]:
         del sys.modules[name]
 
 
@@ -420,3 +420,5 @@ def test_names_of_slime_are_found_without_a_checkout() -> None:
     assert found["utils.misc"].load_function("miles_async.types.Sample") is Sample
     asynchronous: Any = importlib.import_module("slime.utils.async_utils")
     assert asynchronous.run(asyncio.sleep(0, "done")) == "done"
+    assert asynchronous.get_async_loop() is asynchronous.get_async_loop()
+    assert asynchronous.AsyncLoopThread().run(asyncio.sleep(0, "in its own loop")) == "in its own loop"

@@ -1,4 +1,4 @@
-"""Settings whose values are names of slime."""
+"""Settings whose values are names of slime or Miles."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def resolve(config: RunConfig) -> RunConfig:
         # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
         supervised = with_settings(config, debug_train_only=False, eval_size=0)
         config = config if rollout_mode(supervised).needs_engines else supervised
-    if _names_slime(config) and importlib.util.find_spec("slime") is None:
+    if any(_names(project, config) and importlib.util.find_spec(project) is None for project in ("slime", "miles")):
         config = with_settings(config, slime_imports=True)
     return config
 
 
-def _names_slime(config: RunConfig) -> bool:
-    """Whether a setting names a function of the package slime."""
+def _names(project: str, config: RunConfig) -> bool:
+    """Whether a setting names a function of a package of this project."""
     values = (setting.value(config) for name, setting in SETTINGS.items() if name.endswith("_path"))
-    return any(isinstance(value, str) and value.startswith("slime.") for value in values)
+    return any(isinstance(value, str) and value.startswith(f"{project}.") for value in values)

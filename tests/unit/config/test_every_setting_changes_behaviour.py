@@ -408,7 +408,7 @@ NAMED: dict[str, str] = {
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
     "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
     "slime_imports": (
-        "unit/config/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime"
+        "unit/config/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime_and_miles"
     ),
     "min_samples_per_group": (
         "sim/test_failing_samples.py::test_a_group_is_trained_without_samples_that_fail_in_every_attempt"
