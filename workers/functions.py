@@ -28,19 +28,32 @@ from miles_async.sample_schema import accept_group, check_stored
 from miles_async.types import Group, Sample, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
 
+from .rollout_logs import RolloutLogs
+
 if TYPE_CHECKING:
     from .generators import GeneratorFactory
 
 
 def run_functions(
-    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None, journal: Journal
+    config: RunConfig,
+    entry: str,
+    generators: GeneratorFactory,
+    recording: RecordingGenerator | None,
+    journal: Journal,
+    logs: RolloutLogs,
 ) -> RunFunctions:
     """Return what replaces or extends the pipeline. Raises UserError if a function cannot be imported."""
     args = generators.args
+    change = leave_unchanged if trains_only(config) else BatchPreparation(config, args, journal)
+
+    async def prepare(rollout_id: int, groups: list[Group]) -> None:
+        await change(rollout_id, groups)
+        await logs.batch(rollout_id, groups)
+
     return RunFunctions(
-        rollout=_rollout_function(config, entry, generators, recording),
-        prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, journal),
-        evaluate=evaluation_function(config, args),
+        rollout=_rollout_function(config, entry, generators, recording, logs.metrics),
+        prepare=prepare,
+        evaluate=logs.after(evaluation_function(config, args, logs.eval_metrics)),
     )
 
 
@@ -53,7 +66,11 @@ def packs_ahead(config: RunConfig, entry: str) -> bool:
 
 
 def _rollout_function(
-    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None
+    config: RunConfig,
+    entry: str,
+    generators: GeneratorFactory,
+    recording: RecordingGenerator | None,
+    metrics: dict[int, dict[str, Any]],
 ) -> RolloutFunction | None:
     """The rollout function; None if the service takes its batches directly from the queue."""
     if trains_only(config):
@@ -69,18 +86,22 @@ def _rollout_function(
         recording=None if keeps_groups else recording,
         limits=generators.limits,
         keeps_groups=keeps_groups,
+        metrics=metrics,
     )
 
 
-def evaluation_function(config: RunConfig, args: Arguments) -> EvaluationFunction | None:
-    """Return the user's evaluation function; None if the run has none."""
+def evaluation_function(
+    config: RunConfig, args: Arguments, metrics: dict[int, dict[str, Any]] | None = None
+) -> EvaluationFunction | None:
+    """Return the user's evaluation function; None if the run has none. `metrics` receives its metrics, by rollout."""
     path = config.rollout.eval_function_path
     if path is None:
         return None
     function = load_function(path, setting="eval_function_path")
 
     async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
-        scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+        found = None if metrics is None else metrics.setdefault(rollout_id, {})
+        scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True, metrics=found)
         if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
             raise UserError(
                 f"eval_function_path {path} returned {shown(scores)}: return "

@@ -7,6 +7,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from .faults import FaultInjector
 from .functions import dynamic_filter, packs_ahead, reward_post_process, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
+from .rollout_logs import RolloutLogs
 from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
 
 log = structlog.get_logger(__name__)
@@ -89,9 +91,10 @@ class Outbox:
         return list(self._batches)
 
 
-def begin_rollout(rollout_id: int) -> None:
-    """Tell the guests which batch is collected next."""
+def begin_rollout(logs: RolloutLogs, rollout_id: int) -> None:
+    """Tell the guests and the logs which batch is collected next."""
     GUESTS.ask("begin a rollout", lambda guest: guest.begin_rollout(rollout_id))
+    logs.begin(rollout_id)
 
 
 class RolloutWorker:
@@ -160,6 +163,7 @@ class RolloutWorker:
             generators.connect(live, rewarder)
             stream = schedule is Schedule.FULLY_ASYNC
             recording = await generators.recording(live, handles.checkpoint, stream=stream)
+            logs = RolloutLogs(config, generators.args)
             ports = Ports(
                 clock=faults.clock,
                 journal=self._journal,
@@ -179,12 +183,12 @@ class RolloutWorker:
                 dynamic_filter=dynamic_filter(config, generators.args),
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
-                functions=run_functions(config, self._entry, generators, recording, self._journal),
+                functions=run_functions(config, self._entry, generators, recording, self._journal, logs),
                 packs_ahead=packs_ahead(config, self._entry),
                 keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 processors=Processors().in_use,
-                on_rollout=begin_rollout,
+                on_rollout=partial(begin_rollout, logs),
                 restore_posted=generators.trajectories.restore,
             )
             self._service = Service(

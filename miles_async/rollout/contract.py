@@ -107,8 +107,10 @@ class RolloutFunctionAdapter:
         recording: RecordingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
         keeps_groups: bool | None = False,
+        metrics: dict[int, dict[str, Any]] | None = None,
     ) -> None:
         """`score_tokens` asks the engines for missing log-probabilities; `recording` records or replays each batch.
+        `metrics` receives what the function returns as metrics, by rollout.
 
         With `keeps_groups`, a worker of the function may have generated a group long before the call that returns it. A
         sample that has neither weight versions nor a prompt of the data source is then invalid.
@@ -121,6 +123,7 @@ class RolloutFunctionAdapter:
         self._recording = recording
         self._limits = limits
         self._keeps_groups = keeps_groups
+        self._metrics = metrics
 
     async def __call__(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Return `size` groups.
@@ -153,7 +156,10 @@ class RolloutFunctionAdapter:
         """
         version = None if self._keeps_groups else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
-        result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
+        metrics = None if self._metrics is None else self._metrics.setdefault(rollout_id, {})
+        result = await call_rollout_function(
+            self._function, args, rollout_id, source, evaluation=False, metrics=metrics
+        )
         refused = _refused(result)
         groups = as_groups(result, self._rollout.n_samples_per_prompt, self._min_samples)
         if len(groups) != size:
@@ -234,19 +240,27 @@ async def _zero_log_probs(sample: Sample) -> None:
 
 
 async def call_rollout_function(
-    function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool
+    function: Callable[..., Any],
+    args: Arguments,
+    rollout_id: int,
+    data_source: DataSource,
+    *,
+    evaluation: bool,
+    metrics: dict[str, Any] | None = None,
 ) -> Any:
     """Call a rollout or evaluation function, or an object of that form, and return its groups or scores.
 
     A plain function runs in a thread, because it may block. It may return an object with the attributes `samples` (or
-    `data`, for an evaluation) and `metrics`; the metrics are written to the log.
+    `data`, for an evaluation) and `metrics`; these are written to the log, and into `metrics` if they have names.
     """
     result = await _call(function, args, rollout_id, data_source, evaluation)
     # By shape, because the class may be one of another project.
     match result:
-        case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
+        case object(samples=content, metrics=found) | object(data=content, metrics=found):
             # As one fact, because a metric may have any name, also that of another fact.
-            values = {} if metrics is None else metrics
+            values = {} if found is None else found
+            if metrics is not None and isinstance(values, Mapping):
+                metrics.update(values)
             if facts := readable_entries(values if isinstance(values, Mapping) else {"values": values}):
                 log.info("metrics of the rollout function", rollout=rollout_id, metrics=facts)
             return content

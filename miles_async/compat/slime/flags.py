@@ -11,7 +11,6 @@ from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, 
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
-_LOG_FUNCTION = Refused("a run has no function for its logs: read metrics from Prometheus, or samples in a filter")
 _LOGS = Idle("has no effect: the metrics of a run are always complete")
 _TEST = Idle("belongs to slime's own tests")
 _OFFLOAD = Idle(
@@ -124,8 +123,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_update_weight_post_write_path": Refused(
         "a publish is written, verified and made live without a step for functions: set save_hf for files with weights"
     ),
-    "custom_rollout_log_function_path": _LOG_FUNCTION,
-    "custom_eval_rollout_log_function_path": _LOG_FUNCTION,
     "rollout_data_postprocess_path": Refused(
         "log-probabilities and advantages are not changed after they are computed: set custom_advantage_function_path "
         "for advantages, custom_tis_function_path for masks of tokens, or rollout_sample_filter_path for samples"
@@ -133,9 +130,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_convert_samples_to_train_data_path": Refused(
         "samples are packed without slime's dictionary: set rollout_sample_hook_path or rollout_sample_filter_path to "
         "change samples, custom_reward_post_process_path to change rewards"
-    ),
-    "rollout_all_samples_process_path": Refused(
-        "groups that the filter drops are not kept for the batch: set rollout_sample_hook_path, which sees all samples"
     ),
     # The evaluation, which `_evaluation` reads.
     **dict.fromkeys(

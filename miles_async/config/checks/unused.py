@@ -121,7 +121,11 @@ NEEDS = (
         f"rewards that are dictionaries: custom_rm_path, or {_either('rm_type', _DICTIONARIES)}",
         rows_choose=True,
     ),
-    Needs("eval_interval", evaluates, "eval_size above 0, eval_datasets or eval_function_path"),
+    Needs(
+        "eval_interval custom_eval_rollout_log_function_path",
+        evaluates,
+        "eval_size above 0, eval_datasets or eval_function_path",
+    ),
     Needs(
         "generate_timeout_seconds agent_port tool_call_parser reasoning_parser",
         serves_agents,

@@ -399,6 +399,15 @@ NAMED: dict[str, str] = {
     "custom_reward_post_process_path": (
         "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
     ),
+    "rollout_all_samples_process_path": (
+        "sim/test_all_samples_of_a_batch.py::test_the_function_gets_the_groups_that_filters_reject_too"
+    ),
+    "custom_rollout_log_function_path": (
+        "unit/workers/test_rollout_logs.py::test_a_batch_is_logged_with_the_metrics_of_the_rollout_function"
+    ),
+    "custom_eval_rollout_log_function_path": (
+        "unit/workers/test_rollout_logs.py::test_an_evaluation_is_logged_with_the_metrics_of_its_function"
+    ),
     "rollout_sample_hook_path": f"{GENERATORS}::test_hooks_change_and_replace_each_finished_sample_in_turn",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
