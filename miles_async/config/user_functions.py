@@ -56,6 +56,7 @@ FORMS = {
     "eval_function_path": Form(_ROLLOUT, may_be_async=True),
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
     "rollout_all_samples_process_path": Form("args, all_groups, data_source"),
+    "rollout_data_postprocess_path": Form("args, rollout_id, rollout_data"),
     "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
     "rollout_sample_filter_path": Form("args, groups"),
     "rollout_sample_hook_path": Form("args, sample", may_be_async=True),

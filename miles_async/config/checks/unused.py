@@ -167,7 +167,8 @@ NEEDS = (
     ),
     Needs("custom_loss_function_path", lambda c: c.learner.loss_type == "custom_loss", "loss_type custom_loss"),
     Needs(
-        "custom_advantage_function_path custom_reward_post_process_path custom_megatron_before_log_prob_hook_path",
+        "custom_advantage_function_path custom_reward_post_process_path custom_megatron_before_log_prob_hook_path "
+        "rollout_data_postprocess_path",
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
     ),

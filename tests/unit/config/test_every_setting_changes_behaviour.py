@@ -450,6 +450,9 @@ NAMED: dict[str, str] = {
     "icepop_band": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[icepop_band]",
     "custom_loss_function_path": LOSS_FUNCTIONS,
     "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
+    "rollout_data_postprocess_path": (
+        "stack/test_loss_functions.py::test_advantages_that_a_function_changes_afterwards_are_those_of_the_loss[none]"
+    ),
     "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
     "custom_megatron_init_path": f"{LEARNER_HOOKS}::test_the_hook_of_the_start_is_called_before_the_model_is_built",
     "custom_megatron_before_log_prob_hook_path": (
