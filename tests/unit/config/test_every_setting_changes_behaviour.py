@@ -569,6 +569,7 @@ NAMED: dict[str, str] = {
     "event_log_max_bytes": f"{RUN}::test_the_event_log_of_a_run_stays_within_its_configured_size",
     "log_rotate_bytes": f"{RUN}::test_the_logs_of_a_run_are_rotated_at_the_configured_size",
     "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
+    "plain_lines": ("unit/observability/console/test_terminal.py::test_a_terminal_shows_the_plain_lines_on_request"),
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
     "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",
