@@ -10,7 +10,7 @@ the modules that it imports are these:
     rollout.base_types        base_types.py
     rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std
     utils.types               miles_async/types.py
-    utils.async_utils         run, get_async_loop, AsyncLoopThread
+    utils.async_utils         async_utils.py
     utils.http_utils          get_rollout_num_engines
     utils.misc                load_function
 
@@ -20,21 +20,16 @@ They are found below `slime` and below `miles`. Every other module comes from a 
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
-import threading
-from collections.abc import Callable, Coroutine
-from functools import cache
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from miles_async import filters, types
-from miles_async.compat.slime import base_types, data_source, rewards, rm_hub, sglang_rollout
+from miles_async.compat.slime import async_utils, base_types, data_source, rewards, rm_hub, sglang_rollout
 from miles_async.config.user_functions import load_function
-
-T = TypeVar("T")
 
 PROJECTS = ("slime", "miles")
 
@@ -68,9 +63,7 @@ def _install(project: str) -> None:
             check_reward_nonzero_std=filters.check_reward_nonzero_std,
         ),
         "utils.types": types,
-        "utils.async_utils": _module(
-            f"{project}.utils.async_utils", run=run, get_async_loop=get_async_loop, AsyncLoopThread=AsyncLoopThread
-        ),
+        "utils.async_utils": async_utils,
         "utils.http_utils": _module(
             f"{project}.utils.http_utils", get_rollout_num_engines=sglang_rollout.get_rollout_num_engines
         ),
@@ -92,29 +85,6 @@ def _install(project: str) -> None:
     for name, module in stand_ins.items():
         package, _, own_name = f"{project}.{name}".rpartition(".")
         setattr(importlib.import_module(package), own_name, module)
-
-
-class AsyncLoopThread:
-    """An event loop in a thread of its own, which ends with the process."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="slime-async-utils", daemon=True).start()
-
-    def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop, and return its result. Blocks the calling thread."""
-        return asyncio.run_coroutine_threadsafe(coro, self.loop).result()
-
-
-@cache
-def get_async_loop() -> AsyncLoopThread:
-    """The loop that all callers in this process share."""
-    return AsyncLoopThread()
-
-
-def run(coro: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the loop of `get_async_loop`, and return its result. Blocks the calling thread."""
-    return get_async_loop().run(coro)
 
 
 def load_by_path(path: str) -> Callable[..., Any]:
