@@ -21,6 +21,7 @@ import structlog
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.atomic_files import write_atomically
+from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
@@ -60,29 +61,52 @@ def beginning_of(config: RunConfig) -> Beginning:
 
 
 def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
-    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
+    """Return what `newest_checkpoint` returns, and raise what it raises.
 
     Reads the whole checkpoint to compare its checksums. The log names newer checkpoints that are damaged, and says that
-    the folder is empty. Raises UserError if the folder is missing, or holds files but no intact checkpoint, or if the
-    checkpoint was written after the last rollout.
+    the folder is empty.
+    """
+    checkpoint = newest_checkpoint(config, checksums=config.learner.checkpoint_checksums)
+    if checkpoint is not None:
+        for sentence in checkpoint.damage:
+            log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
+    elif config.learner.load is not None:
+        folder = str(Path(config.learner.load).expanduser().absolute())
+        log.info("the folder of load is empty, so the run starts from the beginning", load=folder)
+    return checkpoint
+
+
+def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint | None:
+    """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
+
+    Without `checksums`, only the sizes of files are compared. Raises UserError if the folder is missing, or holds files
+    but no intact checkpoint, or if the checkpoint was written after the last rollout or is of another model.
     """
     if config.learner.load is None:
         return None
-    folder = Path(config.learner.load).expanduser().absolute()
-    checkpoints = CheckpointFolder(folder, checksums=config.learner.checkpoint_checksums)
+    checkpoints = CheckpointFolder(Path(config.learner.load).expanduser().absolute(), checksums=checksums)
     if checkpoints.is_empty():
-        log.info("the folder of load is empty, so the run starts from the beginning", load=str(folder))
         return None
     checkpoint = checkpoints.latest()
-    for sentence in checkpoint.damage:
-        log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
     done = checkpoint.rollout + 1
     if done >= config.rollout.num_rollout:
         raise UserError(
             f"checkpoint {checkpoint.folder} was written after {done} rollouts, and num_rollout is "
             f"{config.rollout.num_rollout}: raise num_rollout to continue"
         )
+    _check_model(config, checkpoint.folder)
     return checkpoint
+
+
+def _check_model(config: RunConfig, checkpoint: Path) -> None:
+    """Raises UserError if a checkpoint is of a model with other dimensions. Earlier versions stored none."""
+    saved, own = read_progress(checkpoint).get("model", {}), dimensions(config.model)
+    changed = [f"{name} {saved[name]}, not {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
+    if changed:
+        raise UserError(
+            f"checkpoint {checkpoint} belongs to another model ({', '.join(changed)}): set hf_checkpoint to the model "
+            "that the checkpoint was trained from, or load to a checkpoint of this model"
+        )
 
 
 def unfinished_run(config: RunConfig) -> Beginning | None:

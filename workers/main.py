@@ -19,7 +19,9 @@ def train(argv: Sequence[str]) -> NoReturn:
     """Train asynchronously, with the flags of train_async.py."""
     from miles_async.config.cli import parse_or_exit
 
-    config = parse_or_exit(argv, entry="train_async.py", command="miles-async train")
+    from .check_config import read_files
+
+    config = parse_or_exit(argv, entry="train_async.py", command="miles-async train", read_files=read_files)
     # Ctrl-C simply ends this process until the driver has started something that it must end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The number of engines cannot change yet, see SIGHUP in docs/how-to/cluster.md.

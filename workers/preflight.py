@@ -26,12 +26,11 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.storage.warm_starts import Example
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
-from miles_async.columns.tokens import too_long
-from miles_async.config.generation import generates, generates_by_user, trains_only
-from miles_async.config.model_shape import context_limit, model_type_of
+from miles_async.config.generation import trains_only
+from miles_async.config.model_shape import model_type_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import check_functions, load_function
-from miles_async.errors import TemplateError, UserError, collected, raise_collected
+from miles_async.errors import UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown
 from miles_async.parsing import decode_json
@@ -39,10 +38,11 @@ from miles_async.plugins import errors_of
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.recordings import check_recordings
-from miles_async.types import Prompt, Sample
+from miles_async.types import Sample
 from miles_async.user_code import USER_CODE_ERRORS
 
 from .beginning import Beginning, beginning_of
+from .check_files import check_prompts
 from .functions import saved_batch
 from .specs import external_router_key
 
@@ -142,35 +142,8 @@ def _check_data(config: RunConfig, problems: list[str]) -> BufferedSource | None
             eval_groups(config, name, dataset, tokenizer=tokenizer)
     with collected(problems):
         data = open_data(config, tokenizer=tokenizer)
-        if tokenizer is not None and generates(config) and not generates_by_user(config):
-            complaint = data.complaint(partial(_prompt_complaint, config, tokenizer))
-            if complaint is not None:
-                setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
-                raise UserError(f"{setting}: {complaint}")
+        check_prompts(config, data, tokenizer)
         return data
-    return None
-
-
-def _prompt_complaint(
-    config: RunConfig, tokenizer: CheckpointTokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None
-) -> str | None:
-    """Why neither engines nor the learner could use a prompt; None if they can."""
-    try:
-        length = len(tokenizer.encode(prompt, tools))
-    except (TemplateError, UserError) as error:
-        return str(error)
-    response, context = config.rollout.rollout_max_response_len, context_limit(config)
-    if not length:
-        return "the prompt has no tokens: write a text"
-    if (limit := config.rollout.rollout_max_prompt_len) is not None and length > limit:
-        return f"the prompt has {length} tokens, more than rollout_max_prompt_len {limit}: raise it"
-    if length >= (longest := longest_sequence(config.learner)):
-        return f"the prompt alone has {too_long(length, longest)}"
-    if context is not None and length + response > context:
-        return (
-            f"the prompt has {length} tokens, and rollout_max_response_len is {response}, more than the {context} "
-            "tokens of the model's context together: lower rollout_max_response_len, or shorten the prompts"
-        )
     return None
 
 

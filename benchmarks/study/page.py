@@ -25,6 +25,10 @@ trains the same number of samples. Accuracy is greedy, on 512 held-out problems.
 publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch uses.
 `make study` repeats the measurement. It continues where it was interrupted, and the results are in
 `benchmarks/results/study/`.
+
+These runs divided the advantages of a group by the standard deviation with n in its denominator. GRPO now takes n - 1,
+as slime does, so that the advantages of a group of four are 13 % smaller. Adam's step does not depend on their scale,
+except where gradients are clipped.
 """
 
 

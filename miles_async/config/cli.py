@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
@@ -20,10 +20,10 @@ from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
-from miles_async.config.load import checked_config, config_of_values, translation_table
+from miles_async.config.load import checked_config, config_of_values, translation_table, without_consequences
 from miles_async.config.schema import RunConfig
 from miles_async.config.suggest import suggestion
-from miles_async.config.table import table
+from miles_async.config.table import TableRow, table
 from miles_async.config.user_functions import check_functions
 from miles_async.errors import UserError, collected, raise_collected
 from miles_async.observability.output import protect_output
@@ -32,13 +32,19 @@ EXIT_INVALID = 2
 """Exit code for an invalid configuration."""
 
 
-def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -> RunConfig:
+ReadFiles = Callable[[RunConfig, bool], list[TableRow]]
+"""`read_files(config, full)` returns what the files of a run contain, and raises UserError with their problems."""
+
+
+def parse_or_exit(
+    argv: Sequence[str], entry: str, command: str | None = None, read_files: ReadFiles | None = None
+) -> RunConfig:
     """The checked configuration of a run, or exit.
 
     `entry` is `train_async.py` or `train.py` and determines the schedule. `command` is what the user typed to start the
-    program, such as `miles-async train`, for usage and messages; it defaults to the script. Exits with status 0 after
-    printing the help or, for `--check-config`, the derived values; exits with status 2 after printing one sentence per
-    problem to stderr.
+    program, such as `miles-async train`, for usage and messages; it defaults to the script. `read_files` reads the
+    files of the run for `--check-config`. Exits with status 0 after printing the help or, for `--check-config`, the
+    derived values; exits with status 2 after printing one sentence per problem to stderr.
     """
     protect_output()
     program = command or entry
@@ -57,6 +63,7 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
         # The preflight of a run checks the functions again. After a refusal there is none.
         with collected(found):
             check_functions(config)
+    read = _read(config, flags, read_files, found) if flags.check and read_files is not None else []
     if found:
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
@@ -67,8 +74,19 @@ def parse_or_exit(argv: Sequence[str], entry: str, command: str | None = None) -
     if flags.check:
         preset = [] if flags.preset is None else [presets.described(flags.preset)]
         translations = [text for path in flags.config_files if (text := translation_table(Path(path))) is not None]
-        _print_and_exit("\n".join([*preset, *translations, table(config, entry)]))
+        _print_and_exit("\n".join([*preset, *translations, table(config, entry, read)]))
     return config
+
+
+def _read(config: RunConfig, flags: Flags, read_files: ReadFiles, found: list[str]) -> list[TableRow]:
+    """What the files of the run contain. Adds their problems to `found`."""
+    problems: list[str] = []
+    rows: list[TableRow] = []
+    with collected(problems):
+        # A function that cannot be imported is a problem that is already known.
+        rows = read_files(config, flags.check_fully and not found)
+    found += without_consequences(problems, found)
+    return rows
 
 
 def _idle_notes(flags: Flags) -> list[str]:
@@ -115,7 +133,8 @@ def help_text(command: str) -> str:
         "",
         "  --config FILE           YAML file of settings, grouped by section; may be given several times",
         "  --preset PROJECT        use the defaults of another project, such as slime",
-        "  --check-config          check settings and user functions, print derived values, and exit",
+        "  --check-config [full]   check settings, user functions, the first rows of data and the checkpoint to load,",
+        "                          print derived values, and exit; full also rewards an empty answer to the first row",
         "  --suggest-layout MODEL --gpus N",
         "                          print settings of devices and layout with which a checkpoint trains on N GPUs of",
         "                          --gpu-memory-gib, and exit",

@@ -62,6 +62,8 @@ class Flags:
     help_of: str | None = None
     """The project whose flags are to be explained, such as `slime` of `--help-slime`."""
     check: bool = False
+    check_fully: bool = False
+    """Whether `--check-config full` also calls reward functions."""
     model: str | None = None
     """The model of `--suggest-layout`; None if no layout is asked for."""
     gpus: int | None = None
@@ -86,8 +88,8 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             values = list(takewhile(_is_value, words))
             if word in ("-h", "--help"):
                 flags.help = True
-            elif word == "--check-config":
-                flags.check = True
+            elif word.partition("=")[0] == "--check-config":
+                del words[: _read_check(flags, word, values)]
             elif word.startswith("--help-"):
                 flags.help_of = word.removeprefix("--help-")
             elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
@@ -119,7 +121,7 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     flag, equals, text = word.partition("=")
     if equals:
         values = [text]
-    if flag in ("--help", "--check-config"):
+    if flag == "--help":
         raise UserError(f"{flag} does not take the value {text!r}: remove the value")
     if flag in ("--suggest-layout", "--gpus"):
         _read_suggestion(flags, flag, values)
@@ -137,6 +139,16 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
         if equals and not used:
             raise UserError(_not_a_switch(flag, text))
     return 0 if equals else used
+
+
+def _read_check(flags: Flags, word: str, values: Sequence[str]) -> int:
+    """Returns how many of `values`, the words after the flag, belong to it."""
+    _, equals, text = word.partition("=")
+    if equals and text != "full":
+        raise UserError(f"--check-config does not take the value {text!r}: remove the value, or write full")
+    follows = not equals and values[:1] == ["full"]
+    flags.check, flags.check_fully = True, bool(equals) or follows
+    return int(follows)
 
 
 def _read_preset(flags: Flags, values: Sequence[str]) -> None:

@@ -70,9 +70,7 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     if all_files_read:
         with collected(found):
             config = _resolve_correction(config, entry)
-        # A sentence about a setting that has another problem may only follow from that problem.
-        wrong = _settings_in(" ".join(found))
-        found += [sentence for sentence in problems(config, entry) if wrong.isdisjoint(_settings_in(sentence))]
+        found += without_consequences(problems(config, entry), found)
     if not found and flags.preset is None:
         with collected(found):
             flags.notes += unlike(config, {assignment.path for assignment in assignments})
@@ -96,6 +94,12 @@ def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
             found += str(error).splitlines()
             all_files_read = False
     return [*assignments, *flags.assignments], found, all_files_read
+
+
+def without_consequences(sentences: Sequence[str], found: Sequence[str]) -> list[str]:
+    """`sentences` without those about a setting that has another problem, from which they may only follow."""
+    wrong = _settings_in(" ".join(found))
+    return [sentence for sentence in sentences if wrong.isdisjoint(_settings_in(sentence))]
 
 
 def _settings_in(text: str) -> set[str]:

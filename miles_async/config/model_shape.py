@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def shape_of(model: Model) -> ModelShape | None:
     plugin = MODELS.find(config["model_type"])
     with plugin_errors(plugin, f"read the shape of the model from {model.hf_checkpoint}/config.json"):
         return plugin.shape(config)
+
+
+def dimensions(model: Model) -> dict[str, Any]:
+    """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape."""
+    shape = shape_of(model)
+    return {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
 
 
 def hf_config(hf_checkpoint: str) -> Mapping[str, Any]:

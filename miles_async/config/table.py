@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from miles_async.config.disk import checkpoints_written, disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
@@ -12,14 +14,20 @@ from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.planning.plan import GIB, GRADIENT
 from miles_async.scheduling.bounds import Schedule
 
+TableRow = tuple[str, object, str]
+"""A name, its value, and what the value means."""
 
-def table(config: RunConfig, entry: str) -> str:
-    """The table that start-up and `--check-config` print, one derived value per line."""
+
+def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
+    """The table that start-up and `--check-config` print, one derived value per line.
+
+    `read` is what files say, which only `--check-config` prints.
+    """
     bounds, rollout, learner = bounds_of(config, entry), config.rollout, config.learner
     schedule, keeps_groups = schedule_of(config, entry), rollout_mode(config).keeps_groups
     reduced = bounds.window < bounds.requested_window
     reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
-    rows: list[tuple[str, object, str]] = [("schedule", schedule.replace("_", " "), reason_of_schedule(config, entry))]
+    rows: list[TableRow] = [("schedule", schedule.replace("_", " "), reason_of_schedule(config, entry))]
     if keeps_groups:
         limit = _or_no_limit(rollout.max_weight_staleness)
         rows += [
@@ -49,12 +57,13 @@ def table(config: RunConfig, entry: str) -> str:
     rows += [
         ("batch", config.samples_per_rollout, f"samples: {groups}, trained in {steps}"),
         *_objective_row(config),
-        ("learner", learner.ranks, f"rank(s): {_layout(learner)}"),
+        ("learner", learner.ranks, f"rank(s): {_sizes(learner)}"),
         ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
         *_disk_rows(config, entry),
         *_memory_rows(memory_plan(config), precision_on_gpus(learner)),
+        *read,
     ]
     return _lines(rows)
 
@@ -64,14 +73,14 @@ def memory_table(plan: MemoryPlan, precision: str) -> str:
     return _lines(_memory_rows(plan, precision))
 
 
-def _lines(rows: list[tuple[str, object, str]]) -> str:
+def _lines(rows: list[TableRow]) -> str:
     return "\n".join(f"{name:<10} {value:>12}  {meaning}" for name, value, meaning in rows)
 
 
-def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
+def _disk_rows(config: RunConfig, entry: str) -> list[TableRow]:
     space, learner = disk_space(config, entry), config.learner
     run = space.events + space.store + space.logs
-    rows: list[tuple[str, object, str]] = [
+    rows: list[TableRow] = [
         (
             "disk",
             _size(run),
@@ -88,12 +97,12 @@ def _disk_rows(config: RunConfig, entry: str) -> list[tuple[str, object, str]]:
     return rows
 
 
-def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[tuple[str, object, str]]:
+def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[TableRow]:
     """What fills the memory of the fullest learner rank and of each engine rank, if the settings say how much it is."""
     if plan is None:
         return []
     card = f"{gib_text(plan.room)}, which a plan uses of gpu_memory_gib {plan.card / GIB:g}"
-    rows: list[tuple[str, object, str]] = []
+    rows: list[TableRow] = []
     if plan.learner is not None and plan.learner_job is not None:
         one, job = plan.learner, plan.learner_job
         stage = f" (pipeline stage {one.stage})" if job.pipeline > 1 else ""
@@ -128,7 +137,7 @@ def _size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
 
 
-def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
+def _objective_row(config: RunConfig) -> list[TableRow]:
     if config.learner.loss_type == "custom_loss":
         return _custom_loss_rows(config)
     if config.learner.loss_type != "policy_loss":
@@ -136,10 +145,10 @@ def _objective_row(config: RunConfig) -> list[tuple[str, object, str]]:
     return [("objective", objective_name(config.algorithm), described(config.algorithm))]
 
 
-def _custom_loss_rows(config: RunConfig) -> list[tuple[str, object, str]]:
+def _custom_loss_rows(config: RunConfig) -> list[TableRow]:
     path = config.algorithm.custom_loss_function_path
     assert path is not None, "config/checks refuses it"
-    rows: list[tuple[str, object, str]] = [("objective", "custom_loss", path)]
+    rows: list[TableRow] = [("objective", "custom_loss", path)]
     if takes_logits(load_function(path, setting="custom_loss_function_path")):
         shape, tokens = shape_of(config.model), config.learner.micro_batch_tokens
         vocabulary = 0 if shape is None else shape.vocabulary
@@ -149,7 +158,12 @@ def _custom_loss_rows(config: RunConfig) -> list[tuple[str, object, str]]:
     return rows
 
 
-def _layout(learner: Learner) -> str:
+def parallel_layout(learner: Learner) -> str:
+    """The layout of the learner in one line. Random states of a checkpoint have a meaning only in the same layout."""
+    return f"{learner.ranks} rank(s), {_sizes(learner)}"
+
+
+def _sizes(learner: Learner) -> str:
     """The sizes of the parallel groups. Tensor parallelism is always listed, the others only if they are in use."""
     sizes = {
         "tensor-parallel": learner.tensor_model_parallel_size,

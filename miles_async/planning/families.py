@@ -61,9 +61,12 @@ def _dense(config: HfConfig, *, is_fused: bool = True) -> FeedForward:
 
 def _experts(config: HfConfig, **features: Any) -> Experts:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((config[name] for name in names if config.get(name)), None)
+    if count is None:
+        raise KeyError("num_experts")
     return Experts(
         hidden=config["hidden_size"],
-        count=next(config[name] for name in names if config.get(name)),
+        count=count,
         active=config["num_experts_per_tok"],
         width=config.get("moe_intermediate_size") or config["intermediate_size"],
         **features,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
+from tests.wrong_inputs.builders import checkpoint
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_SCRIPT = Path("configs", "qwen3-4b-8gpu.sh")
@@ -51,6 +53,18 @@ def test_an_entry_script_answers_with_few_imports_and_without_torch_or_ray(entry
     assert int(modules) < MODULES
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "messages"])
+def test_a_check_reads_data_and_templates_without_transformers(tmp_path: Path, chat: bool) -> None:
+    checkpoint(tmp_path)
+    prompt = [{"role": "user", "content": "one"}] if chat else "one"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "label": "1"}) + "\n")
+    files = ("--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(tmp_path / "rows.jsonl"))
+    job = ("--rm-type", "exact", "--rollout-max-response-len", "64", "--check-config")
+    done = started("train_async.py", (*files, *job))
+    assert "the longest prompt has" in done.stdout
+    assert set(done.stderr.splitlines()[-1].split()[1:]) <= {"numpy", "aiohttp"}
+
+
 def test_a_refusal_is_one_sentence_per_problem_on_stderr_with_exit_code_2() -> None:
     wrong = (*MAIN_JOB, "--max-weight-staleness", "0", "--hf-checkpoint", "nowhere")
     done = subprocess.run([sys.executable, "train_async.py", *wrong], capture_output=True, text=True, cwd=ROOT)
@@ -79,10 +93,11 @@ def test_a_check_prints_the_derived_values() -> None:
 
 
 def test_the_launch_script_checks_a_run_on_eight_gpus(tmp_path: Path) -> None:
-    checkpoint, prompts, tree = tmp_path / "Qwen3-4B", tmp_path / "prompts.jsonl", tmp_path / "tree"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    prompts.write_text('{"prompt": "1+1", "label": "2"}\n')
+    model, prompts, tree = tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "tree"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    checkpoint(tmp_path)
+    prompts.write_text("".join(f'{{"prompt": "1+{n}", "label": "{n + 1}"}}\n' for n in range(300)))
     # The script runs the .venv next to it, which may not exist in this checkout, so the test creates a stand-in.
     python = tree / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -91,7 +106,7 @@ def test_the_launch_script_checks_a_run_on_eight_gpus(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "configs", tree / "configs")
     shutil.copy(ROOT / "train_async.py", tree)
     done = subprocess.run(
-        [tree / LAUNCH_SCRIPT, checkpoint, prompts, "--num-rollout", "5", "--check-config"],
+        [tree / LAUNCH_SCRIPT, model, prompts, "--num-rollout", "5", "--check-config"],
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,

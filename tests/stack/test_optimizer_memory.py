@@ -245,6 +245,7 @@ def test_what_is_in_main_memory_stays_there_while_engines_use_the_gpu(
         train(learner, 0)
         on_device, on_host = sizes(learner)
         monkeypatch.setattr(offloading, "on_cpu", lambda: False)
+        monkeypatch.setattr(offloading, "_is_on", lambda device, tensor: not in_main_memory(tensor))
         learner.offload()
         assert sizes(learner) == (0, on_host)
         learner.onload()

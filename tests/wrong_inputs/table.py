@@ -9,7 +9,7 @@ import resource
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -25,6 +25,7 @@ from miles_async.config.cli import EXIT_INVALID, parse_or_exit
 from miles_async.config.fields import SECTIONS, SETTINGS
 from miles_async.errors import UserError
 from tests.wrong_inputs.builders import BUILDERS
+from workers.check_config import read_files
 from workers.preflight import preflight
 
 TABLES = Path(__file__).parent
@@ -115,6 +116,12 @@ def run(row: Row, folder: Path) -> Ended:
     return Ended(ended.returncode, ended.stderr.splitlines())
 
 
+def check(row: Row, folder: Path) -> Ended:
+    """Check the settings and the files of a row in an empty folder with `--check-config`, and start nothing."""
+    row.write_files(folder)
+    return _ended(folder, lambda: parse_or_exit([*row.argv(folder), "--check-config"], ENTRY, read_files=read_files))
+
+
 def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -122,14 +129,16 @@ def _limit() -> None:
 
 
 def _in_process(row: Row, folder: Path) -> Ended:
+    recipe = row.recipe
+    return _ended(folder, lambda: _start(row.argv(folder)) if recipe is None else _train(folder / recipe))
+
+
+def _ended(folder: Path, program: Callable[[], object]) -> Ended:
     stderr = StringIO()
     code = 0
     with redirect_stdout(StringIO()), redirect_stderr(stderr), _at_home(folder):
         try:
-            if row.recipe is None:
-                _start(row.argv(folder))
-            else:
-                _train(folder / row.recipe)
+            program()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
     return Ended(code, stderr.getvalue().splitlines())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ def open_data(
     args: Any = None,
     report: Report = _ignore,
     rows_choose_reward: bool = True,
+    first: int | None = None,
 ) -> BufferedSource:
     """Open the training data.
 
@@ -45,12 +46,13 @@ def open_data(
         args: the flat configuration that a buffer filter receives.
         report: is called for each row or group that is skipped.
         rows_choose_reward: whether a row may name a built-in reward in its metadata, which is then checked.
+        first: read only so many rows of a file, for a check. Such a source has no position that could be saved.
 
     Raises UserError if a file cannot be read, one of the first rows is invalid, the task is unknown, or settings do not
     fit together.
     """
     data = config.data
-    problems, warm_start, held_out = _problems(config, rows_choose_reward)
+    problems, warm_start, held_out = _problems(config, rows_choose_reward, first)
     choose = pop_first
     if data.buffer_filter_path is not None:
         choose = load_function(data.buffer_filter_path, setting="buffer_filter_path")
@@ -61,7 +63,7 @@ def open_data(
         n_samples_per_prompt=config.rollout.n_samples_per_prompt,
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
-        content=_content(config),
+        content=_content(config) if first is None else "",
         render=_renderer(config, tokenizer, chats=isinstance(problems, FileProblems) and problems.has_chats),
         buffer=Buffer(choose, args, report),
         report=report,
@@ -75,11 +77,12 @@ def eval_groups(
     *,
     tokenizer: CheckpointTokenizer | None = None,
     warn: Callable[[str], None] = _ignore,
+    first: int | None = None,
 ) -> list[Group]:
     """Return the first `size` valid rows of a data set, in file order, with `n_samples` samples each.
 
-    Feed indices start with `name`. `tokenizer` renders prompts. `warn` is called once if rows are invalid. Raises
-    UserError as `open_data` does.
+    Feed indices start with `name`. `tokenizer` renders prompts. `warn` is called once if rows are invalid. `first`
+    reads only so many rows. Raises UserError as `open_data` does.
     """
     # The beginning of the file may be read twice, so each row is counted by its sentence.
     invalid: dict[str, None] = {}
@@ -100,11 +103,9 @@ def eval_groups(
         tokenizer=tokenizer,
         report=lambda reason, sentence: invalid.setdefault(sentence),
         rows_choose_reward=dataset.rm_type is None,
+        first=first,
     )
-    # The source feeds forever: the first group of the second epoch marks the end of the data.
-    fed = (source.get_samples(1)[0] for _ in itertools.count())
-    first_epoch = takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
-    groups = list(islice(first_epoch, dataset.size))
+    groups = list(islice(first_epoch(source), dataset.size))
     for group in groups:
         group.feed_index = f"{name}_{group.feed_index}"
         if dataset.rm_type is not None:
@@ -118,16 +119,27 @@ def eval_groups(
     return groups
 
 
-def _problems(config: RunConfig, rows_choose_reward: bool) -> tuple[Problems, Problems, list[Problem]]:
+def first_epoch(source: BufferedSource) -> Iterator[Group]:
+    """Yield a group for each row of a new source that can be used."""
+    # The source feeds forever: the first group of the second epoch marks the end of the data.
+    fed = (source.get_samples(1)[0] for _ in itertools.count())
+    return takewhile(lambda group: group.feed_index.startswith("sample_0_"), fed)
+
+
+def _problems(
+    config: RunConfig, rows_choose_reward: bool, first: int | None
+) -> tuple[Problems, Problems, list[Problem]]:
     """Return the problems for training, those for the warm start, and the held-out problems."""
     data = config.data
     if data.prompt_data is None:
         # A run that trains saved batches, or whose rollout function provides its own data, needs no problems.
         blank = data.reasoning_gym_task is None and (data.disable_rollout_global_dataset or trains_only(config))
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
-    rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir)
+    rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir, first=first)
     problems = FileProblems(rows, data, complaint=_reward_complaint(config, rows_choose_reward))
-    return problems, problems, problems.hold_out(data.eval_size) if data.eval_size else []
+    # The first rows of a file alone may be too few to hold problems out.
+    holds_out = data.eval_size and (first is None or len(rows) < first)
+    return problems, problems, problems.hold_out(data.eval_size) if holds_out else []
 
 
 def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping[str, Any], Any], str | None]:

@@ -8,6 +8,8 @@ derived from the path, the size and the modification time of the Parquet file.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,15 @@ MAX_SHARE_OF_FREE_DISK = 0.5
 class ParquetRows:
     """Rows of a Parquet file. Raises UserError if it is not a Parquet file, and OSError if it cannot be opened."""
 
-    def __init__(self, path: Path, cache: Path) -> None:
+    def __init__(self, path: Path, cache: Path, end: int | None = None) -> None:
+        """`end` reads only so many rows, into memory. Otherwise the file is converted in the folder `cache`."""
         # Importing pyarrow is slow, so only runs that read Parquet files import it.
         import pyarrow as pa
 
         self._path = path
+        if end is not None:
+            self._table = _first_rows(path, end)
+            return
         stat = path.stat()
         name = checksum([f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()])
         copy = cache / "data" / f"{name}.arrow"
@@ -59,6 +65,33 @@ def _table(copy: Path) -> Any:
     return pa.ipc.open_file(pa.memory_map(str(copy))).read_all()
 
 
+def _first_rows(path: Path, count: int) -> Any:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with _valid(path), parquet.ParquetFile(path, memory_map=True) as source:
+        batches: list[Any] = []
+        for batch in source.iter_batches(batch_size=count):
+            batches.append(batch)
+            if sum(map(len, batches)) >= count:
+                break
+        return pa.Table.from_batches(batches, source.schema_arrow)
+
+
+@contextmanager
+def _valid(path: Path) -> Iterator[None]:
+    """Raises UserError if the block finds that a file is no valid Parquet file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        # Arrow reports damaged pages as errors of the system, without a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(f"prompt_data {path} is not a valid Parquet file ({error}): copy it again") from error
+
+
 def _convert_to_arrow(path: Path, copy: Path) -> None:
     """Write the copy, for this user alone. A small Parquet file can have a large copy, which may fill the disk."""
     import pyarrow as pa
@@ -66,7 +99,7 @@ def _convert_to_arrow(path: Path, copy: Path) -> None:
 
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     most = shutil.disk_usage(copy.parent).free * MAX_SHARE_OF_FREE_DISK
-    try:
+    with _valid(path):
         source = parquet.ParquetFile(path)
         with atomic_file(copy) as temporary:
             temporary.touch(mode=0o600)
@@ -78,8 +111,3 @@ def _convert_to_arrow(path: Path, copy: Path) -> None:
                             f"prompt_data {path} has more than {most / 1e9:.3g} GB without its compression, half of "
                             f"the free space at {copy.parent}: set cache_dir to a larger disk, or train on fewer rows"
                         )
-    except (pa.ArrowException, OSError) as error:
-        # Arrow reports damaged pages as errors of the system, without a number.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise UserError(f"prompt_data {path} is not a valid Parquet file ({error}): copy it again") from error

@@ -73,8 +73,10 @@ class FileProblems:
 
     def __getitem__(self, row: int) -> Problem:
         values, data = self._rows[row], self._data
-        prompt = self._required(values, data.input_key, "input_key", row)
-        label = None if data.label_key is None else self._required(values, data.label_key, "label_key", row)
+        keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
+        if missing := [f"key {key!r} ({setting})" for setting, key in keys.items() if key not in values]:
+            raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
+        prompt, label = values[data.input_key], None if data.label_key is None else values[data.label_key]
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
@@ -105,11 +107,6 @@ class FileProblems:
             except DataRowError:
                 # The source reports the row when it is fed.
                 continue
-
-    def _required(self, values: dict[str, Any], key: str, setting: str, row: int) -> Any:
-        if key not in values:
-            raise self._invalid(row, f"no key {key!r} ({setting}); the row has {', '.join(map(repr, values))}")
-        return values[key]
 
     def _question(self, prompt: Any, row: int) -> str:
         if isinstance(prompt, str):

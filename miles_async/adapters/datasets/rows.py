@@ -33,34 +33,45 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(prompt_data: str, *, cache_dir: str) -> Rows:
+def open_rows(prompt_data: str, *, cache_dir: str, first: int | None = None) -> Rows:
     """Open a .jsonl or .parquet file.
 
     `prompt_data` is a path, or `path@[a:b]` for the rows from a up to but excluding b. `cache_dir` stores converted
-    Parquet files. Raises UserError if the file cannot be read or has no rows.
+    Parquet files. `first` opens only so many rows: the rest of the file is not read, and nothing is converted. Raises
+    UserError if the file cannot be read or has no rows.
     """
     path, part = split_slice(prompt_data)
+    part = part or slice(None)
+    end = None if first is None else _end(part, first)
     try:
         rows: Rows = (
-            ParquetRows(Path(path).expanduser(), Path(cache_dir).expanduser())
+            ParquetRows(Path(path).expanduser(), Path(cache_dir).expanduser(), end)
             if path.endswith(".parquet")
-            else JsonlRows(Path(path).expanduser())
+            else JsonlRows(Path(path).expanduser(), end)
         )
     except OSError as error:
         raise UserError(f"prompt_data {path} cannot be read: {error.strerror or error}") from error
-    if part is not None:
-        rows = _Slice(rows, range(*part.indices(len(rows))))
+    chosen = range(*part.indices(len(rows)))[:first]
+    if len(chosen) < len(rows):
+        rows = _Slice(rows, chosen)
     if not len(rows):
         raise UserError(f"prompt_data {prompt_data} has no rows: name a file with data, or widen the slice")
     return rows
 
 
+def _end(part: slice, first: int) -> int | None:
+    """How many rows at the beginning of a file include the first rows of `part`; None if it counts from the end."""
+    start, stop = part.start or 0, part.stop or 0
+    return None if min(start, stop) < 0 else start + first
+
+
 class JsonlRows:
     """Rows of a file with one JSON object per line; blank lines are skipped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, end: int | None = None) -> None:
+        """`end` ends the index after so many rows, or soon after them."""
         self._path = path
-        self._offsets = self._index()
+        self._offsets = self._index(end)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -86,14 +97,14 @@ class JsonlRows:
                 left -= len(block)
         return f"{self._path}, line {lines}"
 
-    def _index(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def _index(self, end: int | None) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """Return the byte offset of each line that is not blank."""
         with self._path.open("rb") as file:
             # Files that were written on Windows may start with a byte-order mark, which is not part of the first row.
             first = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
             starts_by_block, offset = [np.array([first], np.uint64)], 0
             file.seek(0)
-            while block := file.read(_BLOCK_BYTES):
+            while (end is None or sum(map(len, starts_by_block)) <= end) and (block := file.read(_BLOCK_BYTES)):
                 ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
                 starts_by_block.append((ends + (offset + 1)).astype(np.uint64))
                 offset += len(block)

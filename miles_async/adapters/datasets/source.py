@@ -271,7 +271,7 @@ class BufferedSource:
                 return None
             first = first or found
         return (
-            f"none of {len(rows)} prompts from all parts of the data can be used; change the prompts, the chat "
+            f"none of {len(rows)} prompts that were tried can be used; change the prompts, the chat "
             f"template or the limits: {first}"
         )
 

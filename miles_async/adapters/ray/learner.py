@@ -16,7 +16,9 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.batching.advantages import PostProcess
 from miles_async.batching.batch import rank_batches
+from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import parallel_layout
 from miles_async.errors import FatalError
 from miles_async.types import Group, LearnerProgress, StepReport
 
@@ -187,7 +189,9 @@ class RayLearner:
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
         if self._checkpoints is not None and self._draft is not None:
-            await asyncio.to_thread(self._checkpoints.write_progress, self._draft, {"run": self._run, **progress})
+            model, layout = dimensions(self._config.model), parallel_layout(self._config.learner)
+            facts = {"run": self._run, "model": model, "layout": layout}
+            await asyncio.to_thread(self._checkpoints.write_progress, self._draft, {**facts, **progress})
         await self._ranks.on_first("finish_state", await self._ranks.on_all("write_state"))
         if self._checkpoints is not None and self._draft is not None:
             keep = self._config.learner.save_keep

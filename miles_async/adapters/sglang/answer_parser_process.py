@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from miles_async.adapters.sglang.chat_template import chat_template
 from miles_async.json_values import json_value, plain_text
 
 PARSE_SECONDS = 2.0
@@ -171,21 +172,10 @@ def _detected(checkpoint: Path, tokenizer: Any) -> tuple[str | None, str | None]
     """
     from sglang.srt.parser import template_detection as rules
 
-    template = _chat_template(checkpoint)
+    template = chat_template(checkpoint)
     always, toggle = rules.detect_reasoning_pattern(template)
     tool_calls = rules.detect_tool_call_parser(template, tokenizer, toggle, always)
     return tool_calls or "hermes", rules.detect_reasoning_parser(template, tokenizer, toggle, always)
-
-
-def _chat_template(checkpoint: Path) -> str | None:
-    """Read the chat template as transformers saves it: in its own file, or in the configuration of the tokenizer."""
-    file, settings = checkpoint / "chat_template.jinja", checkpoint / "tokenizer_config.json"
-    if file.is_file():
-        return file.read_text()
-    template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template
 
 
 def _object(arguments: str) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
@@ -47,7 +47,7 @@ class CheckpointTokenizer:
         self._prompts_are_rendered = prompts_are_rendered
 
     @classmethod
-    def of_run(cls, data: Data, checkpoint: str) -> CheckpointTokenizer:
+    def of_run(cls, data: Data, checkpoint: str) -> Self:
         """The tokenizer of `checkpoint` with the settings of a run. Raises UserError as the constructor."""
         return cls(
             checkpoint,
@@ -116,13 +116,8 @@ class CheckpointTokenizer:
             # The templates of models that also take images would write a token in place of the image.
             raise TemplateError(f"a message contains {medium}, but the model reads only text: leave it out")
         try:
-            text = self.transformers.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=answer_next,
-                **{**self._template_kwargs, **(template_kwargs or {})},
-            )
+            kwargs = {**self._template_kwargs, **(template_kwargs or {})}
+            text = self._apply_template(messages, tools=tools, add_generation_prompt=answer_next, **kwargs)
         except Exception as error:
             # A template is code from the checkpoint and may raise any exception.
             raise TemplateError(f"the chat template refused the messages: {error}") from error
@@ -147,10 +142,10 @@ class CheckpointTokenizer:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:
             # The files of a tokenizer may contain anything, and the library raises many exceptions.
-            raise UserError(
-                f"the tokenizer of hf_checkpoint {self.folder} cannot be loaded ({type(error).__name__}: {error}); "
-                "copy the checkpoint again"
-            ) from error
+            raise unusable(self.folder, error) from error
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
+        return self.transformers.apply_chat_template(messages, tokenize=False, **variables)
 
     def _chat_ids(self, text: str) -> list[int]:
         return list(self._chat_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -166,6 +161,14 @@ class CheckpointTokenizer:
         tokenizer = Tokenizer.from_str(self.transformers.backend_tokenizer.to_str())
         _encode_whole_texts(tokenizer)
         return tokenizer
+
+
+def unusable(folder: Path, error: Exception) -> UserError:
+    """Say that the files of a tokenizer are broken."""
+    return UserError(
+        f"the tokenizer of hf_checkpoint {folder} cannot be loaded ({type(error).__name__}: {error}); copy the "
+        "checkpoint again"
+    )
 
 
 def _medium(messages: list[dict[str, Any]]) -> str | None:

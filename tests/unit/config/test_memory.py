@@ -181,6 +181,12 @@ def test_the_plan_agrees_with_release_tests_of_megatron_lm(
     assert last.peak / GIB == pytest.approx(peak, rel=0.05)
 
 
+def test_a_model_of_experts_without_their_number_has_no_plan() -> None:
+    model = {name: value for name, value in MODELS["Mixtral-8x7B"].items() if name != "num_local_experts"}
+    with pytest.raises(KeyError, match="num_experts"):
+        architecture(model)
+
+
 @pytest.mark.parametrize(
     "file, model, gpus", [("qwen3-4b-8gpu.yaml", "Qwen3-4B", 8), ("qwen3-30b-a3b-16gpu.yaml", "Qwen3-30B-A3B", 16)]
 )

@@ -7,12 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.wrong_inputs.table import Ended, Row, complaints, rows, run
+from tests.wrong_inputs.table import Ended, Row, check, complaints, rows, run
+
+FOUND_AT_THE_START = (
+    "a template for texts in the warm start of messages",
+    "an unknown task",
+    "saved batches that are text",
+    "saved batches that do not exist",
+    "unknown settings of a task",
+)
+"""Names of rows that need more than the first rows of a file, or a library that takes seconds to import."""
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.id)
 def test_a_wrong_input_is_refused_with_a_sentence_per_problem(tmp_path: Path, row: Row) -> None:
     assert complaints(row, run(row, tmp_path)) == []
+
+
+@pytest.mark.parametrize("row", [*rows("data"), *rows("templates")], ids=lambda row: row.id)
+def test_check_config_finds_what_is_wrong_with_data_and_templates(tmp_path: Path, row: Row) -> None:
+    found = complaints(row, check(row, tmp_path))
+    if row.name in FOUND_AT_THE_START:
+        assert "the exit code is 0" in found
+    else:
+        assert found == []
 
 
 def test_the_base_settings_of_the_table_are_accepted(tmp_path: Path) -> None:

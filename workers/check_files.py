@@ -1,0 +1,249 @@
+"""What `--check-config` reads of the files of a run, by the code that reads them at the start of a run.
+
+What takes longer with a larger file is left to the start (`workers/preflight.py`): checksums, held-out problems, copies
+of Parquet files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from miles_async.adapters.datasets.factory import eval_groups, first_epoch, open_data
+from miles_async.adapters.datasets.source import BufferedSource
+from miles_async.adapters.sglang.light_tokenizer import LightTokenizer
+from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.adapters.storage.checkpoints import read_progress
+from miles_async.batching.layout import longest_sequence
+from miles_async.columns.tokens import too_long
+from miles_async.config.fields import with_settings
+from miles_async.config.generation import generates, generates_by_user
+from miles_async.config.model_shape import context_limit
+from miles_async.config.prompt_files import split_slice
+from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.config.schema.model import hub_name
+from miles_async.config.table import TableRow, parallel_layout
+from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.rewards.factory import RunRewards
+from miles_async.rollout.contract import flat_args
+from miles_async.types import Group, Prompt, SampleStatus
+
+FIRST_ROWS = 64
+"""Rows that are read of each file."""
+_ORDER_OF_SETTINGS = ("shuffle", "seed", "n_samples_per_prompt")
+"""Entries of a saved data position that can be compared without reading the whole data."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstRows:
+    """The first rows of the data for training or for an evaluation."""
+
+    title: str
+    """The file or the task."""
+    dataset: EvalDataset | None
+    """None for training."""
+    groups: Sequence[Group]
+
+
+def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
+    """What the files of a run contain. With `full`, the reward functions score an empty answer to the first rows.
+
+    Raises UserError with a sentence per problem.
+    """
+    problems: list[str] = []
+    data, tokenizer = config.data, None
+    with collected(problems):
+        tokenizer = _tokenizer(config)
+    if tokenizer is None and config.model.hf_checkpoint is not None:
+        config = with_settings(config, apply_chat_template=False)
+    rows: list[TableRow] = []
+    read: list[_FirstRows] = []
+    for name, dataset in config.rollout.eval_datasets.items():
+        if (later := _downloaded_later(dataset.path)) is not None:
+            rows.append(later)
+            continue
+        with collected(problems):
+            groups = eval_groups(config, name, dataset, tokenizer=tokenizer, first=FIRST_ROWS)
+            read.append(_FirstRows(dataset.path, dataset, groups))
+    source = None
+    title = data.prompt_data or (data.reasoning_gym_task if full else None)
+    if title is not None and (later := _downloaded_later(title)) is not None:
+        rows.append(later)
+    elif title is not None:
+        with collected(problems):
+            source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS)
+            check_prompts(config, source, tokenizer)
+            read.append(_FirstRows(title, None, list(islice(first_epoch(source), FIRST_ROWS))))
+    rows += [_data_row(config, one, tokenizer) for one in read]
+    with collected(problems):
+        rows += _load_rows(config, source)
+    if full and config.data.environment is None and generates(config):
+        with collected(problems):
+            rows += asyncio.run(_score_empty_answers(config, read))
+    raise_collected(problems)
+    return rows
+
+
+def check_prompts(config: RunConfig, source: BufferedSource, tokenizer: CheckpointTokenizer | None) -> None:
+    """Raises UserError if neither engines nor the learner can use the prompts that are tried."""
+    if tokenizer is None or not _measures(config):
+        return
+    complaint = source.complaint(partial(_prompt_complaint, config, tokenizer))
+    if complaint is not None:
+        setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
+        raise UserError(f"{setting}: {complaint}")
+
+
+def _measures(config: RunConfig) -> bool:
+    """Whether engines get the prompts of the data. A function of the user may do anything with them."""
+    return generates(config) and not generates_by_user(config)
+
+
+def _prompt_complaint(
+    config: RunConfig, tokenizer: CheckpointTokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None
+) -> str | None:
+    """Why neither engines nor the learner could use a prompt; None if they can."""
+    try:
+        return _length_complaint(config, len(tokenizer.encode(prompt, tools)))
+    except (TemplateError, UserError) as error:
+        return str(error)
+
+
+def _length_complaint(config: RunConfig, length: int) -> str | None:
+    response, context = config.rollout.rollout_max_response_len, context_limit(config)
+    if not length:
+        return "the prompt has no tokens: write a text"
+    if (limit := config.rollout.rollout_max_prompt_len) is not None and length > limit:
+        return f"the prompt has {length} tokens, more than rollout_max_prompt_len {limit}: raise it"
+    if length >= (longest := longest_sequence(config.learner)):
+        return f"the prompt alone has {too_long(length, longest)}"
+    if context is not None and length + response > context:
+        return (
+            f"the prompt has {length} tokens, and rollout_max_response_len is {response}, more than the {context} "
+            "tokens of the model's context together: lower rollout_max_response_len, or shorten the prompts"
+        )
+    return None
+
+
+def _tokenizer(config: RunConfig) -> LightTokenizer | None:
+    """The tokenizer of the checkpoint; None if the checkpoint is no folder."""
+    checkpoint = config.model.hf_checkpoint
+    if checkpoint is None or not Path(checkpoint).is_dir():
+        return None
+    return LightTokenizer.of_run(config.data, checkpoint)
+
+
+def _downloaded_later(path: str) -> TableRow | None:
+    """Say that a data set is not on this machine; None if it is."""
+    if hub_name(split_slice(path)[0]) is None:
+        return None
+    return ("data", 0, f"rows read of {path}, which is downloaded when the run starts")
+
+
+def _data_row(config: RunConfig, read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableRow:
+    """Say how long the prompts of the first rows are."""
+    of = "" if read.dataset is None else ", for evaluation"
+    text = f"first rows of {read.title}{of}"
+    if not _measures(config):
+        return ("data", len(read.groups), text)
+    if tokenizer is None:
+        unread = config.model.hf_checkpoint
+        reason = "" if unread is None else f"; prompts are not measured, because {unread} is no folder with a tokenizer"
+        return ("data", len(read.groups), f"{text}{reason}")
+    if read.dataset is not None and read.dataset.max_response_len is not None:
+        config = with_settings(config, rollout_max_response_len=read.dataset.max_response_len)
+    lengths: list[int] = []
+    unusable: list[str] = []
+    for group in read.groups:
+        try:
+            lengths.append(len(tokenizer.encode(group[0].prompt, group[0].metadata.get("tools"))))
+        except (TemplateError, UserError) as error:
+            unusable.append(str(error))
+    unusable += [complaint for length in lengths if (complaint := _length_complaint(config, length)) is not None]
+    if lengths:
+        text += f"; the longest prompt has {_length_text(config, max(lengths))}"
+    if unusable:
+        text += f"; {len(unusable)} cannot be used: {unusable[0]}"
+    return ("data", len(read.groups), text)
+
+
+def _length_text(config: RunConfig, length: int) -> str:
+    limit, response = config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_response_len
+    text = f"{length} tokens" + ("" if limit is None else f" (rollout_max_prompt_len {limit})")
+    if (context := context_limit(config)) is not None:
+        text += f", {length + response} with its response (context {context})"
+    return text
+
+
+def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRow]:
+    """Say what the run resumes from. Raises UserError if it cannot."""
+    load = config.learner.load
+    if load is None:
+        return []
+    # Its imports take a fifth of a second.
+    from .beginning import newest_checkpoint
+
+    checkpoint = newest_checkpoint(config, checksums=False)
+    if checkpoint is None:
+        return [("load", 0, f"checkpoints in {load}: the run starts from the beginning")]
+    progress = read_progress(checkpoint.folder)
+    position = progress["data"]
+    if source is not None:
+        try:
+            order = {name: value for name, value in position["order"].items() if name in _ORDER_OF_SETTINGS}
+            source.seek({**position, "order": order})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"the data position of checkpoint {checkpoint.folder} is not valid ({type(error).__name__}: {error}): "
+                "load another checkpoint"
+            ) from error
+    text = (
+        f"of {config.rollout.num_rollout} rollouts are trained in {checkpoint.folder}, prompts to finish: "
+        f"{len(progress['owed'])}; checksums are compared at the start"
+    )
+    layout = parallel_layout(config.learner)
+    if (saved := progress.get("layout", layout)) != layout:
+        text += f"; random numbers start from the seed, because its layout is {saved}"
+    return [
+        ("load", checkpoint.rollout + 1, text),
+        *(("load", "damaged", f"{sentence}; an older checkpoint is loaded") for sentence in checkpoint.damage),
+    ]
+
+
+async def _score_empty_answers(config: RunConfig, read: Sequence[_FirstRows]) -> list[TableRow]:
+    """Call each reward as a run calls it. Raises UserError with a sentence for each that fails."""
+    rewards, problems = RunRewards(config, flat_args(config)), list[str]()
+    rows: list[TableRow] = []
+    try:
+        for one in read:
+            with collected(problems):
+                rows.append(await _score_empty_answer(config, rewards, one))
+    finally:
+        await rewards.close()
+    raise_collected(problems)
+    return rows
+
+
+async def _score_empty_answer(config: RunConfig, rewards: RunRewards, read: _FirstRows) -> TableRow:
+    rewarder = None if read.dataset is None else rewards.of(read.dataset)
+    group = read.groups[0]
+    for sample in group:
+        sample.status = SampleStatus.COMPLETED
+    try:
+        await (rewarder or rewards).score(group)
+    except TrajectoryError as error:
+        if config.rollout.custom_generate_function_path is not None or generates_by_user(config):
+            # The function of the user may add to its samples what the reward reads.
+            return ("reward", "none", f"for an empty answer to the first row of {read.title}: {error}")
+        custom = config.rollout.custom_rm_path if read.dataset is None else read.dataset.custom_rm_path
+        setting = "rm_type" if custom is None else "custom_rm_path"
+        raise UserError(
+            f"{setting}: an empty answer to the first row of {read.title} has no reward ({error}): change the reward "
+            "or the row"
+        ) from error
+    return ("reward", f"{group[0].scalar_reward:g}", f"of an empty answer to the first row of {read.title}")
