@@ -52,7 +52,7 @@ from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .functions import dynamic_filter, packs_ahead, reward_post_process, run_functions
+from .functions import conversion, dynamic_filter, packs_ahead, reward_post_process, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
 from .rollout_logs import RolloutLogs
@@ -175,7 +175,7 @@ class RolloutWorker:
                     ranks,
                     self._folder.path.name,
                     self._checkpoint_before(handles, stored),
-                    reward_post_process(config, generators.args),
+                    conversion(config, generators.args) or reward_post_process(config, generators.args),
                 ),
                 channel=channel,
                 fleet=fleet,

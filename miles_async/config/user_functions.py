@@ -35,6 +35,7 @@ class Form(NamedTuple):
 FORMS = {
     "buffer_filter_path": Form("args, rollout_id, buffer, num_samples", may_yield=True),
     "custom_advantage_function_path": Form("args, rollout_data"),
+    "custom_convert_samples_to_train_data_path": Form("args, samples"),
     "custom_eval_rollout_log_function_path": Form("rollout_id, args, data, extra_metrics"),
     "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
     "custom_loss_function_path": Form("args, tokens"),

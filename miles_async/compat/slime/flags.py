@@ -123,10 +123,6 @@ _VALUES: Mapping[str, Rule] = {
     "custom_update_weight_post_write_path": Refused(
         "a publish is written, verified and made live without a step for functions: set save_hf for files with weights"
     ),
-    "custom_convert_samples_to_train_data_path": Refused(
-        "samples are packed without slime's dictionary: set rollout_sample_hook_path or rollout_sample_filter_path to "
-        "change samples, custom_reward_post_process_path to change rewards"
-    ),
     # The evaluation, which `_evaluation` reads.
     **dict.fromkeys(
         (

@@ -69,7 +69,8 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
-    uses_advantages = config.learner.loss_type != "sft_loss" and rollout.custom_reward_post_process_path is None
+    by_user = rollout.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path
+    uses_advantages = config.learner.loss_type != "sft_loss" and by_user is None
     estimator = config.algorithm.advantage_estimator
     if rollout.n_samples_per_prompt == 1 and estimator_of(config.algorithm).compares_samples and uses_advantages:
         yield (

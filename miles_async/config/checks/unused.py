@@ -172,6 +172,11 @@ NEEDS = (
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
     ),
+    Needs(
+        "custom_reward_post_process_path",
+        lambda c: c.rollout.custom_convert_samples_to_train_data_path is None,
+        "custom_convert_samples_to_train_data_path unset",
+    ),
     Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
 )
 

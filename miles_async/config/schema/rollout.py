@@ -174,6 +174,11 @@ class Rollout(Section):
     per sample, as module.function: the rewards to log as raw_reward, and those that take the place of what
     advantage_estimator makes of the rewards of a group; for grpo they are the advantages. overlong_penalty is not
     subtracted from them. If unset, advantage_estimator compares the samples of each group."""
+    custom_convert_samples_to_train_data_path: str | None = None
+    """Function fn(args, samples) that gets all samples of a batch before training and returns slime's dictionary of
+    training data, as module.function. rewards, which take the place of what advantage_estimator makes of the rewards of
+    a group, loss_masks, rollout_log_probs and raw_reward are read from it; tokens must be those of the samples. It
+    replaces custom_reward_post_process_path. If unset, samples are trained as they are."""
     rollout_all_samples_process_path: str | None = None
     """Function fn(args, all_groups, data_source), as module.function, that gets the finished groups of each batch in
     the order of the data, those that dynamic_sampling_filter_path and over_sampling_filter_path rejected included. The

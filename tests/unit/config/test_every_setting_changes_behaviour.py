@@ -399,6 +399,9 @@ NAMED: dict[str, str] = {
     "custom_reward_post_process_path": (
         "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
     ),
+    "custom_convert_samples_to_train_data_path": (
+        "unit/workers/test_reward_post_process.py::test_masks_and_rewards_of_slimes_training_data_are_trained"
+    ),
     "rollout_all_samples_process_path": (
         "sim/test_all_samples_of_a_batch.py::test_the_function_gets_the_groups_that_filters_reject_too"
     ),
