@@ -159,7 +159,9 @@ class BatchCollector:
                 fresh.append(group)
         return fresh
 
-    def _choose(self, choose: Choose, groups: list[Group], size: int, rejected: list[Group] | None) -> list[Group]:
+    def _choose(
+        self, choose: Choose, groups: list[Group], size: int, rejected: list[Group] | None = None
+    ) -> list[Group]:
         """Keep the first `size` groups in the order of the over-sampling filter, and drop the others."""
         # By identity: a filter may return the groups in another order, several times, or leave some out.
         positions = IdentityMap((group, position) for position, group in enumerate(groups))
