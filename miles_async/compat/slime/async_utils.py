@@ -1,4 +1,4 @@
-"""slime's event loop in a thread of its own, for plain functions that call coroutines."""
+"""slime's event loop in a separate thread, for plain functions that call coroutines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class AsyncLoopThread:
-    """An event loop in a thread of its own, which ends with the process."""
+    """An event loop in a separate thread, which ends with the process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -5,7 +5,7 @@ the modules that it imports are these:
 
     module                    what it has
     rollout.sglang_rollout    sglang_rollout.py
-    rollout.rm_hub            rm_hub.py and rewards.py, and modules of its own for single rewards
+    rollout.rm_hub            rm_hub.py and rewards.py, and a module for each kind of reward
     rollout.data_source       data_source.py
     rollout.base_types        base_types.py
     rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std

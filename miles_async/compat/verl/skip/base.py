@@ -31,7 +31,7 @@ class BaseSkip(ABC):
     role: ClassVar[str] = ""
     """The name under which the class is registered."""
     support_actions: ClassVar[Collection[str]] = (SkipAction.CACHE, SkipAction.REPEAT)
-    """The values of `skip.<role>.action` that the role understands: members of SkipAction, or strings of its own."""
+    """The values of `skip.<role>.action` that the role understands: members of SkipAction, or other strings."""
     support_online_step: ClassVar[bool] = False
     """True if `extract_step` derives the step from each call; False if `SkipManager.set_step` sets it for all calls."""
 
