@@ -29,6 +29,7 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.records import record
 from miles_async.adapters.datasets.buffer import Buffer, pop_first
+from miles_async.adapters.datasets.feed import Feed, FeedSettings
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
@@ -164,18 +165,18 @@ def return_taken_group(size: int) -> float:
 
 
 def store_position(size: int) -> float:
-    source = BufferedSource(
+    feed = Feed(
+        "",
         [],
         held_out=[],
         warm_start=[],
-        n_samples_per_prompt=1,
-        shuffle=False,
-        seed=0,
-        content="",
+        settings=FeedSettings(shuffle=False, seed=0, content=""),
         render=lambda problem: "",
-        buffer=Buffer(pop_first, None, lambda reason, sentence: None),
         report=lambda reason, sentence: None,
+        warn=lambda sentence: None,
     )
+    buffer = Buffer(pop_first, None, lambda reason, sentence: None)
+    source = BufferedSource([feed], n_samples_per_prompt=1, buffer=buffer)
     source.metadata.update({f"sample_0_{n}": 0.5 for n in range(size)})
     source.position()
     return milliseconds(source.position, 20)

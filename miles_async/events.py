@@ -109,6 +109,8 @@ class GroupMoved(Event, frozen=True, kw_only=True):
     kept_tokens: int = 0
     """Response tokens of a dropped group that the next attempt has from the beginning, or those with which a group was
     fed."""
+    dataset: str = ""
+    """Name of the data set that the prompt is from; empty in a run with one data set."""
 
     @property
     def was_lost_in_flight(self) -> bool:
@@ -140,6 +142,10 @@ class GroupGenerated(Event, frozen=True):
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
     The seconds of generation begin when the worker took the prompt, and include its reward."""
+    dataset: str = ""
+    """Name of the data set that the prompt is from; empty in a run with one data set."""
+    epochs: float = 0.0
+    """How often the data set had been used up before the prompt was taken, with the fraction of the current epoch."""
 
     @property
     def generated(self) -> float:

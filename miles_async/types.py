@@ -37,6 +37,9 @@ _COLUMNS = "tokens", "rollout_log_probs", "loss_mask", "sampling_mask", "spans"
 """The fields of a sample with per-token data, except `columns`."""
 REWARD_ERROR = "reward_error"
 """The entry of a sample's metadata that states why its reward did not finish, so that the response counts as wrong."""
+FROM_DATASET = "from_dataset"
+"""The entry of a sample's metadata that states where its prompt is from: the `name` of the data set, the `row`, and the
+`epochs` that the data set had been through before. It is set if the run has several data sets or follows rewards."""
 
 Prompt = str | list[dict[str, Any]]
 """A prompt as text or as chat messages."""
@@ -141,6 +144,18 @@ class Sample:
     def has_trained_tokens(self) -> bool:
         """Whether the loss mask of a response token is 1."""
         return self.response_length > 0 and (self.loss_mask is None or 1 in self.loss_mask)
+
+    @property
+    def dataset(self) -> str:
+        """Name of the data set that the prompt is from; empty in a run with one data set, and for other prompts."""
+        return str(self.origin.get("name", ""))
+
+    @property
+    def origin(self) -> Mapping[str, Any]:
+        """See `FROM_DATASET`; empty if the run did not set it."""
+        # Rows and functions of users may put anything into the metadata.
+        origin = self.metadata.get(FROM_DATASET)
+        return origin if isinstance(origin, dict) and isinstance(origin.get("epochs"), int | float) else {}
 
     @property
     def turns(self) -> list[Turn]:
@@ -432,6 +447,11 @@ class Group(list[Sample]):
     def trajectories(self) -> list[list[Sample]]:
         """The segments of each trajectory."""
         return trajectories_of(self)
+
+    @property
+    def dataset(self) -> str:
+        """See `Sample.dataset`."""
+        return self[0].dataset if self else ""
 
     @property
     def rewards(self) -> list[float]:

@@ -7,7 +7,7 @@ of Parquet files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,7 +24,7 @@ from miles_async.columns.tokens import too_long
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user
 from miles_async.config.model_shape import context_limit
-from miles_async.config.prompt_files import split_slice
+from miles_async.config.prompt_files import split_slice, with_dataset
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
@@ -45,6 +45,8 @@ class _FirstRows:
 
     title: str
     """The file or the task."""
+    config: RunConfig
+    """The configuration of a run with only this data."""
     dataset: EvalDataset | None
     """None for training."""
     groups: Sequence[Group]
@@ -69,8 +71,20 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
             continue
         with collected(problems):
             groups = eval_groups(config, name, dataset, tokenizer=tokenizer, first=FIRST_ROWS)
-            read.append(_FirstRows(dataset.path, dataset, groups))
+            read.append(_FirstRows(dataset.path, config, dataset, groups))
     source = None
+    for name, of_training in data.datasets.items():
+        if (later := _downloaded_later(of_training.prompt_data)) is not None:
+            rows.append(later)
+            continue
+        alone = with_settings(config, datasets={name: of_training})
+        with collected(problems):
+            opened = open_data(alone, tokenizer=tokenizer, first=FIRST_ROWS)
+            check_prompts(alone, opened, tokenizer)
+            groups = list(islice(first_epoch(opened), FIRST_ROWS))
+            read.append(_FirstRows(of_training.prompt_data, with_dataset(config, of_training), None, groups))
+    if data.datasets and not problems and not rows:
+        source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS)
     title = data.prompt_data or (data.reasoning_gym_task if full else None)
     if title is not None and (later := _downloaded_later(title)) is not None:
         rows.append(later)
@@ -78,8 +92,8 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
         with collected(problems):
             source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS)
             check_prompts(config, source, tokenizer)
-            read.append(_FirstRows(title, None, list(islice(first_epoch(source), FIRST_ROWS))))
-    rows += [_data_row(config, one, tokenizer) for one in read]
+            read.append(_FirstRows(title, config, None, list(islice(first_epoch(source), FIRST_ROWS))))
+    rows += [_data_row(one, tokenizer) for one in read]
     with collected(problems):
         rows += _load_rows(config, source)
     if full and config.data.environment is None and generates(config):
@@ -93,10 +107,12 @@ def check_prompts(config: RunConfig, source: BufferedSource, tokenizer: Checkpoi
     """Raises UserError if neither engines nor the learner can use the prompts that are tried."""
     if tokenizer is None or not _measures(config):
         return
-    complaint = source.complaint(partial(_prompt_complaint, config, tokenizer))
-    if complaint is not None:
-        setting = "reasoning_gym_task" if config.data.prompt_data is None else "prompt_data"
-        raise UserError(f"{setting}: {complaint}")
+    for name, feed in source.feeds.items():
+        of_set = with_dataset(config, config.data.datasets[name]) if name else config
+        complaint = feed.complaint(partial(_prompt_complaint, of_set, tokenizer))
+        if complaint is not None:
+            setting = "reasoning_gym_task" if of_set.data.prompt_data is None else "prompt_data"
+            raise UserError(f"datasets.{name}: {complaint}" if name else f"{setting}: {complaint}")
 
 
 def _measures(config: RunConfig) -> bool:
@@ -145,8 +161,9 @@ def _downloaded_later(path: str) -> TableRow | None:
     return ("data", 0, f"rows read of {path}, which is downloaded when the run starts")
 
 
-def _data_row(config: RunConfig, read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableRow:
+def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableRow:
     """Say how long the prompts of the first rows are."""
+    config = read.config
     of = "" if read.dataset is None else ", for evaluation"
     text = f"first rows of {read.title}{of}"
     if not _measures(config):
@@ -195,8 +212,7 @@ def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRo
     position = progress["data"]
     if source is not None:
         try:
-            order = {name: value for name, value in position["order"].items() if name in _ORDER_OF_SETTINGS}
-            source.seek({**position, "order": order})
+            source.seek(_comparable(position))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"the data position of checkpoint {checkpoint.folder} is not valid ({type(error).__name__}: {error}): "
@@ -213,6 +229,13 @@ def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRo
         ("load", checkpoint.rollout + 1, text),
         *(("load", "damaged", f"{sentence}; an older checkpoint is loaded") for sentence in checkpoint.damage),
     ]
+
+
+def _comparable(position: Mapping[str, Any]) -> dict[str, Any]:
+    """A data position without what only the whole data can be compared with."""
+    order = {name: value for name, value in position["order"].items() if name in _ORDER_OF_SETTINGS}
+    datasets = {name: _comparable(of_set) for name, of_set in position.get("datasets", {}).items()}
+    return {**position, "order": order, **({"datasets": datasets} if datasets else {})}
 
 
 async def _score_empty_answers(config: RunConfig, read: Sequence[_FirstRows]) -> list[TableRow]:
@@ -240,7 +263,7 @@ async def _score_empty_answer(config: RunConfig, rewards: RunRewards, read: _Fir
         if config.rollout.custom_generate_function_path is not None or generates_by_user(config):
             # The function of the user may add to its samples what the reward reads.
             return ("reward", "none", f"for an empty answer to the first row of {read.title}: {error}")
-        custom = config.rollout.custom_rm_path if read.dataset is None else read.dataset.custom_rm_path
+        custom = read.config.rollout.custom_rm_path if read.dataset is None else read.dataset.custom_rm_path
         setting = "rm_type" if custom is None else "custom_rm_path"
         raise UserError(
             f"{setting}: an empty answer to the first row of {read.title} has no reward ({error}): change the reward "

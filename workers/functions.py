@@ -113,13 +113,30 @@ def evaluation_function(
     return evaluate
 
 
-def dynamic_filter(config: RunConfig, args: Arguments) -> Callable[[Group], Verdict]:
+def dynamic_filter(
+    config: RunConfig, args: Arguments, observe: Callable[[Group], None] = lambda group: None
+) -> Callable[[Group], Verdict]:
     """Return the dynamic sampling filter; without one, every generated group is kept.
 
-    Raises UserError if the filter cannot be imported. The returned function raises TrajectoryError if the filter
-    raises, returns neither a bool nor a verdict, or sets a field of a sample to an invalid value.
+    Data sets may have their own. `observe` is called with each group first. Raises UserError if a filter cannot be
+    imported. The returned function raises TrajectoryError if the filter raises, returns neither a bool nor a verdict,
+    or sets a field of a sample to an invalid value.
     """
-    path = config.rollout.dynamic_sampling_filter_path
+    of_run = _filter(config.rollout.dynamic_sampling_filter_path, args)
+    of_datasets = {
+        name: _filter(dataset.dynamic_sampling_filter_path, args)
+        for name, dataset in config.data.datasets.items()
+        if dataset.dynamic_sampling_filter_path is not None
+    }
+
+    def keep(group: Group) -> Verdict:
+        observe(group)
+        return of_datasets.get(group.dataset, of_run)(group)
+
+    return keep
+
+
+def _filter(path: str | None, args: Arguments) -> Callable[[Group], Verdict]:
     if path is None:
         return lambda group: Verdict(True)
     function = load_function(path, setting="dynamic_sampling_filter_path")

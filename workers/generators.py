@@ -17,7 +17,7 @@ from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.environments.process import EnvironmentProcess
 from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
-from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator, TokenLimits
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.system.clock import SystemClock
@@ -148,6 +148,10 @@ class GeneratorFactory:
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
             longest_sample=limits.longest,
+            dataset_limits={
+                name: TokenLimits(dataset.max_prompt_len, dataset.max_response_len)
+                for name, dataset in config.data.datasets.items()
+            },
             sampling_masks=config.trains_on_sampling_masks,
         )
         """Samples from the engines with the settings of training."""

@@ -34,6 +34,7 @@ from miles_async.config.generation import (
     schedule_of,
     serves_agents,
 )
+from miles_async.config.prompt_files import with_dataset
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_guests
 from miles_async.errors import EngineLostError
@@ -180,7 +181,7 @@ class RolloutWorker:
                 channel=channel,
                 fleet=fleet,
                 dead_letters=self._open_dead_letters(cleanup),
-                dynamic_filter=dynamic_filter(config, generators.args),
+                dynamic_filter=dynamic_filter(config, generators.args, data.observe),
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
                 functions=run_functions(config, self._entry, generators, recording, self._journal, logs),
@@ -227,9 +228,20 @@ class RolloutWorker:
 
     async def _open_data(self, generators: GeneratorFactory, began_with: LoadedCheckpoint | None) -> BufferedSource:
         """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
+        loop = asyncio.get_running_loop()
+
+        def warn(sentence: str) -> None:
+            """Warn from any thread: a rollout function may take prompts from its own."""
+            loop.call_soon_threadsafe(self._journal.warn, sentence)
+
         # In a thread, because this scans the file and imports transformers if prompts are chats.
         data = await asyncio.to_thread(
-            open_data, self._config, tokenizer=generators.tokenizer, args=generators.args, report=self._reporter()
+            open_data,
+            self._config,
+            tokenizer=generators.tokenizer,
+            args=generators.args,
+            report=self._reporter(),
+            warn=warn,
         )
         if began_with is not None:
             resume(read_progress(began_with.folder), data, self._journal)
@@ -245,8 +257,14 @@ class RolloutWorker:
     def _eval_sets(self, data: BufferedSource, generators: GeneratorFactory, rewarder: RunRewards) -> list[EvalSet]:
         """The held-out problems of the training data, and the data sets for evaluations."""
         config = self._config
-        held_out = EvalSet(
-            name="held_out", problems=data.eval_problems(), generator=generators.evaluation(greedy_of(config))
+        configs = {name: with_dataset(config, dataset) for name, dataset in config.data.datasets.items()}
+        held_out = (
+            EvalSet(
+                name=name or "held_out",
+                problems=feed.eval_problems(),
+                generator=generators.evaluation(greedy_of(configs.get(name, config))),
+            )
+            for name, feed in data.feeds.items()
         )
         others = (
             EvalSet(
@@ -257,7 +275,7 @@ class RolloutWorker:
             )
             for name, dataset in config.rollout.eval_datasets.items()
         )
-        return [held_out, *others]
+        return [*held_out, *others]
 
     def _checkpoint_before(self, handles: ClusterHandles, stored: StoredRun | None) -> Path | None:
         """The checkpoint that the next one follows: the newest of this run, or the one that the learner has loaded."""

@@ -56,7 +56,8 @@ def trains_only(config: RunConfig) -> bool:
 def evaluates(config: RunConfig) -> bool:
     """Whether the run evaluates: on held-out problems, on `eval_datasets`, or with a user-defined function."""
     rollout = config.rollout
-    return bool(config.data.eval_size or rollout.eval_datasets or rollout.eval_function_path)
+    held_out = config.data.eval_size or any(dataset.eval_size for dataset in config.data.datasets.values())
+    return bool(held_out or rollout.eval_datasets or rollout.eval_function_path)
 
 
 def generates(config: RunConfig) -> bool:

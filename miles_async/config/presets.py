@@ -23,7 +23,7 @@ _DERIVED: Mapping[str, Callable[[RunConfig], Any]] = {
 }
 """Settings that are unset as long as their values follow from others."""
 _HAS_EFFECT: Mapping[str, Callable[[RunConfig], bool]] = {
-    **dict.fromkeys(("input_key", "label_key"), lambda config: config.data.prompt_data is not None),
+    **dict.fromkeys(("input_key", "label_key"), lambda config: bool(config.data.prompt_data or config.data.datasets)),
     **dict.fromkeys(("engine_health_interval_seconds", "sglang_router_request_timeout_secs"), generates),
     "moe_router_dtype": lambda config: (shape := shape_of(config.model)) is not None and bool(shape.experts),
 }

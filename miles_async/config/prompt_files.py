@@ -1,10 +1,12 @@
-"""Files of prompts: the part of a path that names rows, and the number of rows."""
+"""Files of prompts: the part of a path that names rows, the number of rows, and the settings of each data set."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from miles_async.config.fields import SETTINGS, with_settings
+from miles_async.config.schema import RunConfig, TrainDataset
 from miles_async.errors import UserError
 
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
@@ -18,6 +20,21 @@ def split_slice(prompt_data: str) -> tuple[str, slice | None]:
         return prompt_data, None
     start, stop = (int(text) if text else None for text in match.group("start", "stop"))
     return match["path"], slice(start, stop)
+
+
+def with_dataset(config: RunConfig, dataset: TrainDataset) -> RunConfig:
+    """Return the configuration of a run that trains on one of its data sets only."""
+    values = {name: value for name, value in dataset if value is not None and name in SETTINGS}
+    if dataset.rm_type is not None or dataset.custom_rm_path is not None:
+        values |= {"rm_type": dataset.rm_type, "custom_rm_path": dataset.custom_rm_path}
+    for name, limit in (
+        ("rollout_max_prompt_len", dataset.max_prompt_len),
+        ("rollout_max_response_len", dataset.max_response_len),
+    ):
+        if limit is not None:
+            values[name] = limit
+    template = {**config.data.apply_chat_template_kwargs, **(dataset.apply_chat_template_kwargs or {})}
+    return with_settings(config, **values | {"datasets": {}, "apply_chat_template_kwargs": template})
 
 
 def count_rows(prompt_data: str) -> int:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from miles_async.config.fields import values_of
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import Dataset, RunConfig
 from miles_async.errors import UserError, collected, raise_collected
 from miles_async.guests import GUESTS
 from miles_async.json_values import shown_error
@@ -53,6 +53,7 @@ FORMS = {
     "custom_tis_function_path": Form(
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
     ),
+    "dataset_sampling": Form("args, datasets"),
     "dynamic_sampling_filter_path": Form("args, group"),
     "eval_function_path": Form(_ROLLOUT, may_be_async=True),
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
@@ -83,9 +84,15 @@ def check_functions(config: RunConfig) -> None:
     """
     settings = values_of(config)
     install_guests(settings)
+    settings["dataset_sampling"] = config.data.sampling_function
     named = [(setting, path) for setting in FORMS for path in _paths(settings[setting])]
-    for of_set, dataset in config.rollout.eval_datasets.items():
-        named += [(f"eval_datasets.{of_set}.custom_rm_path", path) for path in _paths(dataset.custom_rm_path)]
+    sets: dict[str, Dataset] = {f"eval_datasets.{name}": each for name, each in config.rollout.eval_datasets.items()}
+    for name, dataset in config.data.datasets.items():
+        sets[f"datasets.{name}"] = dataset
+        setting = f"datasets.{name}.dynamic_sampling_filter_path"
+        named += [(setting, path) for path in _paths(dataset.dynamic_sampling_filter_path)]
+    for name, each in sets.items():
+        named += [(f"{name}.custom_rm_path", path) for path in _paths(each.custom_rm_path)]
     problems: list[str] = []
     for setting, path in named:
         if not _is_defined_here(path):

@@ -35,7 +35,8 @@ class RunFolder:
         UserError if the folder cannot be written.
         """
         root = Path(config.observability.run_dir).expanduser().absolute()
-        data = config.data.reasoning_gym_task or Path(config.data.prompt_data or "run").stem[:MAX_DATA_CHARACTERS]
+        file = Path(config.data.prompt_data or "run").stem
+        data = config.data.reasoning_gym_task or ("several" if config.data.datasets else file[:MAX_DATA_CHARACTERS])
         name = config.observability.run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{data}"
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)

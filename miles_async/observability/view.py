@@ -44,6 +44,7 @@ from miles_async.events import (
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
+from miles_async.observability.state.datasets import Datasets
 from miles_async.observability.state.engines import Engines, EngineUse
 from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Step, Steps
@@ -113,6 +114,7 @@ class RunView:
         """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
         times are then late ones of processes that have ended."""
         self.groups = Groups()
+        self.datasets = Datasets()
         self.tokens = Tokens()
         self.staleness = Staleness()
         self.queue: Queue | None = None
@@ -177,6 +179,7 @@ class RunView:
                 self._group_moved(event)
             case GroupGenerated():
                 self.groups.generate(event)
+                self.datasets.generate(event)
                 self.tokens.generate(event)
             case QueueChanged():
                 self.queue = Queue(event.depth, event.blocked)
@@ -268,6 +271,7 @@ class RunView:
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
             self._filtered.append(event.reason == DropReason.FILTERED)
         self.groups.move(event)
+        self.datasets.move(event)
 
     def _pulse(self, event: Pulse) -> None:
         self._account(event.time)

@@ -139,4 +139,6 @@ def generated_event(
         missing=len(trajectories_of(group.missing)),
         unfinished_rewards=len(group.unfinished_rewards),
         by_worker=by_worker,
+        dataset=group.dataset,
+        epochs=group[0].origin.get("epochs", 0.0),
     )

@@ -273,6 +273,7 @@ class GroupLifecycle:
                 counts={state: counts[state] for state in LIVE if counts[state]},
                 discarded_tokens=discarded_tokens,
                 kept_tokens=kept_tokens,
+                dataset=group.dataset,
             )
         )
         self._run_state.changed.notify()

@@ -10,7 +10,7 @@ from typing import Any
 from miles_async import ports
 from miles_async.config.fields import values_of
 from miles_async.config.generation import generates
-from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.config.schema import Dataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.plugins import errors_of
@@ -22,7 +22,8 @@ from miles_async.types import Group, Sample
 
 
 class RunRewards:
-    """The rewards of a run. Implements the `Rewarder` port for training; `of` is the rewarder of a data set.
+    """The rewards of a run. Implements the `Rewarder` port for training, where each group gets the reward of its data
+    set; `of` is the rewarder of a data set.
 
     Each rewarder is opened when it is first needed, and shared by all rows and data sets that name the same reward.
     """
@@ -35,14 +36,24 @@ class RunRewards:
         self._config = config
         self._args = args
         self._opened: dict[tuple[str, str | None], Rewarder] = {}
-        self._training = self._of_training(config.rollout.reward_key)
+        own = {name: self.of(dataset) for name, dataset in config.data.datasets.items()}
+        self._of_datasets = {name: rewarder for name, rewarder in own.items() if rewarder is not None}
+        """The rewarders of data sets for training that have their own."""
+        has_none = config.rollout.rm_type is None and config.rollout.custom_rm_path is None
+        needs_none = bool(own) and own.keys() == self._of_datasets.keys() and has_none
+        self._training = None if needs_none else self._of_training(config.rollout.reward_key)
 
     async def score(self, group: Group) -> None:
         """Score a group for training; see `Rewarder.score`."""
-        await self._training.score(group)
+        rewarder = self._of_datasets.get(group.dataset, self._training)
+        if rewarder is None:
+            raise TrajectoryError(
+                f"group {group.feed_index} is from none of the data sets, and the run has no other reward: set rm_type"
+            )
+        await rewarder.score(group)
 
-    def of(self, dataset: EvalDataset) -> ports.Rewarder | None:
-        """Return the rewarder of an evaluation data set; None if it is that for training.
+    def of(self, dataset: Dataset) -> ports.Rewarder | None:
+        """Return the rewarder of a data set; None if it is that of the run.
 
         Raises UserError as the constructor does.
         """
@@ -51,7 +62,7 @@ class RunRewards:
         if dataset.custom_rm_path is not None:
             return self._custom(dataset.custom_rm_path, key)
         if dataset.rm_type is not None:
-            # The rows name it in their metadata too (`eval_groups`), so none of them chooses another one.
+            # Rows for evaluation name it in their metadata too (`eval_groups`), so none of them chooses another one.
             return self._by_row(dataset.rm_type, key)
         return None if dataset.reward_key is None else self._of_training(key)
 

@@ -101,7 +101,8 @@ def test_get_samples_continues_with_the_next_epoch_and_numbers_the_samples(tmp_p
     assert [group[0].prompt for group in groups] == ["q0", "q1", "q2", "q0"]
     assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert (groups[1][0].label, groups[1][0].metadata["level"]) == ("a1", 1)
-    assert (source.epoch_id, source.sample_offset, source.sample_index) == (1, 1, 8)
+    position = source.position()
+    assert (position["epoch_id"], position["sample_offset"], position["sample_index"]) == (1, 1, 8)
 
 
 def test_shuffling_gives_each_epoch_another_order(tmp_path: Path) -> None:

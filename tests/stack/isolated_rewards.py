@@ -28,6 +28,20 @@ class Evaluates(Reward):
         return evaluates(args, sample)
 
 
+class Runs(Reward):
+    """A reward of code: whether a response is an expression that Python can evaluate."""
+
+    runs_in = RunsIn.CHILD
+
+    def score(self, args: Any, sample: Sample) -> float:
+        try:
+            eval(sample.response)
+        except Exception:
+            # The response may raise anything.
+            return 0.0
+        return 1.0
+
+
 def answers_the_next_request(args: Any, sample: Sample) -> float:
     """A reward that writes answers into every open pipe."""
     for number in range(3, 64) if sample.response == "forge" else ():

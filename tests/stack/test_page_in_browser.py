@@ -16,6 +16,7 @@ from miles_async.events import (
     EngineChanged,
     Evaluated,
     Event,
+    GroupGenerated,
     RouterChanged,
     RunEnded,
     SampleDisplayed,
@@ -33,7 +34,7 @@ from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import write_summary
 from miles_async.observability.view import RunView
 from tests.stack.browser import Visit, chromium
-from tests.unit.example_events import RUN
+from tests.unit.example_events import RUN, moved
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 CONFIG = """
@@ -109,6 +110,30 @@ SAMPLES = [
     sample(21, HOSTILE, (9, HOSTILE), reward=0.0),
     sample(22, "1 + 1 =", (9, "3"), reward=0.5),
 ]
+
+
+def generated(dataset: str, reward: float, epochs: float) -> GroupGenerated:
+    return GroupGenerated(
+        time=125.0,
+        sequence=0,
+        generation_seconds=1.0,
+        reward_seconds=0.1,
+        versions=(9, 9),
+        response_tokens=8,
+        reward=reward,
+        truncated=0,
+        dataset=dataset,
+        epochs=epochs,
+    )
+
+
+OF_DATASETS = [
+    generated("dapo-math", 0.25, 0.5),
+    generated("code", 1.0, 1.25),
+    *(replace(moved(sequence, "trained", "published"), dataset="dapo-math") for sequence in range(3)),
+    replace(moved(3, "trained", "published"), dataset="code"),
+    replace(moved(4, "finished", "dropped", "filtered"), dataset="code"),
+]
 TRAINED = StepStarted(time=130.0, rollout=9, version=9, staleness=[3], groups=[20])
 
 
@@ -127,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = RunFolder(parent / "20260103-010101-this")
     folder.path.mkdir()
     (folder.path / "config.yaml").write_text(CONFIG)
-    events = [*example(folder.path.name, 100.0, 0.2), *SAMPLES, TRAINED]
+    events = [*example(folder.path.name, 100.0, 0.2), *SAMPLES, *OF_DATASETS, TRAINED]
     folder.events.write_bytes(b"".join(encode(event) + b"\n" for event in events))
     write_report(folder, None, None)
     return folder
@@ -136,7 +161,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def view() -> RunView:
     view = RunView()
-    for event in [*example("20260103-010101-this", 100.0, 0.2), *SAMPLES, TRAINED, RunEnded(time=140.0, reason="done")]:
+    for event in [
+        *example("20260103-010101-this", 100.0, 0.2),
+        *SAMPLES,
+        *OF_DATASETS,
+        TRAINED,
+        RunEnded(time=140.0, reason="done"),
+    ]:
         view.apply(event)
     return view
 
@@ -181,6 +212,14 @@ def test_accuracies_are_shown_with_their_confidence_intervals(address: str, brow
     scores = plain(visit.page.locator("#scores"))
     assert "25% (18-33%)" in scores
     assert "75% (67-82%)" in scores
+    visit.page.close()
+
+
+def test_each_data_set_is_shown_with_what_it_contributed(address: str, browser: Browser) -> None:
+    visit = Visit.to(browser, address)
+    rows = visit.page.locator("#datasets tbody tr").all()
+    cells = [[plain(cell) for cell in row.locator("td").all()] for row in rows]
+    assert cells == [["dapo-math", "0.25", "3", "75%", "0", "0.5"], ["code", "1", "1", "25%", "1", "1.25"]]
     visit.page.close()
 
 

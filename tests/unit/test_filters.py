@@ -29,7 +29,7 @@ from miles_async.filters import (
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
-from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
+from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.disks import files_at_most
 from tests.sim.world import Trace
@@ -118,6 +118,24 @@ def test_a_dynamic_filter_written_for_slime_reads_the_reward_by_its_key(mine: st
 def test_the_pipeline_receives_the_reason_of_a_filter() -> None:
     settings = run_config(dynamic_sampling_filter_path="miles_async.filters.check_reward_nonzero_std")
     assert dynamic_filter(settings, flat_args(settings))(group(1.0, 1.0)) == Verdict(False, "all_1.0")
+
+
+def test_a_data_set_has_its_own_filter_and_each_group_is_observed_before(mine: str) -> None:
+    nonzero, own = "miles_async.filters.check_reward_nonzero_std", "miles_async.filters.check_no_truncated"
+    datasets = {"own": {"prompt_data": "a", "dynamic_sampling_filter_path": own}, "flat": {"prompt_data": "b"}}
+    settings = run_config(dynamic_sampling_filter_path=nonzero, datasets=datasets)
+    observed: list[str] = []
+    keep = dynamic_filter(settings, flat_args(settings), lambda each: observed.append(each.dataset))
+
+    def of(name: str) -> Group:
+        same = group(1.0, 1.0)
+        for sample in same:
+            sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
+        return same
+
+    assert keep(of("own"))
+    assert not keep(of("flat"))
+    assert observed == ["own", "flat"]
 
 
 async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
+from miles_async.adapters.datasets.feed import Feed, FeedSettings, Render
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Problem, Problems
 from miles_async.adapters.datasets.rows import open_rows
-from miles_async.adapters.datasets.source import BufferedSource, Render
+from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
-from miles_async.config.prompt_files import split_slice
+from miles_async.config.prompt_files import split_slice, with_dataset
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
@@ -35,6 +36,7 @@ def open_data(
     tokenizer: CheckpointTokenizer | None = None,
     args: Any = None,
     report: Report = _ignore,
+    warn: Callable[[str], None] = _ignore,
     rows_choose_reward: bool = True,
     first: int | None = None,
 ) -> BufferedSource:
@@ -43,8 +45,9 @@ def open_data(
     Args:
         config: the configuration of the run.
         tokenizer: renders prompts; required only with `apply_chat_template`.
-        args: the flat configuration that a buffer filter receives.
+        args: the flat configuration that functions of users receive.
         report: is called for each row or group that is skipped.
+        warn: is called with a sentence when a data set is exhausted or teaches nothing.
         rows_choose_reward: whether a row may name a built-in reward in its metadata, which is then checked.
         first: read only so many rows of a file, for a check. Such a source has no position that could be saved.
 
@@ -52,21 +55,55 @@ def open_data(
     fit together.
     """
     data = config.data
-    problems, warm_start, held_out = _problems(config, rows_choose_reward, first)
-    choose = pop_first
-    if data.buffer_filter_path is not None:
-        choose = load_function(data.buffer_filter_path, setting="buffer_filter_path")
+    configs = {name: with_dataset(config, dataset) for name, dataset in data.datasets.items()} or {"": config}
+    feeds = []
+    for name, of_set in configs.items():
+        try:
+            weight = data.datasets[name].weight if name else 1.0
+            feeds.append(_feed(name, of_set, weight, tokenizer, report, warn, rows_choose_reward, first))
+        except UserError as error:
+            raise UserError(f"datasets.{name}: {error}" if name else str(error)) from error
+    path = data.buffer_filter_path
+    function = data.sampling_function
     return BufferedSource(
-        problems,
-        held_out=held_out,
-        warm_start=warm_start,
+        feeds,
         n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+        buffer=Buffer(pop_first if path is None else load_function(path, setting="buffer_filter_path"), args, report),
+        choose=None if function is None else load_function(function, setting="dataset_sampling"),
+        args=args,
+    )
+
+
+def _feed(
+    name: str,
+    config: RunConfig,
+    weight: float,
+    tokenizer: CheckpointTokenizer | None,
+    report: Report,
+    warn: Callable[[str], None],
+    rows_choose_reward: bool,
+    first: int | None,
+) -> Feed:
+    """Open the data set of a run that has only this one."""
+    data = config.data
+    problems, warm_start, held_out = _problems(config, rows_choose_reward, first)
+    low, high = data.difficulty_band
+    settings = FeedSettings(
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
         content=_content(config) if first is None else "",
+        weight=weight,
+        band=(low, high) if data.dataset_sampling == "difficulty" else None,
+    )
+    return Feed(
+        name,
+        problems,
+        held_out=held_out,
+        warm_start=warm_start,
+        settings=settings,
         render=_renderer(config, tokenizer, chats=isinstance(problems, FileProblems) and problems.has_chats),
-        buffer=Buffer(choose, args, report),
         report=report,
+        warn=warn,
     )
 
 
@@ -92,6 +129,8 @@ def eval_groups(
         input_key=dataset.input_key,
         label_key=dataset.label_key,
         reasoning_gym_task=None,
+        datasets={},
+        dataset_sampling="weights",
         rollout_shuffle=False,
         eval_size=0,
         n_samples_per_prompt=dataset.n_samples,
@@ -213,7 +252,8 @@ def _renderer(config: RunConfig, tokenizer: CheckpointTokenizer | None, *, chats
             # A supervised example is a whole conversation, which the rollout function renders with its loss mask.
             return problem.prompt
         try:
-            return tokenizer.render(as_messages(problem.prompt), problem.tools)
+            template = config.data.apply_chat_template_kwargs
+            return tokenizer.render(as_messages(problem.prompt), problem.tools, template_kwargs=template)
         except TemplateError as error:
             raise DataRowError(f"the prompt {problem.question[:200]!r} cannot be used: {error}") from error
 

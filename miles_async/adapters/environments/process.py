@@ -94,7 +94,7 @@ def with_environment_tasks(config: RunConfig) -> RunConfig:
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
     data = config.data
-    if data.environment is None or data.prompt_data is not None:
+    if data.environment is None or data.prompt_data is not None or data.datasets:
         return config
     log.info(f"reading the tasks of environment {data.environment}")
     rows = [

@@ -17,7 +17,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +93,16 @@ class SamplingParams:
         return {**named, **stops, "max_new_tokens": budget, **self.other}
 
 
+class TokenLimits(NamedTuple):
+    """The limits of a data set; None for those of the run."""
+
+    prompt: int | None
+    response: int | None
+
+
+_LIMITS_OF_RUN = TokenLimits(None, None)
+
+
 @dataclass(slots=True)
 class _GenerateCall:
     """A call of `generate` that has not returned yet."""
@@ -120,6 +130,7 @@ class SGLangGenerator:
         request_timeout: float = 600.0,
         max_prompt_tokens: int | None = None,
         longest_sample: int | None = None,
+        dataset_limits: Mapping[str, TokenLimits] | None = None,
         priority: int = 0,
         sampling_masks: bool = False,
         on_request: Callable[[RequestEnded], None] | None = None,
@@ -128,10 +139,11 @@ class SGLangGenerator:
 
         `engines` returns the addresses of the routed engines, which receive aborts directly. `router_key` is the API
         key of the router. `request_timeout` is in seconds. A prompt of more than `max_prompt_tokens` tokens is refused,
-        and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Requests
-        of a lower `priority` are served only while no request of a higher one waits. With `sampling_masks` samples get
-        the sampling mask that the engines return (`plugin.py`) and the log-probabilities over the kept tokens.
-        `on_request` is called after each answered request.
+        and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Samples of
+        some data sets have other limits, `dataset_limits` by name, which are lower. Requests of a lower `priority` are
+        served only while no request of a higher one waits. With `sampling_masks` samples get the sampling mask that the
+        engines return (`plugin.py`) and the log-probabilities over the kept tokens. `on_request` is called after each
+        answered request.
         """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -142,6 +154,7 @@ class SGLangGenerator:
         self._timeout = request_timeout
         self._max_prompt_tokens = max_prompt_tokens
         self._longest_sample = longest_sample
+        self._dataset_limits = dataset_limits or {}
         # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
         self._sampling_masks = sampling_masks
@@ -306,16 +319,22 @@ class SGLangGenerator:
                 if key not in encoded:
                     encoded[key] = array_of(self._tokenizer.encode(sample.prompt, tools), np.dtype(np.int32))
                 sample.tokens = TokenValues.of(encoded[key])
-            if self._max_prompt_tokens is not None and sample.prompt_length > self._max_prompt_tokens:
+            own = self._limits_of(sample).prompt
+            limit = self._max_prompt_tokens if own is None else own
+            if limit is not None and sample.prompt_length > limit:
+                setting = "rollout_max_prompt_len" if own is None else f"datasets.{sample.dataset}.max_prompt_len"
                 raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt has {sample.prompt_length} tokens, "
-                    f"more than rollout_max_prompt_len {self._max_prompt_tokens}"
+                    f"more than {setting} {limit}"
                 )
             if self._longest_sample is not None and sample.prompt_length >= self._longest_sample:
                 raise PromptTooLongError(
                     f"sample {sample.index} of group {group.feed_index}: its prompt alone has "
                     f"{too_long(sample.prompt_length, self._longest_sample)}"
                 )
+
+    def _limits_of(self, sample: Sample) -> TokenLimits:
+        return self._dataset_limits.get(sample.dataset, _LIMITS_OF_RUN)
 
     def _requests(self, samples: Sequence[Sample], sampling: SamplingParams) -> Iterator[tuple[int, list[Sample]]]:
         """Split samples into requests: those with the same number of tokens left, at most `limit` per request, and no
@@ -325,7 +344,9 @@ class SGLangGenerator:
         """
         by_budget: defaultdict[int, list[Sample]] = defaultdict(list)
         for sample in samples:
-            by_budget[sampling.max_new_tokens - sample.response_length].append(sample)
+            own = self._limits_of(sample).response
+            longest = sampling.max_new_tokens if own is None else min(own, sampling.max_new_tokens)
+            by_budget[longest - sample.response_length].append(sample)
         for budget, alike in by_budget.items():
             if budget <= 0:
                 for sample in alike:

@@ -35,8 +35,11 @@ class LightTokenizer(CheckpointTokenizer):
     def has_template(self) -> bool:
         return self._template is not None
 
-    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> object:
-        return self._compiled.render({**self._special_tokens, "documents": None, **variables, "messages": messages})
+    def _apply_template(
+        self, messages: list[dict[str, Any]], chat_template: str | None = None, **variables: Any
+    ) -> object:
+        template = self._compiled if chat_template is None else self._environment.from_string(chat_template)
+        return template.render({**self._special_tokens, "documents": None, **variables, "messages": messages})
 
     @cached_property
     def _chat_tokenizer(self) -> Tokenizer:
@@ -63,12 +66,16 @@ class LightTokenizer(CheckpointTokenizer):
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        return self._environment.from_string(self._template or "")
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        return environment.from_string(self._template or "")
+        return environment
 
 
 class _Generation(jinja2.ext.Extension):

@@ -40,6 +40,10 @@ def with_downloads(config: RunConfig) -> RunConfig:
         ref_load=_checkpoint("ref_load", algorithm.ref_load),
         critic_load=_checkpoint("critic_load", algorithm.critic_load),
         prompt_data=_data("prompt_data", config.data.prompt_data, cache),
+        datasets={
+            name: dataset.model_copy(update={"prompt_data": _data(f"datasets.{name}", dataset.prompt_data, cache)})
+            for name, dataset in config.data.datasets.items()
+        },
         eval_datasets={
             name: dataset.model_copy(update={"path": _data(f"eval_datasets.{name}", dataset.path, cache)})
             for name, dataset in config.rollout.eval_datasets.items()

@@ -84,6 +84,7 @@ def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
         "rollout_all_samples_process_path": rollout.rollout_all_samples_process_path is not None,
         "dynamic_sampling_filter_path": rollout.dynamic_sampling_filter_path is not None,
         "head_deadline_seconds": rollout.head_deadline_seconds is not None,
+        "dataset_sampling": config.data.dataset_sampling == "difficulty",
         "adaptive_concurrency": config.engine.adaptive_concurrency,
         "skip.rollout": skip.rollout.enable,
         "skip.async_rollout": skip.async_rollout.enable,
@@ -189,6 +190,7 @@ def _texts_like_switches(config: RunConfig, entry: str) -> Iterator[str]:
         ("apply_chat_template_kwargs", data.apply_chat_template_kwargs),
         ("reasoning_gym_settings", data.reasoning_gym_settings),
         ("environment_settings", data.environment_settings),
+        *((f"datasets.{name}", dataset.apply_chat_template_kwargs or {}) for name, dataset in data.datasets.items()),
     ):
         for key, value in values.items():
             if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from miles_async.config.fields import nearest
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.model_shape import shape_of
-from miles_async.config.schema import EvalDataset, Rollout, RunConfig
+from miles_async.config.schema import Dataset, Rollout, RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import known_parsers
@@ -33,25 +33,61 @@ def _data(config: RunConfig) -> Iterator[str]:
         name
         for name, is_set in (
             ("prompt_data", data.prompt_data is not None),
+            ("datasets", bool(data.datasets)),
             ("reasoning_gym_task", data.reasoning_gym_task is not None),
-            ("environment", data.environment is not None and data.prompt_data is None),
+            ("environment", data.environment is not None and data.prompt_data is None and not data.datasets),
             ("disable_rollout_global_dataset", data.disable_rollout_global_dataset),
         )
         if is_set
     ]
     if not sources and not trains_only(config):
         yield (
-            "no data is configured: set prompt_data to a JSONL or Parquet file, reasoning_gym_task to a task such as "
-            "chain_sum, environment, or disable_rollout_global_dataset"
+            "no data is configured: set prompt_data to a JSONL or Parquet file, datasets, reasoning_gym_task to a task "
+            "such as chain_sum, environment, or disable_rollout_global_dataset"
         )
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are {'both' if len(sources) == 2 else 'all'} set: unset all but one of them"
     if taken := CHAT_PARAMETERS & data.apply_chat_template_kwargs.keys():
         yield f"apply_chat_template_kwargs has {' and '.join(sorted(taken))}, which the run sets itself: remove it"
+    yield from _missing_file("prompt_data", data.prompt_data or "")
+    low, high = data.difficulty_band
+    if low >= high:
+        yield f"difficulty_band {low:g} {high:g} is empty: set the lowest mean reward first, such as 0.2 0.8"
+
+
+def _missing_file(setting: str, prompt_data: str) -> Iterator[str]:
     # `path@[a:b]` selects rows of the file.
-    path = (data.prompt_data or "").partition("@[")[0]
+    path = prompt_data.partition("@[")[0]
     if path and hub_name(path) is None and not Path(path).expanduser().is_file():
-        yield f"prompt_data {path}: no such file"
+        yield f"{setting} {path}: no such file"
+
+
+def _datasets(config: RunConfig) -> Iterator[str]:
+    data, rollout = config.data, config.rollout
+    if data.sampling_function is not None and not data.datasets:
+        yield f"dataset_sampling {data.dataset_sampling} chooses among datasets: set datasets, or unset it"
+    for name, dataset in data.datasets.items():
+        setting = f"datasets.{name}"
+        yield from _missing_file(f"{setting}.prompt_data", dataset.prompt_data)
+        # The memory of engines and learner is planned for the limits of the run.
+        for limit, value, longest in (
+            ("max_prompt_len", dataset.max_prompt_len, rollout.rollout_max_prompt_len),
+            ("max_response_len", dataset.max_response_len, rollout.rollout_max_response_len),
+        ):
+            if value is not None and longest is not None and value > longest:
+                above = f"{setting}.{limit} {value} is above rollout_{limit} {longest}"
+                yield f"{above}: lower the first or raise the second"
+        template = dataset.apply_chat_template_kwargs or {}
+        if template and not data.apply_chat_template:
+            yield f"{setting}.apply_chat_template_kwargs has no effect: set apply_chat_template, or unset it"
+        if taken := CHAT_PARAMETERS & template.keys():
+            taken_names = " and ".join(sorted(taken))
+            yield f"{setting}.apply_chat_template_kwargs has {taken_names}, which the run sets itself: remove it"
+        if name in rollout.eval_datasets and (data.eval_size if dataset.eval_size is None else dataset.eval_size):
+            yield (
+                f"{setting} and eval_datasets.{name} would be evaluated under one name: rename one, or set "
+                f"{setting}.eval_size to 0"
+            )
 
 
 def _environment(config: RunConfig) -> Iterator[str]:
@@ -94,17 +130,21 @@ def _parsers(config: RunConfig) -> Iterator[str]:
 def _reward(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     environment = config.data.environment is not None
-    if environment and (rollout.rm_type is not None or rollout.custom_rm_path is not None):
+    sets = config.data.datasets
+    settings: list[Rollout | Dataset] = [rollout, *sets.values()]
+    if environment and any(each.rm_type is not None or each.custom_rm_path is not None for each in settings):
         yield "environment computes the rewards: unset rm_type and custom_rm_path"
     by_user = generates_by_user(config)  # the function may set the reward of its samples
     has_none = rollout.rm_type is None and rollout.custom_rm_path is None
+    has_none &= not sets or any(each.rm_type is None and each.custom_rm_path is None for each in sets.values())
     if has_none and not environment and not by_user and generates(config):
         yield "no reward is configured: set rm_type, for example to exact, or custom_rm_path to module.function"
     reward = usable_reward(rollout.rm_type)
     if reward is not None and reward.keys and rollout.reward_key not in reward.keys:
         keys = " or ".join(reward.keys)
         yield f"rm_type {rollout.rm_type} has no reward_key {rollout.reward_key!r}: set it to {keys}"
-    choices: dict[str, Rollout | EvalDataset] = {"": rollout}
+    choices: dict[str, Rollout | Dataset] = {"": rollout}
+    choices |= {f"datasets.{name}: ": dataset for name, dataset in sets.items()}
     choices |= {f"eval_datasets.{name}: ": dataset for name, dataset in rollout.eval_datasets.items()}
     for prefix, chosen in choices.items():
         for complaint in () if chosen.rm_type is None else complaints(chosen.rm_type, config):
@@ -190,4 +230,17 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_mode, _data, _environment, _tools, _parsers, _reward, _evaluation, _debug, _stop, _greedy, _sampling)
+CHECKS = (
+    _mode,
+    _data,
+    _datasets,
+    _environment,
+    _tools,
+    _parsers,
+    _reward,
+    _evaluation,
+    _debug,
+    _stop,
+    _greedy,
+    _sampling,
+)

@@ -63,7 +63,7 @@ def _selects(setting: Setting, names: Sequence[str], config: RunConfig) -> bool:
 def _may_be(rewards: Sequence[str], config: RunConfig) -> bool:
     """Whether the run may compute one of the rewards, apart from rows that choose it."""
     chosen = (config.rollout.rm_type or "").removeprefix(BOXED)
-    return chosen in rewards or _own_rewards(config) or bool(config.rollout.eval_datasets)
+    return chosen in rewards or _own_rewards(config) or bool(config.rollout.eval_datasets or config.data.datasets)
 
 
 def _either(setting: str, names: Iterable[str]) -> str:
@@ -178,6 +178,7 @@ NEEDS = (
         "custom_convert_samples_to_train_data_path unset",
     ),
     Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
+    Needs("difficulty_band", lambda c: c.data.dataset_sampling == "difficulty", "dataset_sampling difficulty"),
 )
 
 
@@ -187,7 +188,7 @@ def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
         names = [name for name in needs.settings.split() if _is_changed(config, name)]
         if names and not needs.used(config):
             have, need = ("has", "it needs") if len(names) == 1 else ("have", "they need")
-            rows = needs.rows_choose and config.data.prompt_data is not None
+            rows = needs.rows_choose and bool(config.data.prompt_data or config.data.datasets)
             exception = ", except on rows whose metadata name another rm_type" if rows else ""
             yield f"{_listed(names)} {have} no effect{exception}: {need} {needs.condition}"
 

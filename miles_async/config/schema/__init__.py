@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from miles_async.config.plugins import PluginSettings
 from miles_async.config.schema.algorithm import Algorithm
-from miles_async.config.schema.data import Data
+from miles_async.config.schema.data import Data, Dataset, TrainDataset
 from miles_async.config.schema.faults import Fault, Faults
 from miles_async.config.schema.learner import Learner
 from miles_async.config.schema.model import Model, TinyModel, WarmStart
@@ -33,6 +33,7 @@ __all__ = [
     "Algorithm",
     "Cluster",
     "Data",
+    "Dataset",
     "Debug",
     "Engine",
     "EvalDataset",
@@ -49,6 +50,7 @@ __all__ = [
     "SkipRole",
     "SkipRollout",
     "TinyModel",
+    "TrainDataset",
     "WarmStart",
     "Weights",
 ]

@@ -15,6 +15,46 @@ CHAT_PARAMETERS = frozenset(
 """Parameters of transformers' `apply_chat_template` that are not variables of a template, so the run sets them."""
 
 
+class Dataset(Section):
+    """What each data set for training or evaluation may set. Where one sets no reward, that of the run applies."""
+
+    max_response_len: int | None = Field(None, ge=1)
+    """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
+    rm_type: str | None = None
+    """Built-in reward for all rows of this data set. If unset, the reward of the run applies."""
+    custom_rm_path: str | None = None
+    """User-defined reward for this data set, called as custom_rm_path of the run is."""
+    reward_key: str | None = None
+    """Key of the number that counts if the reward is a dictionary. If unset, reward_key of the run applies."""
+
+
+class TrainDataset(Dataset):
+    """One entry of `datasets`: a file of prompts. The settings of the run apply where it sets nothing."""
+
+    prompt_data: str
+    """JSONL or Parquet file of prompts, or a data set on the Hugging Face Hub, as prompt_data of the run."""
+    weight: float = Field(1.0, gt=0, le=1e6)
+    """Share of the prompts that come from this data set, relative to the weights of the others."""
+    input_key: str | None = None
+    """Key of the prompt in a row. If unset, input_key of the run applies."""
+    label_key: str | None = None
+    """Key of the expected answer in a row. If unset, label_key of the run applies."""
+    metadata_key: str | None = None
+    """Key of the metadata in a row. If unset, metadata_key of the run applies."""
+    tool_key: str | None = None
+    """Key of the tools in a row. If unset, tool_key of the run applies."""
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template for prompts of this data set, such as {enable_thinking: true}, in addition to
+    those of the run. {chat_template: TEXT} renders them with another template. apply_chat_template must be set."""
+    max_prompt_len: int | None = Field(None, ge=1)
+    """Maximum prompt length in tokens. If unset, rollout_max_prompt_len applies."""
+    dynamic_sampling_filter_path: str | None = None
+    """Function that decides whether a finished group is kept. If unset, that of the run applies."""
+    eval_size: int | None = Field(None, ge=0, le=1_000_000)
+    """Number of problems that are held out from training and evaluated under the name of this data set. If unset,
+    eval_size of the run applies."""
+
+
 class Data(Section):
     """Where prompts and labels come from: a file, a reasoning-gym task, or the rollout function."""
 
@@ -22,6 +62,16 @@ class Data(Section):
     """JSONL or Parquet file of prompts, or a data set on the Hugging Face Hub: `owner/name` is its split train,
     `owner/name:test` its split test. `path@[a:b]` uses rows a up to, but not including, b. If unset, set
     reasoning_gym_task or disable_rollout_global_dataset instead."""
+    datasets: dict[str, TrainDataset] = {}
+    """Several data sets to train on, by name, instead of prompt_data. Each has its own prompt_data and weight, and may
+    have its own keys, reward, limits, filter and held-out problems."""
+    dataset_sampling: str = "weights"
+    """How the next prompt is chosen. weights: from the data sets in proportion to their weights, in the order of each.
+    difficulty: the same, but without prompts whose mean reward was outside of difficulty_band: they are left out in the
+    next epoch of their data set and tried again in the one after it. A function, as module.function with the signature
+    fn(args, datasets) -> name, chooses the data set; datasets has the state of each by name."""
+    difficulty_band: list[float] = Field([0.2, 0.8], min_length=2, max_length=2)
+    """Lowest and highest mean reward of a prompt's samples that dataset_sampling difficulty goes on training."""
     input_key: str = "prompt"
     """Key of the prompt in a row of prompt_data. The value is a string, which is used verbatim, or a list of chat
     messages, which the tokenizer's chat template renders. Agents and functions of users get the messages."""
@@ -72,3 +122,8 @@ class Data(Section):
     """Reshuffle the prompts at the start of every epoch. If off, prompts keep the order of the data set."""
     rollout_seed: int = Field(42, ge=0, le=2**31 - 1)
     """Seed of the prompt order, of the reasoning-gym problems and of the engines' sampling."""
+
+    @property
+    def sampling_function(self) -> str | None:
+        """Path of the user's function that chooses the data set of the next prompt; None without one."""
+        return None if self.dataset_sampling in ("weights", "difficulty") else self.dataset_sampling

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from miles_async.config.schema.data import Dataset
 from miles_async.rewards.plugin import REWARDS
 from miles_async.section import LONGEST_SECONDS, Section
 
@@ -13,7 +14,7 @@ MOST_SAMPLES = 100_000
 """Per prompt. A group is one object of the scheduler, and its samples are stored and sent together."""
 
 
-class EvalDataset(Section):
+class EvalDataset(Dataset):
     """One entry of `eval_datasets`: a JSONL or Parquet file and the sampling parameters it is evaluated with."""
 
     path: str
@@ -33,14 +34,6 @@ class EvalDataset(Section):
     it. If unset, rollout_top_p applies."""
     top_k: int | None = None
     """Sample from the k most likely tokens. -1 disables top-k sampling. If unset, rollout_top_k applies."""
-    max_response_len: int | None = Field(None, ge=1)
-    """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
-    rm_type: str | None = None
-    """Built-in reward for all rows of this data set. If unset, the reward of the run applies."""
-    custom_rm_path: str | None = None
-    """User-defined reward for this data set, called as custom_rm_path of the run is."""
-    reward_key: str | None = None
-    """Key of the number that counts if the reward is a dictionary. If unset, reward_key of the run applies."""
 
 
 class Rollout(Section):

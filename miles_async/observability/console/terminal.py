@@ -123,7 +123,7 @@ class Terminal:
 
     def _print_header(self, event: RunStarted) -> None:
         data = self._config.data
-        task, file = data.reasoning_gym_task, data.prompt_data
+        task, file = data.reasoning_gym_task, data.prompt_data or ", ".join(data.datasets)
         limit = "no staleness limit" if event.staleness_limit is None else f"staleness at most {event.staleness_limit}"
         self._print_entry("model", event.model)
         self._print_entry("data", f"reasoning-gym {task}" if task else file or "from the rollout function")

@@ -287,6 +287,8 @@ class MetricsRecorder:
 
     def _group_moved(self, event: GroupMoved) -> None:
         groups = self._view.groups
+        if event.dataset and (event.after in ENDED or event.before in ENDED):
+            self._count_groups_of_datasets()
         if event.after == GroupState.QUEUED:
             self._observe_age("queued", groups.live.get(event.sequence), event.time)
             self._record_progress("queued", event.time)
@@ -297,6 +299,13 @@ class MetricsRecorder:
                 self._observe_age("recycled", groups.ended, event.time)
             if event.reason is not None:
                 self._count_tokens(event.reason)
+
+    def _count_groups_of_datasets(self) -> None:
+        datasets = self._view.datasets
+        for name, dataset in datasets.known.items():
+            self._metrics.dataset_trained.labels(name).set(dataset.trained)
+            self._metrics.dataset_filtered.labels(name).set(dataset.filtered)
+            self._metrics.dataset_share.labels(name).set(datasets.share(name))
 
     def _observe_age(self, which: str, group: Group | None, now: float) -> None:
         if group is not None and group.generated is not None:
@@ -321,6 +330,10 @@ class MetricsRecorder:
         self._metrics.truncated_samples.inc(event.truncated)
         self._metrics.left_out_samples.inc(event.missing)
         self._metrics.unfinished_rewards.inc(event.unfinished_rewards)
+        if event.dataset:
+            dataset = self._view.datasets.known[event.dataset]
+            self._metrics.dataset_reward.labels(event.dataset).set(dataset.reward or 0.0)
+            self._metrics.dataset_epochs.labels(event.dataset).set(dataset.epochs)
 
     def _pulse(self, event: Pulse) -> None:
         self._metrics.head_age_seconds.set(event.head_seconds)

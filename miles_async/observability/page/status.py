@@ -57,6 +57,16 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "pulse": _with_defaults(pulse),
         "pulse_age": max(0.0, now - pulse.time) if pulse is not None else None,
         "outcomes": _outcomes(view),
+        "datasets": {
+            name: {
+                "reward": dataset.reward,
+                "trained": dataset.trained,
+                "share": view.datasets.share(name),
+                "filtered": dataset.filtered,
+                "epochs": dataset.epochs,
+            }
+            for name, dataset in view.datasets.known.items()
+        },
         "staleness": {str(age): count for age, count in sorted(view.staleness.trained.items())},
         "step": _with_defaults(step),
         "undone": msgspec.to_builtins(view.steps.undone),

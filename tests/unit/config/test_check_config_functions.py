@@ -50,6 +50,19 @@ def test_the_reward_of_an_evaluation_data_set_that_cannot_be_imported_is_refused
     assert "eval_datasets.aime.custom_rm_path 'no_such_module.f'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("setting", ["custom_rm_path", "dynamic_sampling_filter_path"])
+def test_functions_of_a_data_set_that_cannot_be_imported_are_refused(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check("datasets", f"{{code: {{prompt_data: rows.jsonl, {setting}: no_such_module.f}}}}") == 2
+    assert f"datasets.code.{setting} 'no_such_module.f'" in capsys.readouterr().err
+
+
+def test_a_choice_of_data_sets_that_cannot_be_imported_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("dataset_sampling", "no_such_module.f") == 2
+    assert "dataset_sampling 'no_such_module.f'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["miles_async.filters.mask_truncated", "user_filters.mine"])
 def test_a_function_that_exists_is_accepted(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -122,6 +122,15 @@ def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path: P
     assert "both set" in refusal(prompt_data=str(rows))
     assert refusal(**files, prompt_data="nowhere.jsonl") == "prompt_data nowhere.jsonl: no such file"
     assert refusals(**files, prompt_data=str(rows)) == []
+    assert refusals(**files, datasets={"math": {"prompt_data": str(rows)}}) == []
+
+
+def test_the_reward_of_a_run_may_be_unset_if_each_data_set_has_one(tmp_path: Path) -> None:
+    (rows := tmp_path / "rows.jsonl").touch()
+    own, none = {"prompt_data": str(rows), "rm_type": "math"}, {"prompt_data": str(rows)}
+    unset = {"rm_type": None, "reasoning_gym_task": None}
+    assert refusals(**unset, datasets={"math": own}) == []
+    assert "no reward is configured" in refusal(**unset, datasets={"math": own, "code": none})
 
 
 def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path: Path) -> None:

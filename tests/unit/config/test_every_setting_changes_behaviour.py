@@ -310,6 +310,7 @@ CHECKS = "unit/config/test_config_checks.py"
 DATA = "unit/adapters/datasets/test_datasets_source.py"
 REWARDS = "unit/rewards/test_rewards_and_filters.py"
 BUILTIN = "unit/rewards/test_rewards_builtin.py"
+DATASETS = "unit/adapters/datasets/test_several_datasets.py"
 FILTERS = "unit/test_filters.py"
 GRADERS = "stack/test_graders.py"
 PREFLIGHT = "unit/workers/test_preflight.py"
@@ -417,6 +418,9 @@ NAMED: dict[str, str] = {
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "queue_capacity": f"{GENERATORS}::test_posted_trajectories_wait_up_to_the_capacity_of_the_queue",
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_without_effect_is_noted",
+    "datasets": f"{DATASETS}::test_data_sets_take_turns_in_proportion_to_their_weights",
+    "dataset_sampling": f"{DATASETS}::test_a_function_chooses_the_data_set_by_what_was_earned",
+    "difficulty_band": f"{DATASETS}::test_the_band_can_be_set",
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
     "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
     "slime_imports": (

@@ -11,7 +11,7 @@ import pytest
 
 from miles_async.adapters.datasets.factory import eval_groups
 from miles_async.adapters.sglang import launch, router
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator, TokenLimits
 from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, repack_for_forward
 from miles_async.config.generation import generates
@@ -19,7 +19,7 @@ from miles_async.config.schema import EvalDataset
 from miles_async.config.table import table
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
-from miles_async.types import Group, Prompt, Sample
+from miles_async.types import FROM_DATASET, Group, Prompt, Sample
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
@@ -292,6 +292,40 @@ async def test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine(
             await generator.generate(Group([Sample(index=3, prompt="12345")]))
     finally:
         await generator.close()
+
+
+async def test_each_data_set_may_have_lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = SGLangGenerator(
+        "http://127.0.0.1:1",
+        Bytes(),
+        sampling_of(run_config(rollout_max_response_len=9)),
+        limit=lambda: 8,
+        engines=list,
+        max_prompt_tokens=10,
+        dataset_limits={"short": TokenLimits(4, 3), "free": TokenLimits(None, None)},
+    )
+    asked: list[tuple[int, int]] = []
+
+    async def post(call: Any, samples: list[Sample], params: dict[str, Any]) -> None:
+        asked.append((len(samples), params["max_new_tokens"]))
+
+    monkeypatch.setattr(generator, "_post", post)
+
+    def group(name: str, prompt: str) -> Group:
+        return Group(
+            Sample(index=3, prompt=prompt, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}}) for _ in range(2)
+        )
+
+    try:
+        for name in ("short", "free", ""):
+            await generator.generate(group(name, "1234"))
+        with pytest.raises(TrajectoryError, match=r"5 tokens, more than datasets\.short\.max_prompt_len 4"):
+            await generator.generate(group("short", "12345"))
+        with pytest.raises(TrajectoryError, match=r"11 tokens, more than rollout_max_prompt_len 10"):
+            await generator.generate(group("free", "12345678901"))
+    finally:
+        await generator.close()
+    assert asked == [(2, 3), (2, 9), (2, 9)]
 
 
 # --- what the learner is handed --------------------------------------------------------------------------------------

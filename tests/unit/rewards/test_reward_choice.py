@@ -16,7 +16,7 @@ from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.types import Group, Sample
+from miles_async.types import FROM_DATASET, Group, Sample
 from tests.configuration import run_config
 from tests.plugin_packages import install_plugin
 from tests.scoring import scored
@@ -252,3 +252,32 @@ def test_a_reward_of_a_package_that_fails_to_check_the_run_is_named_with_its_dis
 ) -> None:
     origin = install_strict(tmp_path, monkeypatch, "def missing(self, config): return config.length")
     assert f"{origin} failed to check the run: AttributeError" in refusal(rm_type="strict")
+
+
+def from_dataset(name: str, **sample: Any) -> Group:
+    return Group([Sample(index=0, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}}, **sample)])
+
+
+async def test_each_data_set_for_training_may_have_its_own_reward() -> None:
+    datasets = {
+        "words": {"prompt_data": "a", "rm_type": "f1"},
+        "mine": {"prompt_data": "b", "custom_rm_path": OWN["mine.run"]},
+        "flat": {"prompt_data": "c"},
+    }
+    rewards = RunRewards(run_config(datasets=datasets, rm_type="exact"), None)
+    groups = {name: from_dataset(name, label="a b", response="b a") for name in ("words", "mine", "flat", "other")}
+    for group in groups.values():
+        await rewards.score(group)
+    await rewards.close()
+    assert [groups[name][0].reward for name in ("words", "flat", "other")] == [1.0, 0.0, 0.0]
+    assert ("f1", None) in rewards._opened
+    assert (OWN["mine.run"], None) in rewards._opened
+
+
+async def test_a_run_needs_no_reward_of_its_own_if_each_data_set_has_one() -> None:
+    rewards = RunRewards(run_config(datasets={"words": {"prompt_data": "a", "rm_type": "f1"}}, rm_type=None), None)
+    await rewards.score(group := from_dataset("words", label="a b", response="b a"))
+    assert group[0].reward == 1.0
+    with pytest.raises(TrajectoryError, match="is from none of the data sets"):
+        await rewards.score(from_dataset("other", label="a b", response="b a"))
+    await rewards.close()

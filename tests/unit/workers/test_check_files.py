@@ -39,6 +39,9 @@ TEMPLATES = {
     "documents": "{{ documents }}{{ messages[0].content }}",
 }
 
+MIXED: dict[str, Any] = {"prompt_data": None, "apply_chat_template": True}
+"""A run with several data sets, whose prompts are rendered."""
+
 
 def job(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
     """A run with a checkpoint and a file of prompts."""
@@ -64,6 +67,38 @@ def test_the_longest_prompt_is_compared_with_its_limit_and_the_context(tmp_path:
     [row] = said(config)
     assert row.startswith("2 first rows of ")
     assert row.endswith("longest prompt has 7 tokens (rollout_max_prompt_len 9), 71 with its response (context 256)")
+
+
+def test_each_data_set_is_read_with_its_own_limits_and_template(tmp_path: Path) -> None:
+    config = job(tmp_path, [GOOD, {**GOOD, "prompt": "one " * 7}])
+    path, twice = config.data.prompt_data, {"chat_template": "{{ messages[0].content }} {{ messages[0].content }}"}
+    sets = {
+        "plain": {"prompt_data": f"{path}@[:1]", "max_prompt_len": 4},
+        "twice": {"prompt_data": path, "apply_chat_template_kwargs": twice, "max_response_len": 10},
+    }
+    rows = said(job(tmp_path, [GOOD, {**GOOD, "prompt": "one " * 7}], **MIXED, datasets=sets))
+    assert [row.partition(" first rows")[0] for row in rows] == ["1", "2"]
+    assert rows[0].endswith("4 tokens (rollout_max_prompt_len 4), 68 with its response (context 256)")
+    assert "; the longest prompt has 14 tokens, 24 with its response" in rows[1]
+
+
+def test_every_data_set_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    path = job(tmp_path, [GOOD]).data.prompt_data
+    sets = {
+        "keys": {"prompt_data": path, "input_key": "question"},
+        "long": {"prompt_data": path, "max_prompt_len": 1},
+        "good": {"prompt_data": path},
+    }
+    keys, long = refusals(job(tmp_path, [GOOD], **MIXED, datasets=sets))
+    assert keys.startswith("datasets.keys: prompt_data ")
+    assert long.startswith("datasets.long: none of 1 prompts that were tried can be used")
+
+
+def test_the_reward_of_each_data_set_scores_an_empty_answer(tmp_path: Path) -> None:
+    path = job(tmp_path, [GOOD]).data.prompt_data
+    sets = {"words": {"prompt_data": path, "rm_type": "dapo"}, "flat": {"prompt_data": path}}
+    config = job(tmp_path, [GOOD], prompt_data=None, datasets=sets)
+    assert [row.split()[0] for row in said(config, "reward", full=True)] == ["-1", "0"]
 
 
 def test_prompts_of_messages_are_measured_with_the_chat_template(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ class Template:
 
     has_template = True
 
-    def render(self, messages: Any, tools: Any = None) -> str:
+    def render(self, messages: Any, tools: Any = None, *, template_kwargs: Any = None) -> str:
         if messages[0]["content"] == "unfit":
             raise TemplateError("roles must alternate")
         return json.dumps([messages, tools])

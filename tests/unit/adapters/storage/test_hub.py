@@ -87,6 +87,9 @@ def test_a_data_set_becomes_a_file_whose_rows_a_run_reads(hub: Hub, tmp_path: Pa
     tests = {"hub": {"path": "zhuzilin/dapo-math-17k:test"}}
     [evaluated] = with_downloads(run_config(eval_datasets=tests, **settings)).rollout.eval_datasets.values()
     assert evaluated.path == str(tmp_path / "cache" / "data" / f"zhuzilin--dapo-math-17k-{REVISION}-test.parquet")
+    mixed = {"hub": {"prompt_data": "zhuzilin/dapo-math-17k@[2:]"}}
+    [group] = open_data(with_downloads(run_config(datasets=mixed, **settings))).get_samples(1)
+    assert (group.dataset, group[0].prompt) == ("hub", "three")
 
 
 def test_a_data_set_without_the_split_is_refused(hub: Hub, tmp_path: Path) -> None:

@@ -554,3 +554,24 @@ def test_metrics_show_added_and_removed_engines_and_the_health_of_the_router() -
     assert watched("router_engines", health="unhealthy") == 1
     watched.observe(RouterChanged(time=102.0, up=False, engines=0, healthy=0))
     assert watched("router_up") == 0
+
+
+def test_each_data_set_has_its_reward_share_and_position() -> None:
+    see = Watched(RUN)
+    for sequence, (name, reward, epochs) in enumerate([("math", 1.0, 0.5), ("math", 0.5, 0.25), ("code", 0.0, 1.5)]):
+        see.observe(replace(generated(sequence, 101.0, 102.0, (0, 0)), dataset=name, reward=reward, epochs=epochs))
+    see.observe(*(replace(moved("published"), dataset=name) for name in ("math", "math", "math", "code")))
+    see.observe(replace(moved("dropped", reason="filtered"), dataset="code"))
+    assert see("dataset_reward", dataset="math") == 0.75
+    assert see("dataset_epochs", dataset="math") == 0.5
+    assert see("dataset_trained_groups", dataset="math") == 3
+    assert see("dataset_share_ratio", dataset="code") == 0.25
+    assert see("dataset_filtered_groups", dataset="code") == 1
+    # The learner was lost, and the last group returns to the queue.
+    see.observe(replace(moved("queued"), before="published", dataset="code"))
+    assert see("dataset_trained_groups", dataset="code") == 0
+
+
+def test_a_run_with_one_data_set_has_no_metrics_of_data_sets() -> None:
+    see = Watched(RUN, generated(0, 101.0, 102.0, (0, 0)), moved("published"))
+    assert [family.name for family in see.registry.collect() if "dataset_" in family.name and family.samples] == []
