@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,15 @@ def _rollout_function(
         keeps_groups=keeps_groups,
         metrics=metrics,
     )
+
+
+def data_source(config: RunConfig, args: Arguments) -> Callable[[], Any] | None:
+    """Return a function that creates the user's data source; None if the run reads its data itself.
+
+    Raises UserError if the class cannot be imported.
+    """
+    path = config.data.data_source_path
+    return None if path is None else partial(load_function(path, setting="data_source_path"), args)
 
 
 def evaluation_function(

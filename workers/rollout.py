@@ -53,7 +53,7 @@ from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .functions import conversion, dynamic_filter, packs_ahead, reward_post_process, run_functions
+from .functions import conversion, data_source, dynamic_filter, packs_ahead, reward_post_process, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
 from .rollout_logs import RolloutLogs
@@ -242,6 +242,7 @@ class RolloutWorker:
             args=generators.args,
             report=self._reporter(),
             warn=warn,
+            create=data_source(self._config, generators.args),
         )
         if began_with is not None:
             resume(read_progress(began_with.folder), data, self._journal)

@@ -54,6 +54,7 @@ FORMS = {
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
     ),
     "dataset_sampling": Form("args, datasets"),
+    "data_source_path": Form("args"),
     "dynamic_sampling_filter_path": Form("args, group"),
     "eval_function_path": Form(_ROLLOUT, may_be_async=True),
     "over_sampling_filter_path": Form("args, groups", may_yield=True),

@@ -113,10 +113,6 @@ _VALUES: Mapping[str, Rule] = {
     "rollout_task_type": Idle("belongs to slime's rollout buffer"),
     "megatron_config_path": Refused("set critic_load, critic_lr and critic_lr_warmup_steps"),
     "custom_config_path": Combined(),
-    "data_source_path": Refused(
-        "checkpoints contain the position in the data, so the run reads its data itself: set prompt_data, write an "
-        "environment, or let rollout_function_path bring its own prompts"
-    ),
     "custom_model_provider_path": Refused(
         "engines and exports need the names of the weights too: write a model plug-in, docs/how-to/model-plugin.md"
     ),

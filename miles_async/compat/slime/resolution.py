@@ -18,6 +18,12 @@ _SHIPPED = {
     )
 }
 """Rollout functions of slime and Miles, and those of this project that do the same."""
+_OWN_SOURCES = [
+    f"{project}.rollout.data_source.{name}"
+    for project in ("slime", "miles")
+    for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+]
+"""Data sources of slime and Miles that read the data of the run, as the run itself does."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -27,6 +33,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config = with_settings(config, rollout_function_path=_SHIPPED[path])
     if config.rollout.eval_function_path in _SHIPPED:
         config = with_settings(config, eval_function_path=None)
+    if config.data.data_source_path in _OWN_SOURCES:
+        config = with_settings(config, data_source_path=None)
     if config.debug.debug_train_only and config.debug.load_debug_rollout_data is None:
         # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
         supervised = with_settings(config, debug_train_only=False, eval_size=0)

@@ -31,7 +31,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 23
+    assert len(FUNCTIONS) == 24
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)

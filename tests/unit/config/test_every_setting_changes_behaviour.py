@@ -383,6 +383,9 @@ NAMED: dict[str, str] = {
     "tool_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
     "apply_chat_template_kwargs": "stack/test_chat_tokens.py::test_template_arguments_reach_every_chat",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
+    "data_source_path": (
+        "unit/adapters/datasets/test_function_source.py::test_the_prompts_are_those_of_the_users_class"
+    ),
     "buffer_filter_path": f"{DATA}::test_a_buffer_filter_of_slime_that_removes_no_group_returns_each_group_once",
     # rollout
     "rollout_max_prompt_len": f"{PLACE}::test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine",
