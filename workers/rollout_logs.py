@@ -45,7 +45,7 @@ class RolloutLogs:
     async def batch(self, rollout_id: int, groups: Sequence[Group]) -> None:
         """Log a batch. Raises UserError if the function raises."""
         seconds = time.monotonic() - self._began.pop(rollout_id, time.monotonic())
-        samples, metrics = list(chain.from_iterable(groups)), self.metrics.pop(rollout_id, None)
+        samples, metrics = list(chain.from_iterable(groups)), self.metrics.pop(rollout_id, None) or None
         await _call(self._batches, rollout_id, self._args, samples, metrics, seconds)
 
     def after(self, evaluate: EvaluationFunction | None) -> EvaluationFunction | None:
@@ -55,7 +55,7 @@ class RolloutLogs:
 
         async def logged(rollout_id: int, source: RolloutSource) -> Scores:
             scores = await (source.evaluate(rollout_id) if evaluate is None else evaluate(rollout_id, source))
-            metrics = self.eval_metrics.pop(rollout_id, None)
+            metrics = self.eval_metrics.pop(rollout_id, None) or None
             await _call(self._evaluations, rollout_id, self._args, dict(scores), metrics)
             return scores
 

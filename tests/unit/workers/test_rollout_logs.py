@@ -60,8 +60,8 @@ def group() -> Group:
 
 
 def run(**settings: Any) -> tuple[RunFunctions, RolloutLogs, Arguments]:
-    own = f"{__name__}.rollout"
-    config = run_config(rollout_function_path=own, rollout_batch_size=1, n_samples_per_prompt=2, **settings)
+    own = {"rollout_function_path": f"{__name__}.rollout", **settings}
+    config = run_config(rollout_batch_size=1, n_samples_per_prompt=2, **own)
     args = flat_args(config)
     logs = RolloutLogs(config, args)
     generators: Any = SimpleNamespace(args=args, limits=NO_LIMITS, engine_client=SimpleNamespace(score_logprobs=None))
@@ -81,6 +81,19 @@ async def test_a_batch_is_logged_with_the_metrics_of_the_rollout_function() -> N
     rollout_id, indices, metrics, seconds = args.logged
     assert (rollout_id, indices, metrics) == (3, [6, 7], {"retries": 2})
     assert seconds > 0
+
+
+def silent_rollout(args: Arguments, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return [group()]
+
+
+async def test_without_metrics_of_the_rollout_function_there_are_none() -> None:
+    log = f"{__name__}.log_batch"
+    functions, logs, args = run(
+        rollout_function_path=f"{__name__}.silent_rollout", custom_rollout_log_function_path=log
+    )
+    await batch(functions, logs)
+    assert args.logged[2] is None
 
 
 async def test_an_evaluation_is_logged_with_the_metrics_of_its_function() -> None:
