@@ -45,6 +45,7 @@ from miles_async.adapters.weights.channel import find_transports
 from miles_async.config.device_plan import Bundle, by_node, check_cards, demand_of
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
+from miles_async.config.untested import weight_transport
 from miles_async.errors import EngineLostError, FatalError, UserError
 from miles_async.events import ClusterReady, Event, StartupChanged
 from miles_async.observability.console.logging import details_logger
@@ -515,7 +516,7 @@ class Cluster:
 
     async def _connect(self, engines: Sequence[EngineInfo]) -> Sequence[str]:
         ranks = RayRanks(self.learner.actors)
-        wanted = self._config.weight_transport(on_gpus=self._placements[0].unit == "GPU")
+        wanted = weight_transport(self._config, on_gpus=self._placements[0].unit == "GPU")
         devices = SharedDevices(self.learner, StartedEngines(engines), colocated=self._config.cluster.colocate)
         await devices.begin()
         async with self._explained():

@@ -21,12 +21,12 @@ from miles_async.adapters.environments.process import with_environment_tasks
 from miles_async.adapters.storage.gguf import with_converted_checkpoint
 from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
-from miles_async.config.checks.untested import untested_arguments
 from miles_async.config.generation import bounds_of, schedule_of
 from miles_async.config.load import load_config
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
+from miles_async.config.untested import untested_arguments
 from miles_async.errors import MilesError, UserError
 from miles_async.events import RunEnded, RunStarted
 from miles_async.observability.console.logging import configure_logging, details_logger, log_file, report_lost_output

@@ -24,6 +24,7 @@ from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.config.fields import values_of
 from miles_async.config.schema import RunConfig
+from miles_async.config.untested import loaded_by_name
 from miles_async.config.user_functions import install_guests
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
 from miles_async.rollout.contract import flat_args
@@ -202,6 +203,7 @@ class LearnerRank:
                 self._config.weights,
                 rank=self._rank,
                 sources=self._world_size,
+                by_name=loaded_by_name(self._config),
             )
 
     async def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from miles_async.columns.column import SampleLimits
 from miles_async.config.model_shape import shape_of
 from miles_async.config.redaction import read_secret
 from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.config.untested import weight_transport
 from miles_async.observability.run_folder import RunFolder
 from miles_async.transports import TRANSPORTS
 
@@ -149,7 +150,7 @@ def engine_spec(
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
         colocated=config.cluster.colocate,
-        p2p=TRANSPORTS.needs_transfer_engine(config.weight_transport(on_gpus=bool(devices))),
+        p2p=TRANSPORTS.needs_transfer_engine(weight_transport(config, on_gpus=bool(devices))),
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

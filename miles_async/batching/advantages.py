@@ -85,6 +85,8 @@ def _advantages(
     estimator: AdvantageEstimator, rewards: Sequence[float], weights: Sequence[float], algorithm: Algorithm
 ) -> Sequence[float]:
     """The advantages of a group's samples."""
+    if estimator.compares_samples and not algorithm.rewards_normalization:
+        return rewards
     with errors_of(estimator, "compute advantages"):
         advantages = estimator.advantages(rewards, weights, algorithm)
         given = len(advantages)

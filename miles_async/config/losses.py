@@ -79,6 +79,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
     - supervised fine-tuning, which has no advantages;
     - a critic, from which the advantages come and which trains on all samples;
     - a loss, advantages or a mean that functions of the user compute;
+    - metrics of all log-probabilities that the engines reported;
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
@@ -87,6 +88,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
         and objective_of(algorithm).scales_with_advantage
         and not estimator_of(algorithm).trains_critic
         and not has_loss_functions(algorithm)
+        and not algorithm.get_mismatch_metrics
         and not config.keeps_reference
         and algorithm.entropy_coef == 0
     )

@@ -12,6 +12,7 @@ from miles_async.config.generation import generates
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config
 from miles_async.config.schema import Learner, RunConfig
+from miles_async.config.untested import weight_transport
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split
 from miles_async.planning.plan import (
@@ -142,7 +143,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
     """
     learner, algorithm = config.learner, config.algorithm
     width = 4 if precision_on_gpus(learner) == "fp32" else 2
-    transport = config.weight_transport(on_gpus=True)
+    transport = weight_transport(config, on_gpus=True)
     copies = learner.ranks // (learner.tensor_model_parallel_size * learner.pipeline_model_parallel_size)
     job = LearnerJob(
         model=model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,8 @@ from miles_async.config.schema import Algorithm
 from miles_async.errors import UserError
 from miles_async.losses.corrections.correction import Correction
 from miles_async.losses.functions import FunctionResult, FunctionsOfMicroBatch
+from miles_async.losses.masks import NO_MASKS, TokenMasks
+from miles_async.losses.mismatch import mismatch
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
 from miles_async.losses.sequences import sequence_sum
 from miles_async.losses.tokens import TokenColumns
@@ -37,6 +39,8 @@ class PolicyLossSettings:
     kl_reward_coef: float
     """Coefficient of the KL penalty that is subtracted from advantages which compare the samples of a group."""
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"]
+    masks: TokenMasks = NO_MASKS
+    mismatch_metrics: bool = False
 
     @classmethod
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
@@ -53,6 +57,8 @@ class PolicyLossSettings:
             # Otherwise the penalty is already a part of the returns from which advantages are computed.
             kl_reward_coef=algorithm.kl_coef if penalizes_advantages(algorithm) else 0.0,
             kl_estimator=algorithm.kl_loss_type,
+            masks=TokenMasks.from_algorithm(algorithm),
+            mismatch_metrics=algorithm.get_mismatch_metrics,
         )
 
 
@@ -65,7 +71,7 @@ class TokenSums:
     maximum: Tensor
     """[1] largest absolute difference between old and rollout log-probabilities."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parts of metrics that functions of users computed. The parts of all micro-batches and ranks add up."""
+    """Parts of further metrics. The parts of all micro-batches and ranks add up."""
 
 
 SUMS = ("tokens", "objective", "clipped", "bounded", "weight", "ratio", "ratio_squared", "gap", "entropy", "kl")
@@ -103,6 +109,8 @@ def policy_loss(
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():
         sums = _sums(columns, per_token, entropy, policy.clipped, policy.bounded, policy.weight, kl)
+        if settings.mismatch_metrics:
+            sums = replace(sums, metrics=_mismatch(columns, total_tokens))
     if functions is None:
         return loss, sums
     if functions.functions.reducer is not None:
@@ -173,10 +181,13 @@ def _policy_terms(
 ) -> _PolicyTerms:
     """The objective bounds how far this batch's steps move the policy. The weight corrects for the difference between
     the policy before those steps and the one that sampled."""
-    log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
+    old = columns.old_logprobs.detach()
+    log_ratio, masks = old - columns.rollout_log_probs, settings.masks
+    advantages = penalized_advantages(columns, settings)
+    fallen = masks.fallen(logprobs, old, advantages, columns.sequences)
     if functions is not None and functions.functions.tis is not None:
-        tokens = _policy_tokens(logprobs, columns, torch.zeros_like(log_ratio).bool(), settings, prepared)
-        objective, clipped = _objective(settings, tokens)
+        tokens = _policy_tokens(logprobs, columns, advantages, fallen, settings, prepared)
+        objective, clipped = _objective(settings, tokens, fallen)
         corrected = functions.correct(objective)
         weight = torch.where(objective == 0, 1.0, corrected.objective / objective).detach()
         bounded = (corrected.kept == 0).to(weight.dtype)
@@ -185,8 +196,10 @@ def _policy_terms(
     with errors_of(correction, "weight tokens"):
         weights = correction.weights(log_ratio, columns.sequences, settings.own)
         weight, bounded = _per_token(correction, weights, log_ratio)
-    tokens = _policy_tokens(logprobs, columns, weight == 0, settings, prepared)
-    objective, clipped = _objective(settings, tokens)
+    rejected = masks.rejected(log_ratio, columns.sequences)
+    weight, bounded = weight.masked_fill(rejected, 0.0), bounded.masked_fill(rejected, 1.0)
+    tokens = _policy_tokens(logprobs, columns, advantages, (weight == 0) | fallen, settings, prepared)
+    objective, clipped = _objective(settings, tokens, fallen)
     return _PolicyTerms(weight * objective, clipped, weight, bounded)
 
 
@@ -213,17 +226,32 @@ def _sums(
 
 
 def _with_loss(sums: TokenSums, loss: Tensor, total_tokens: int, metrics: Mapping[str, Tensor]) -> TokenSums:
-    """The statistics of a loss that is not the sum over tokens: a function computed or averaged it."""
+    """The statistics of a loss that is not the sum over tokens: a function computed or averaged it.
+
+    The names of the function's metrics get a prefix, so that no other metric has them.
+    """
     rows = sums.sums.clone()
     column = rows[:, SUMS.index("objective")]
     column[0] += -loss * total_tokens - column.sum()
-    return TokenSums(sums=rows, maximum=sums.maximum, metrics=metrics)
+    own = {f"custom_{name}": value for name, value in metrics.items()}
+    return TokenSums(sums=rows, maximum=sums.maximum, metrics={**sums.metrics, **own})
+
+
+def _mismatch(columns: TokenColumns, total_tokens: int) -> Mapping[str, Tensor]:
+    """This micro-batch's part of each metric, which is averaged as the loss."""
+    found = mismatch(columns.old_logprobs.detach(), columns.rollout_log_probs, columns.sequences)
+    return {f"mismatch_{name}": (one * columns.loss_weights).sum() / total_tokens for name, one in found.items()}
 
 
 def _policy_tokens(
-    logprobs: Tensor, columns: TokenColumns, excluded: Tensor, settings: PolicyLossSettings, prepared: Any
+    logprobs: Tensor,
+    columns: TokenColumns,
+    advantages: Tensor,
+    excluded: Tensor,
+    settings: PolicyLossSettings,
+    prepared: Any,
 ) -> PolicyTokens:
-    """The objective's view of a micro-batch. `excluded` [m] are the tokens that the correction leaves out."""
+    """The objective's view of a micro-batch. `excluded` [m] are the tokens that correction and masks leave out."""
     old = columns.old_logprobs.detach()
     return PolicyTokens(
         logprobs=logprobs,
@@ -232,18 +260,19 @@ def _policy_tokens(
         ratio=(torch.where(excluded, old, logprobs) - old).exp(),
         old_logprobs=old,
         rollout_log_probs=columns.rollout_log_probs,
-        advantages=penalized_advantages(columns, settings),
+        advantages=advantages,
         sequences=columns.sequences,
         clip=(settings.eps_clip, settings.eps_clip_high),
         prepared=prepared,
     )
 
 
-def _objective(settings: PolicyLossSettings, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
-    """[m] the objective of each token, and whether it is clipped."""
+def _objective(settings: PolicyLossSettings, tokens: PolicyTokens, masked: Tensor) -> tuple[Tensor, Tensor]:
+    """[m] the objective of each token, and whether it is clipped. `masked` [m] tokens have none."""
     with errors_of(settings.objective, "compute the loss"):
         values = settings.objective.compute(tokens, settings.own)
-        return _per_token(settings.objective, values, tokens.logprobs)
+        objective, clipped = _per_token(settings.objective, values, tokens.logprobs)
+    return objective.masked_fill(masked, 0.0), clipped.masked_fill(masked, 1.0)
 
 
 def _per_token(plugin: Objective | Correction, values: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:

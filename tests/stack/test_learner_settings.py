@@ -112,7 +112,14 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "m2po_budget": (10.0, {"policy_objective": "m2po", "off_policy_correction": "none"}),
     "off_policy_correction": ("none", {}),
     "icepop_band": ([0.5, 1.5], {"off_policy_correction": "icepop"}),
+    "eps_clip_c": (1.0001, {}),
     "tis_clip": (0.3, {}),
+    "tis_clip_low": (1.5, {}),
+    "rejection_level": ("token", {}),
+    "rejection_band": ([0.9, 1.1], {"rejection_level": "token"}),
+    "rejection_veto": (0.5, {}),
+    "use_opsm": (True, {}),
+    "opsm_delta": (10.0, {"use_opsm": True}),
     "use_kl_loss": (True, {"kl_loss_coef": 1.0}),
     "kl_loss_coef": (1.0, {"use_kl_loss": True}),
     "kl_loss_type": ("k3", {"use_kl_loss": True, "kl_loss_coef": 1.0}),
@@ -146,6 +153,7 @@ def test_another_value_of_a_setting_learns_other_weights(tiny: Path, usual: dict
         {"off_policy_correction": "decoupled"},
         {"off_policy_correction": "icepop", "icepop_band": [0.2, 4.0]},
         {"off_policy_correction": "sequence"},
+        {"off_policy_correction": "geometric"},
         {"advantage_estimator": "gspo"},
         {"advantage_estimator": "cispo"},
         {"policy_objective": "gmpo"},
@@ -159,6 +167,17 @@ def test_another_estimator_or_correction_learns_other_weights(
     tiny: Path, usual: dict[str, torch.Tensor], setting: dict[str, Any]
 ) -> None:
     assert not same(learned(tiny, **setting), usual)
+
+
+def test_a_step_reports_the_mismatch_of_engine_and_learner(tiny: Path) -> None:
+    run = config(get_mismatch_metrics=True)
+    with learning(tiny, run) as learner:
+        [[step, _]] = rank_batches(batch(0) * 2, run, 1)
+        metrics = learner.train(0, [step]).metrics
+    gaps = [metrics[f"mismatch_{name}"] for name in ("kl", "k3_kl", "log_ppl_abs_diff")]
+    assert metrics["mismatch_training_log_ppl"] == pytest.approx(metrics["mismatch_rollout_log_ppl"] + gaps[0])
+    assert gaps[1] > 0
+    assert metrics["logprob_gap_mean"] >= gaps[2] > 0
 
 
 def test_the_reference_model_may_be_another_checkpoint(tiny: Path, tmp_path: Path) -> None:

@@ -39,6 +39,31 @@ pytestmark = pytest.mark.skipif(CHECKOUT is None, reason="SLIME_CHECKOUT names n
 PROMPTS, SAMPLES = 4, 4
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.2, "loss_aggregation": "sequence_mean"}
+GSPO = {"advantage_estimator": "gspo"}
+MIS: Mapping[str, Any] = {
+    "use_tis": True,
+    "custom_tis_function_path": "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+    "tis_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": None,
+    "tis_upper_bound": 2.0,
+    "tis_batch_normalize": False,
+    "use_rs": False,
+    "rs_lower_bound": 0.5,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
+}
+"""The arguments of slime's example of mismatch correction."""
+
+
+def of_the_example(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our settings and slime's arguments with the function of the example."""
+    theirs = {**MIS, **changes}
+    own = {name: value for name, value in theirs.items() if name not in ("custom_tis_function_path", "use_tis")}
+    path = "miles_async.compat.slime.mismatch.compute_mis_weights_with_cp"
+    return {"off_policy_correction": "tis", "custom_tis_function_path": path, "custom_args": own}, theirs
+
+
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}),
     "clip-higher": ({"eps_clip_high": 0.28}, {"eps_clip_high": 0.28}),
@@ -48,7 +73,40 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean over tokens": ({"loss_aggregation": "token_mean"}, {"calculate_per_token_loss": True}),
     "entropy": ({"entropy_coef": 0.01}, {"entropy_coef": 0.01}),
     "Dr. GRPO's advantages": ({"grpo_std_normalization": False}, {"grpo_std_normalization": False}),
-    "gspo": ({"advantage_estimator": "gspo", **CLIP}, {"advantage_estimator": "gspo"}),
+    "raw rewards": ({"rewards_normalization": False}, {"rewards_normalization": False}),
+    "dual clip": ({"eps_clip_c": 1.1, "eps_clip_high": 10.0}, {"eps_clip_c": 1.1, "eps_clip_high": 10.0}),
+    "TIS with a lower bound": (
+        {"off_policy_correction": "tis", "tis_clip_low": 0.8},
+        {"use_tis": True, "tis_clip_low": 0.8},
+    ),
+    "OPSM": ({"use_opsm": True}, {"use_opsm": True}),
+    "OPSM with GSPO": ({"use_opsm": True, "advantage_estimator": "gspo", **CLIP}, {"use_opsm": True, **GSPO}),
+    "dual clip with GSPO": ({"eps_clip_c": 1.01, "advantage_estimator": "gspo", **CLIP}, {"eps_clip_c": 1.01, **GSPO}),
+    "sequence TIS": ({"off_policy_correction": "sequence"}, {**MIS, "tis_level": "sequence"}),
+    "geometric TIS": (
+        {"off_policy_correction": "geometric", "tis_clip_low": 0.8, "tis_clip": 1.5},
+        {**MIS, "tis_level": "geometric", "tis_mode": "clip", "tis_lower_bound": 0.8, "tis_upper_bound": 1.5},
+    ),
+    "masked tokens": (
+        {"off_policy_correction": "tis", "rejection_level": "token"},
+        {**MIS, "tis_mode": "mask", "tis_lower_bound": 0.5},
+    ),
+    "masked sequences": (
+        {"off_policy_correction": "tis", "rejection_level": "geometric", "rejection_band": (0.7, 1.6)},
+        {**MIS, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.7, "rs_upper_bound": 1.6},
+    ),
+    "veto": (
+        {"off_policy_correction": "tis", "rejection_level": "token", "rejection_veto": 0.3},
+        {**MIS, "use_rs": True, "rs_level": "token", "rs_veto_threshold": 0.3},
+    ),
+    "slime's example of mismatch correction": of_the_example(
+        use_rs=True, rs_level="geometric", rs_lower_bound=0.5, rs_veto_threshold=0.3, tis_batch_normalize=True
+    ),
+    "the example with weights of sequences": of_the_example(
+        tis_level="sequence", tis_mode="clip", tis_lower_bound=0.5, tis_batch_normalize=True
+    ),
+    "the example with masks": of_the_example(tis_mode="mask", tis_lower_bound=0.6),
+    "gspo": ({"advantage_estimator": "gspo", **CLIP}, GSPO),
     "cispo": ({"advantage_estimator": "cispo", **CLIP}, {"advantage_estimator": "cispo"}),
 }
 """Our settings and slime's arguments, where they are not the defaults."""
@@ -80,6 +138,7 @@ SLIME_DEFAULTS: Mapping[str, Any] = {
     "get_mismatch_metrics": False,
     "use_rollout_logprobs": False,
     "use_opsm": False,
+    "opsm_delta": 1e-4,
 }
 
 
@@ -116,10 +175,10 @@ def slime() -> Iterator[ModuleType]:
     """slime's modules. Its package for Megatron imports Transformer Engine, which the loss does not need."""
     assert CHECKOUT is not None
     folder = Path(CHECKOUT)
-    package = ModuleType("slime.backends.megatron_utils")
-    package.__path__ = [str(folder / "slime/backends/megatron_utils")]
-    before = set(sys.modules)
-    sys.modules[package.__name__] = package
+    before, ours = set(sys.modules), sys.modules.pop("examples", None)
+    for name in ("slime.backends.megatron_utils", "examples"):  # this project has examples, too
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(folder / name.replace(".", "/"))]
     sys.path.insert(0, CHECKOUT)
     try:
         loss = import_module("slime.backends.megatron_utils.loss")
@@ -131,8 +190,11 @@ def slime() -> Iterator[ModuleType]:
     finally:
         sys.path.remove(CHECKOUT)
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "slime":
+            if name.partition(".")[0] in ("slime", "examples"):
                 del sys.modules[name]
+        sys.modules.pop("examples", None)
+        if ours is not None:
+            sys.modules["examples"] = ours
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +267,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_slime(
     )
     batch = groups()
     with learning(models / "policy", run) as learner:
+        learner._functions = LossFunctions.load(run, flat_args(run))
         [[first, second]] = rank_batches(batch, run, 1)
         before_first, before_second = learner._pre_step_values(0, [first, second])
         learner._policy_step(first, before_first, lambda: None).apply()

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,6 +46,7 @@ def source_of(
     sources: int = 1,
     verify_all: bool = True,
     timeout: float = PATIENCE_SECONDS,
+    by_name: str | None = None,
 ) -> WeightSource:
     named = describe(serving.named_tensors())
     settings = Weights(
@@ -51,7 +54,7 @@ def source_of(
         check_weight_update_equal=verify_all,
         update_weight_timeout_seconds=timeout,
     )
-    source = WeightSource(named, folder, settings, rank=rank, sources=sources)
+    source = WeightSource(named, folder, settings, rank=rank, sources=sources, by_name=by_name)
     source.connect([serving.engine], {})
     return source
 
@@ -387,5 +390,37 @@ def test_each_rank_of_an_engine_gets_its_shard_from_each_source(serving: Stack, 
             sources[0].connect([info, serving.engine], {})
         for one in sources:
             one.close()
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"ep_size": 2}, {"enable_dp_attention": True, "dp_size": 2}], ids=lambda arguments: min(arguments)
+)
+def test_ranks_that_divide_the_weights_in_another_way_hold_what_sglangs_loader_has_loaded(
+    serving: Stack, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """SGLang cannot compute with such engines on a CPU, so this compares the memory of the ranks."""
+    checkpoint = tmp_path / "experts"
+    model = create_experts(checkpoint, seed=2)
+    spec = EngineSpec(name="e1", model_path=str(checkpoint), log_path=tmp_path / "log", tp=2, cpus=(0, 1))
+    engine = EngineServer(replace(spec, server_args=arguments))
+    try:
+        two = Stack(engine.start(), serving.router_url, serving.router_key, serving.logs, checkpoint, model)
+        by_name = source_of(two, tmp_path / "by name", by_name="its layout was never tried")
+        planned = source_of(two, tmp_path / "planned")
+        for version, transport in enumerate(("broadcast", "ipc", "disk"), start=1):
+            two.change_weights()
+            planned.stage(version, two.named_tensors(), [])
+            with pytest.raises(EngineLostError, match="differs from what was sent"):
+                planned._verify(planned._engines["e1"])
+            by_name.stage(version, two.named_tensors(), [])
+            assert by_name.send(version, "e1", transport).error is None, transport
+            planned._verify(planned._engines["e1"])
+        two.change_weights()
+        planned.stage(4, two.named_tensors(), [])
+        assert planned.send(4, "e1", "p2p").error is None
+        by_name.close()
+        planned.close()
     finally:
         engine.stop()

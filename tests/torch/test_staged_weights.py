@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from miles_async.adapters.sglang.engine_weights import machine_id
+from miles_async.adapters.sglang.engine_weights import RankLayout, machine_id
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights import engine as weights_engine
+from miles_async.adapters.weights import source as weights_source
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
 from miles_async.adapters.weights.source import WeightSource
@@ -89,3 +92,31 @@ def test_an_engine_that_is_partly_on_another_node_is_refused_with_transports_tha
 def test_an_engine_on_a_device_that_the_learner_does_not_have_is_refused(transport: IPCTransport) -> None:
     with pytest.raises(EngineLostError, match="its weights are on cuda:0, and the learner's on cpu"):
         transport.connect(engine_on(machine_id(), device="cuda:0"))
+
+
+def test_ranks_that_several_groups_of_an_engine_answer_for_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With data-parallel attention, each group of SGLang's ranks answers for all of them."""
+    ranks = [{"checksums": {"received": json.dumps({"w": rank})}} for rank in (0, 1)]
+    monkeypatch.setattr(weights_engine, "call_engine", lambda *_, **__: {"ranks": ranks * 2})
+    engine = engine_on("here", "here")
+    assert weights_engine.read_received(engine, ["w"], timeout=1.0) == [{"w": 0}, {"w": 1}]
+
+
+@pytest.mark.parametrize("by_name", [None, "how --sglang-ep-size divides it was never tried"])
+def test_an_engine_whose_layout_was_never_tried_loads_each_version_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: str | None
+) -> None:
+    watched: list[str] = []
+    monkeypatch.setattr(weights_source, "read_engine_memory", lambda info, **_: engine_on("here"))
+    monkeypatch.setattr(weights_source, "read_layouts", lambda *_, **__: [RankLayout()])
+    monkeypatch.setattr(weights_source, "watch_loader", lambda engine, **_: watched.append(engine.name))
+    monkeypatch.setattr(weights_source, "plan_tensors", lambda *_: plans_by_name(describe(TENSORS)))
+    source = WeightSource(describe(TENSORS), tmp_path, Weights(), by_name=by_name)
+    source.connect([engine_on("here").info], {})
+    source.stage(1, TENSORS, [])
+    source.stage(2, TENSORS, [])
+    assert source.compared is (by_name is not None), "later versions, too"
+    assert watched == (["e"] if by_name else [])
+    if by_name:
+        with pytest.raises(EngineLostError, match=f"it writes into the engine's memory, but {by_name}"):
+            source.connect([engine_on("here").info], {"e": "disk_delta"})

@@ -99,6 +99,13 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
     }
 
 
+def leave_out_draft(draft_worker: Any) -> None:
+    """Replace SGLang's `_get_draft_model_runner`, so that a draft model is not asked for its weights, too.
+
+    It does not have the parameters that a publish writes and verifies.
+    """
+
+
 def _layout(checker: Any, tensors: str) -> RankLayout:
     """The layout of `tensors`, for which every rank of the learner asks; it is found once."""
     from miles_async.adapters.sglang.weight_placement import find_placements

@@ -133,7 +133,8 @@ def read_logprobs(info: EngineInfo, tokens: Sequence[int], *, timeout: float) ->
 
 def _ask_all_ranks(info: EngineInfo, action: str, *, timeout: float) -> list[dict[str, str]]:
     answer = call_engine(info, "/weights_checker", {"action": action}, timeout=timeout)
-    return [rank["checksums"] for rank in answer["ranks"]]
+    # With data-parallel attention, each of its groups answers for all ranks.
+    return [rank["checksums"] for rank in answer["ranks"][: info.tp]]
 
 
 def call_engine(

@@ -54,11 +54,12 @@ class WeightSource:
         *,
         rank: int = 0,
         sources: int = 1,
+        by_name: str | None = None,
     ) -> None:
         """`tensors` are all weights, including those of other sources.
 
         `folder` is where the disk transports write; engines must see it under the same path. This source is number
-        `rank` of `sources`.
+        `rank` of `sources`. `by_name` says why SGLang's loader has to load the weights; None if it need not.
         """
         self._tensors = tensors
         self._rank, self._sources = rank, sources
@@ -70,6 +71,7 @@ class WeightSource:
         self._engines: dict[str, EngineMemory] = {}
         self._layout: Layout | None = None
         """The layout that all connected engines share."""
+        self._why = by_name
         self._by_name: str | None = None
         """Why SGLang's loader has to load the weights; None if they can be written into the engines' memory."""
         self._staging: Staging | None = None
@@ -223,7 +225,7 @@ class WeightSource:
                 "the same model, dtype and tensor-parallel size"
             )
         layouts = read_layouts(engine, self._tensors, timeout=max(self.timeout, LAYOUT_SECONDS))
-        self._by_name = next((one.unknown for one in layouts if one.unknown is not None), None)
+        self._by_name = self._why or next((one.unknown for one in layouts if one.unknown is not None), None)
         if self._by_name is None:
             plans = plan_tensors(self._tensors, layouts, layout[1])
         else:

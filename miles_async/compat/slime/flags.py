@@ -19,9 +19,7 @@ _OFFLOAD = Idle(
 
 _SWITCHES: Mapping[str, Rule] = {
     "disable_grpo_std_normalization": converts("algorithm.grpo_std_normalization", {True: False}),
-    "disable_rewards_normalization": Refused(
-        "set custom_advantage_function_path to a function that uses rewards as they are"
-    ),
+    "disable_rewards_normalization": converts("algorithm.rewards_normalization", {True: False}),
     "use_tis": converts("algorithm.off_policy_correction", {True: "tis"}),
     "offload": _OFFLOAD,
     "offload_train": _OFFLOAD,
@@ -48,13 +46,11 @@ _SWITCHES: Mapping[str, Rule] = {
     "skip_eval_before_train": Refused("an evaluation before training is part of every run that evaluates: remove it"),
     "use_unbiased_kl": Refused("the KL loss is not weighted by the ratio of probabilities: remove it"),
     "use_rollout_entropy": Refused("entropies are not computed before the training step: remove it"),
-    "get_mismatch_metrics": Idle("has no effect: the gap between engine and learner is always measured"),
     "reset_optimizer_states": Refused("the optimizer keeps its state between batches: remove it"),
     "use_stateless_adam": Refused("the learner uses AdamW: remove it"),
     "use_routing_replay": Refused("routing replay is not supported: remove it"),
     "use_rollout_routing_replay": Refused("routing replay is not supported: remove it"),
     "mask_offpolicy_in_partial_rollout": Refused("set off_policy_correction to weight older tokens"),
-    "use_opsm": Refused("set off_policy_correction to weight samples of older weights"),
     "use_opd": _DISTILLATION,
     "enable_mtp_training": Refused("heads that predict further tokens are not trained: remove it"),
     "allgather_cp": Idle("has no effect: context parallelism exchanges keys and values as Megatron does"),
@@ -84,9 +80,6 @@ _VALUES: Mapping[str, Rule] = {
     "loss_mask_type": Idle("has no effect: the chat template marks what is trained"),
     "ref_ckpt_step": Refused("set ref_load to a Hugging Face checkpoint"),
     "ref_update_interval": Refused("the reference model stays as it is: remove it"),
-    "eps_clip_c": Combined(),
-    "tis_clip_low": Only((0, 0.0), "weights have no lower bound; set off_policy_correction to icepop for a band"),
-    "opsm_delta": Refused("set off_policy_correction to weight samples of older weights"),
     "opd_type": _DISTILLATION,
     "opd_kl_coef": _DISTILLATION,
     "opd_teacher_load": _DISTILLATION,
@@ -179,8 +172,6 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
             translator.set("engine.sglang_server_args.context_length", values[name], flag)
     if "log_probs_max_tokens_per_gpu" in values:
         translator.idle["--log-probs-max-tokens-per-gpu"] = "has no effect: max_tokens_per_gpu limits all passes"
-    if "eps_clip_c" in values:
-        translator.problems.append("--eps-clip-c has no counterpart: set it with policy_objective dual_clip")
     if "custom_config_path" in values:
         _custom_config(Path(str(values["custom_config_path"])).expanduser(), translator)
 

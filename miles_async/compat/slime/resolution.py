@@ -26,6 +26,10 @@ _OWN_SOURCES = [
 """Data sources of slime and Miles that read the data of the run, as the run itself does."""
 
 
+_MISMATCH = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+"""The end of the path of a function in the examples of slime and Miles."""
+
+
 def resolve(config: RunConfig) -> RunConfig:
     """The configuration with functions of this project in place of slime's, and with slime's names if they are used."""
     path = config.rollout.rollout_function_path
@@ -35,6 +39,9 @@ def resolve(config: RunConfig) -> RunConfig:
         config = with_settings(config, eval_function_path=None)
     if config.data.data_source_path in _OWN_SOURCES:
         config = with_settings(config, data_source_path=None)
+    if (config.algorithm.custom_tis_function_path or "").endswith(_MISMATCH):
+        own = "miles_async.compat.slime.mismatch.compute_mis_weights_with_cp"
+        config = with_settings(config, custom_tis_function_path=own)
     if config.debug.debug_train_only and config.debug.load_debug_rollout_data is None:
         # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
         supervised = with_settings(config, debug_train_only=False, eval_size=0)

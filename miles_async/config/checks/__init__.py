@@ -6,6 +6,7 @@ nothing heavy. Problems with the data, the weights or a user's module are found 
 
 from __future__ import annotations
 
+from miles_async.config import untested
 from miles_async.config.checks import (
     layouts,
     memory,
@@ -16,7 +17,6 @@ from miles_async.config.checks import (
     serving,
     sizes,
     switches,
-    untested,
 )
 from miles_async.config.checks.notes import NOTES
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of

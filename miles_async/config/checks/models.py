@@ -257,6 +257,9 @@ def _loss(config: RunConfig) -> Iterator[str]:
             f"policy_objective {name} already uses the ratio to the policy that sampled, so {given} would apply the "
             f"correction twice: {advice}"
         )
+    lowest, highest = algorithm.rejection_band
+    if not 0 <= lowest < 1 < highest:
+        yield f"rejection_band [{lowest:g}, {highest:g}] does not contain the ratio 1; set it to [0.5, 2], for example"
     low, _ = clip_range(algorithm)
     if objective.clip is not None and not objective.clips_log_ratios and low > 1:
         yield (

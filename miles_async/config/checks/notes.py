@@ -10,6 +10,7 @@ from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
+from miles_async.config.untested import noted_arguments
 from miles_async.scheduling.bounds import Schedule
 
 _COMPARE_WHOLE_TEXTS = ("exact", "f1", "reasoning_gym")
@@ -221,6 +222,7 @@ NOTES = (
     _kl_loss,
     _unlike_the_paper,
     unused_settings,
+    noted_arguments,
     _training_notes,
     _router_notes,
     _texts_like_switches,

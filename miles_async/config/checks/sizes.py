@@ -69,10 +69,11 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"over_sampling_batch_size {rollout.over_sampling_batch_size} is below rollout_batch_size "
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
+    algorithm = config.algorithm
     by_user = rollout.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path
     uses_advantages = config.learner.loss_type != "sft_loss" and by_user is None
-    estimator = config.algorithm.advantage_estimator
-    if rollout.n_samples_per_prompt == 1 and estimator_of(config.algorithm).compares_samples and uses_advantages:
+    estimator, compares = algorithm.advantage_estimator, estimator_of(algorithm).compares_samples
+    if rollout.n_samples_per_prompt == 1 and compares and algorithm.rewards_normalization and uses_advantages:
         yield (
             f"n_samples_per_prompt 1 gives no training signal: advantage_estimator {estimator} compares the samples of "
             "a group; set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo"

@@ -85,6 +85,23 @@ NEEDS = (
         _either("policy_objective", (name for name, plugin in OBJECTIVES.usable().items() if plugin.clip is not None)),
     ),
     *_of_plugins(),
+    Needs(
+        "rewards_normalization",
+        lambda c: estimator_of(c.algorithm).compares_samples,
+        "an advantage_estimator that compares the samples of a group",
+    ),
+    Needs("rejection_band", lambda c: c.algorithm.rejection_level is not None, "rejection_level"),
+    Needs(
+        "rejection_level rejection_veto",
+        lambda c: c.algorithm.custom_tis_function_path is None,
+        "custom_tis_function_path unset, because the function weights all tokens",
+    ),
+    Needs("opsm_delta", lambda c: c.algorithm.use_opsm, "use_opsm"),
+    Needs(
+        "rejection_level rejection_veto get_mismatch_metrics",
+        lambda c: not c.algorithm.use_rollout_logprobs,
+        "use_rollout_logprobs turned off, because the learner otherwise computes no log-probabilities before the step",
+    ),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
     Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
     Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
@@ -156,7 +173,7 @@ NEEDS = (
     Needs("fault_seed", lambda c: bool(c.faults.inject_faults), "inject_faults"),
     Needs(
         "policy_objective off_policy_correction entropy_coef custom_tis_function_path "
-        "custom_pg_loss_reducer_function_path",
+        "custom_pg_loss_reducer_function_path rejection_level rejection_veto use_opsm get_mismatch_metrics",
         lambda c: c.learner.loss_type == "policy_loss",
         "loss_type policy_loss",
     ),

@@ -129,12 +129,6 @@ class RunConfig(Section):
         samples = self.samples_per_rollout
         return max(1, samples // (self.learner.global_batch_size or samples))
 
-    def weight_transport(self, *, on_gpus: bool) -> str:
-        """`weight_transfer`, or the default of a run on GPUs or on CPUs. `ipc` does not reach other nodes."""
-        if self.weights.weight_transfer is not None:
-            return self.weights.weight_transfer
-        return "ipc" if on_gpus and self.cluster.colocate and self.learner.actor_num_nodes == 1 else "p2p"
-
     def checkpoint_due(self, rollout_id: int) -> bool:
         """Whether a checkpoint or an export is written after rollout `rollout_id`."""
         learner, done = self.learner, rollout_id + 1

@@ -17,6 +17,9 @@ class Algorithm(Section):
 
     advantage_estimator: Annotated[str, ADVANTAGES] = "grpo"
     """How rewards become advantages."""
+    rewards_normalization: bool = True
+    """Compare the rewards of a group with each other. If off, the advantages of estimators that do so are the rewards
+    themselves."""
     policy_objective: Annotated[str, OBJECTIVES] | None = None
     """Objective of the policy update, which limits how far a batch may move the policy. If unset, gspo or cispo with
     the advantage_estimator of that name, and otherwise ppo."""
@@ -77,6 +80,23 @@ class Algorithm(Section):
     off_policy_correction: Annotated[str, CORRECTIONS] | None = None
     """Importance weight of tokens that older weights or a different engine sampled, by the ratio of their
     probabilities. If unset, tis if generation and training overlap, otherwise none."""
+    rejection_level: Literal["token", "sequence", "geometric"] | None = None
+    """Leave out tokens whose ratio to the policy that sampled is outside rejection_band: the ratio of the token itself,
+    of the whole sequence, or the geometric mean over the sequence. The others keep the weight of off_policy_correction.
+    If unset, nothing is left out."""
+    rejection_band: tuple[float, float] = (0.5, 2.0)
+    """Range [low, high] of ratios that rejection_level keeps."""
+    rejection_veto: float | None = Field(None, gt=0, lt=1)
+    """Leave out a whole sequence if the ratio of any of its tokens is below this value. If unset, none is."""
+    use_opsm: bool = False
+    """Leave out sequences with a negative advantage that the current weights have made less likely: those whose mean
+    log-probability has fallen by more than opsm_delta since the first optimizer step on the batch (off-policy sequence
+    masking, as in slime)."""
+    opsm_delta: float = Field(1e-4, ge=0)
+    """Fall of the mean log-probability, in nats per token, from which use_opsm leaves a sequence out."""
+    get_mismatch_metrics: bool = False
+    """Report how far the learner's log-probabilities are from the engines': KL divergences, perplexities and
+    chi-squared divergences, as slime's metrics. Samples without an advantage are computed too."""
     use_rollout_logprobs: bool = False
     """Take the log-probabilities of the engines as those of the policy before the batch's first step. The policy ratio
     then corrects for older weights and other engines too, so off_policy_correction has no effect, and a batch of

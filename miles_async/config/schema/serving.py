@@ -18,7 +18,8 @@ class Weights(Section):
 
     weight_transfer: Annotated[str, TRANSPORTS] | None = None
     """How weights reach the engines: a transport of this project or of an installed package, or module.Class of your
-    own. If unset, p2p, or with colocate on the GPUs of one node ipc."""
+    own. If unset, p2p, or with colocate on the GPUs of one node ipc, or broadcast for engines whose layout was never
+    tried, such as with expert parallelism."""
     update_weight_buffer_size: int = Field(512 << 20, ge=1)
     """Amount of weights sent at a time, in bytes. With weight_transfer broadcast, an engine needs this much memory
     beside its own weights; with ipc, a learner rank."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
-from miles_async.losses.objectives.ppo import clipped_objective
+from miles_async.losses.objectives.ppo import Ppo, clipped_objective
 from miles_async.losses.sequences import sequence_mean
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ class Gspo(Objective):
     aggregation = "sequence_mean"
     clip = (3e-4, 4e-4)
     scales_with_advantage = True
+    Settings = Ppo.Settings
 
-    def compute(self, tokens: PolicyTokens, settings: Any) -> tuple[Tensor, Tensor]:
+    def compute(self, tokens: PolicyTokens, settings: Ppo.Settings) -> tuple[Tensor, Tensor]:
         """The clipped objective of PPO for the sequence's ratio."""
-        return clipped_objective(sequence_ratio(tokens.logprobs, tokens.old_logprobs, tokens.sequences), tokens)
+        ratio = sequence_ratio(tokens.logprobs, tokens.old_logprobs, tokens.sequences)
+        return clipped_objective(ratio, tokens, settings.eps_clip_c)
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Tensor) -> Tensor:

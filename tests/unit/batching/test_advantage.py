@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from miles_async.batching.advantages import overlong_penalty, score_samples
+from miles_async.config.checks import problems
 from miles_async.errors import UserError
 from miles_async.losses.advantages.estimator import ADVANTAGES
 from miles_async.losses.advantages.statistics import group_advantages, whiten
@@ -85,3 +86,22 @@ def test_an_estimator_of_a_package_that_raises_is_named_with_its_distribution(
     named = "the entry point centred = raising_estimator:Centred of the distribution users failed to compute advantages"
     with pytest.raises(UserError, match=f"^{named}: {failure}.*; correct the plug-in$"):
         score_samples([Group([Sample(index=0, reward=1.0)])], run_config(advantage_estimator="centred").algorithm, 8)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo"])
+def test_without_rewards_normalization_the_advantages_are_the_rewards(estimator: str) -> None:
+    logprobs = [-1.0] * 2
+    group = Group(
+        Sample(tokens=[1, 2, index], response_length=2, rollout_log_probs=logprobs, reward=reward)
+        for index, reward in enumerate((1.0, 4.0))
+    )
+    raw = run_config(advantage_estimator=estimator, rewards_normalization=False)
+    assert [one.advantage for one in score_samples([group], raw.algorithm, 10)] == [1.0, 4.0]
+
+
+def test_without_rewards_normalization_a_group_needs_no_second_sample() -> None:
+    settings: dict[str, object] = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym"}
+    settings |= {"rollout_max_response_len": 8, "n_samples_per_prompt": 1}
+    assert problems(run_config(**settings, rewards_normalization=False), "train_async.py") == []
+    [sentence] = problems(run_config(**settings), "train_async.py")
+    assert sentence.startswith("n_samples_per_prompt 1 gives no training signal")

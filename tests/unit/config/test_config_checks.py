@@ -280,7 +280,6 @@ def test_top_p_and_top_k_start_without_a_warning(setting: dict[str, Any]) -> Non
             {
                 "rollout_top_p": 0.9,
                 "sglang_server_args": {"speculative-algorithm": "EAGLE"},
-                "allow_untested": ["speculative_decoding"],
             },
             "SGLang does not return with speculative decoding: unset --sglang-speculative-algorithm",
         ),

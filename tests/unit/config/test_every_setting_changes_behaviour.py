@@ -232,6 +232,7 @@ OBSERVED: dict[str, Change] = {
     # algorithm
     "advantage_estimator": change(learner_input, "reinforce_plus_plus"),
     "grpo_std_normalization": change(learner_input, False),
+    "rewards_normalization": change(learner_input, False),
     "loss_aggregation": change(learner_input, "token_mean"),
     "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
     "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
@@ -452,6 +453,14 @@ NAMED: dict[str, str] = {
     # algorithm
     "eps_clip": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip]",
     "eps_clip_high": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[eps_clip_high]",
+    **{
+        name: f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[{name}]"
+        for name in (
+            *("eps_clip_c", "tis_clip_low", "rejection_level", "rejection_band", "rejection_veto"),
+            *("use_opsm", "opsm_delta"),
+        )
+    },
+    "get_mismatch_metrics": f"{LEARNER}::test_a_step_reports_the_mismatch_of_engine_and_learner",
     "off_policy_correction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[off_policy_correction]",
     "policy_objective": f"{LEARNER}::test_another_estimator_or_correction_learns_other_weights[gmpo]",
     "sapo_temperatures": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[sapo_temperatures]",

@@ -227,8 +227,13 @@ def test_rows_that_choose_their_reward_are_excepted_from_the_note(tmp_path: Path
     assert "has no effect, except on rows whose metadata name another rm_type: it needs" in note
 
 
+IN_RANGE = {"eps_clip_c": 3.0, "rejection_veto": 0.5}
+
+
 def another_value(name: str) -> Any:
     setting = SETTINGS[name]
+    if name in IN_RANGE:
+        return IN_RANGE[name]
     if setting.choices:
         return next(choice for choice in setting.choices if choice != setting.default)
     if dict in setting.kinds:
@@ -252,7 +257,11 @@ SUPERVISED = {"loss_type": "sft_loss"}
 WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "grpo_std_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "eps_clip eps_clip_high": {"policy_objective": "sapo"},
-    "tis_clip": {"off_policy_correction": "none"},
+    "eps_clip_c": {"policy_objective": "sapo"},
+    "rewards_normalization": {"advantage_estimator": "reinforce_plus_plus"},
+    "rejection_level rejection_veto": {"custom_tis_function_path": "losses_of_users.truncated"},
+    "rejection_level rejection_veto get_mismatch_metrics": {"use_rollout_logprobs": True},
+    "tis_clip tis_clip_low": {"off_policy_correction": "none"},
     "prompt_template reasoning_gym_settings": {"reasoning_gym_task": None},
     "min_lr": {"lr_decay_style": "constant"},
     "lr_decay_steps": {"lr_decay_style": "constant"},

@@ -17,6 +17,7 @@ from miles_async.batching.batch import TrainStep, policy_steps, rank_batches, re
 from miles_async.config.generation import generates
 from miles_async.config.schema import EvalDataset
 from miles_async.config.table import table
+from miles_async.config.untested import weight_transport
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
 from miles_async.types import FROM_DATASET, Group, Prompt, Sample
@@ -87,7 +88,7 @@ def test_an_engine_setting_is_on_the_command_line_of_the_server(
 def test_weights_go_to_colocated_engines_by_ipc_on_the_gpus_of_one_node_unless_a_transport_is_set(
     settings: dict[str, Any], on_gpus: bool, transport: str
 ) -> None:
-    assert run_config(**settings).weight_transport(on_gpus=on_gpus) == transport
+    assert weight_transport(run_config(**settings), on_gpus=on_gpus) == transport
 
 
 @pytest.mark.parametrize("cuda, dtypes", [(True, ("bfloat16", "bfloat16", "auto")), (False, ("float32",) * 3)])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from miles_async.config.checks import problems
-from miles_async.config.checks.untested import UNTESTED, untested_arguments
+from miles_async.config.checks import notes, problems
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build, read_yaml
 from miles_async.config.server_args import known_arguments
+from miles_async.config.untested import UNTESTED, loaded_by_name, untested_arguments, weight_transport
 from miles_async.observability.page.status import status
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import summarize, summary_text
@@ -37,13 +37,11 @@ def refusals(*allowed: str, **arguments: Any) -> list[str]:
         ("quantization", "modelopt_quant", "nvfp4"),
         ("kv_cache_dtype", "kv-cache-dtype", "fp8_e4m3"),
         ("dtype", "dtype", "float16"),
-        ("speculative_decoding", "speculative_algorithm", "EAGLE"),
         ("disaggregation", "disaggregation-mode", "prefill"),
         ("lora", "enable_lora", True),
         ("lora", "max_lora_rank", 64),
-        ("data_parallelism", "enable_dp_attention", True),
         ("data_parallelism", "dp_size", 2),
-        ("model_parallelism", "ep_size", 2),
+        ("model_parallelism", "enable_eplb", True),
         ("model_parallelism", "pipeline-parallel-size", 2),
         ("weight_memory", "cpu_offload_gb", 8),
         ("weight_memory", "load_format", "gguf"),
@@ -94,8 +92,57 @@ def test_one_refusal_names_everything_that_has_to_be_allowed_and_was_allowed_bef
 
 
 def test_arguments_that_belong_together_are_refused_in_one_sentence() -> None:
-    (sentence,) = refusals(speculative_algorithm="EAGLE", speculative_num_steps=3)
-    assert "--sglang-speculative-algorithm --sglang-speculative-num-steps with" in sentence
+    (sentence,) = refusals(enable_lora=True, max_lora_rank=8)
+    assert "--sglang-enable-lora --sglang-max-lora-rank with" in sentence
+
+
+NOTED: dict[str, dict[str, Any]] = {
+    "speculative_decoding": {"speculative_algorithm": "EAGLE"},
+    "attention_data_parallelism": {"enable_dp_attention": True, "dp_size": 2},
+    "expert_parallelism": {"ep_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_arguments_whose_effect_the_run_measures_are_noted_until_they_are_allowed(name: str) -> None:
+    assert refusals(**NOTED[name]) == []
+    run = run_config(**RUNNABLE, sglang_server_args=NOTED[name])
+    (sentence,) = [note for note in notes(run, "train_async.py") if note.startswith("nobody has tried")]
+    assert f"--sglang-{next(iter(NOTED[name])).replace('_', '-')}" in sentence
+    allowed = run_config(**RUNNABLE, sglang_server_args=NOTED[name], allow_untested=[name])
+    assert not any(note.startswith("nobody has tried") for note in notes(allowed, "train_async.py"))
+
+
+@pytest.mark.parametrize("arguments", [NOTED["attention_data_parallelism"], NOTED["expert_parallelism"]])
+def test_weights_of_another_layout_are_loaded_by_name(arguments: dict[str, Any]) -> None:
+    def transport(on_gpus: bool = True, **settings: Any) -> str:
+        return weight_transport(run_config(**RUNNABLE, sglang_server_args=arguments, **settings), on_gpus=on_gpus)
+
+    run = run_config(**RUNNABLE, sglang_server_args=arguments)
+    assert str(loaded_by_name(run)).endswith("was never tried")
+    assert transport() == "broadcast"
+    assert transport(weight_transfer="disk") == "disk"
+    assert transport(colocate=True) == "ipc"
+    assert transport(colocate=True, actor_num_nodes=2) == "disk", "NCCL forms no group of two processes on one GPU"
+    assert transport(on_gpus=False, colocate=True) == "broadcast"
+    (note,) = [note for note in notes(run, "train_async.py") if note.startswith("nobody has tried")]
+    assert "weight_transfer broadcast lets SGLang's loader load each version" in note
+
+
+def test_a_layout_that_the_user_allows_needs_no_loader() -> None:
+    run = run_config(**RUNNABLE, sglang_server_args={"ep_size": 2}, allow_untested=["expert_parallelism"])
+    assert loaded_by_name(run) is None
+    assert weight_transport(run, on_gpus=True) == "p2p"
+
+
+@pytest.mark.parametrize("transport", ["p2p", "memory", "disk_delta", "auto"])
+def test_a_transport_that_writes_into_the_memory_of_another_layout_is_refused(transport: str) -> None:
+    settings: dict[str, Any] = {**RUNNABLE, "sglang_server_args": {"ep_size": 2}, "weight_transfer": transport}
+    assert problems(run_config(**settings), "train_async.py") == [
+        f"weight_transfer {transport} writes into the engines' memory, but how --sglang-ep-size divides it was never "
+        "tried: set weight_transfer to broadcast or disk, or unset it, or add --allow-untested expert_parallelism"
+    ]
+    assert problems(run_config(**settings, allow_untested=["expert_parallelism"]), "train_async.py") == []
 
 
 def test_an_unknown_name_is_refused_with_a_similar_one() -> None:

@@ -262,8 +262,8 @@ class MegatronLearner:
             return objective.prepare_step(StepTokens(**dict(zip(names, gathered, strict=True))), self._loss.own)
 
     def _policy_step(self, step: TrainStep, values: PreStepValues, hook: Callable[[], None]) -> Gradients:
-        sums, maximum, of_functions = self._policy_gradients(step, values, hook=hook)
-        metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **_prefixed(of_functions)}
+        sums, maximum, others = self._policy_gradients(step, values, hook=hook)
+        metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **others}
         # Filters or masks may have removed all tokens, or no sample has an advantage.
         empty = not metrics["computed_fraction"]
         return complete_gradients(self._model, metrics, self._lr, loss=objective_sum(sums), empty=empty, prefix="")
@@ -310,7 +310,7 @@ class MegatronLearner:
             maximum = torch.stack([part.maximum for part in parts]).amax(0)
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-        metrics = self._function_metrics(parts)
+        metrics = self._further_metrics(parts)
         return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum), metrics
 
     def _functions_of(self, step: TrainStep, batch: PackedBatch, columns: TokenColumns) -> FunctionsOfMicroBatch | None:
@@ -321,9 +321,9 @@ class MegatronLearner:
         columns = replace(columns, advantages=penalized_advantages(columns, self._loss))
         return FunctionsOfMicroBatch(self._functions, layout, columns, step.total_tokens, step.trajectories)
 
-    def _function_metrics(self, parts: Sequence[TokenSums]) -> Mapping[str, float]:
-        """The metrics that functions of the user computed, over all micro-batches and ranks."""
-        if not self._functions.compute_loss:
+    def _further_metrics(self, parts: Sequence[TokenSums]) -> Mapping[str, float]:
+        """`TokenSums.metrics` over all micro-batches and ranks."""
+        if not (self._functions.compute_loss or self._algorithm.get_mismatch_metrics):
             return {}
         totals: dict[str, float] = {}
         for part in parts:
@@ -466,11 +466,6 @@ class MegatronLearner:
     def close(self) -> None:
         """Leave the process groups, so that another learner can be created in this process."""
         destroy_process_groups()
-
-
-def _prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of functions of the user, by names that no other metric has."""
-    return {f"custom_{name}": value for name, value in metrics.items()}
 
 
 def _packing_metrics(step: TrainStep) -> dict[str, float]:

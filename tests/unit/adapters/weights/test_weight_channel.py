@@ -13,6 +13,7 @@ from miles_async.adapters.null import NullEngines, NullLearner
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.channel import Channel, by_preference, find_transports
 from miles_async.config.schema import RunConfig
+from miles_async.config.untested import weight_transport
 from miles_async.errors import FatalError, UserError
 from miles_async.pipeline.devices import SharedDevices
 from miles_async.types import SendOutcome
@@ -113,7 +114,7 @@ async def test_a_configured_transport_is_first_or_is_refused() -> None:
 
 
 async def test_a_default_run_uses_p2p_even_where_another_transport_is_faster() -> None:
-    assert RunConfig().weight_transport(on_gpus=True) == "p2p"
+    assert weight_transport(RunConfig(), on_gpus=True) == "p2p"
     assert (await transports(TwoSources(p2p=1.0, broadcast=0.0, memory=0.0), "p2p"))[0] == "p2p"
 
 

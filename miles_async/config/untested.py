@@ -14,16 +14,24 @@ from dataclasses import dataclass
 
 from miles_async.config.fields import nearest
 from miles_async.config.schema import RunConfig
+from miles_async.transports import TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
 class Untested:
-    """Arguments that are allowed or refused together."""
+    """Arguments that are allowed, noted or refused together."""
 
     assignments: str
     """Regular expression that matches `argument=value`."""
     risk: str
     """What may go wrong, as a clause."""
+    needs: str | None = None
+    """An argument without which these arguments belong to another group."""
+    is_noted: bool = False
+    """Whether the run shows what may go wrong, so that a note takes the place of the refusal."""
+    by_name: bool = False
+    """Whether the engine's ranks divide the weights in a way that was never tried. SGLang's loader then loads what a
+    publish sends, and each version is compared by its log-probabilities."""
 
 
 UNTESTED: Mapping[str, Untested] = {
@@ -43,8 +51,9 @@ UNTESTED: Mapping[str, Untested] = {
     ),
     "speculative_decoding": Untested(
         r"(speculative_\w+|decoupled_spec_\w+|enable_multi_layer_eagle|uno_lora_path)=.*",
-        "no publish reaches the draft model, and the log-probabilities of accepted tokens were never compared with the "
-        "learner's",
+        "the draft model keeps its weights, so engines accept fewer of its tokens as training goes on, and the "
+        "log-probabilities of accepted tokens were never compared with the learner's: watch logprob_gap_mean",
+        is_noted=True,
     ),
     "disaggregation": Untested(
         r"(disaggregation_\w+|encoder_\w+|language_only)=.*",
@@ -56,16 +65,29 @@ UNTESTED: Mapping[str, Untested] = {
         "the learner trains and publishes whole weights and knows no adapter, so engines would sample from another "
         "policy",
     ),
+    "attention_data_parallelism": Untested(
+        r"(dp_size|data_parallel_size|enable_dp_\w+)=.*",
+        "each rank of the engine holds other parts of the attention than with tensor parallelism",
+        needs="enable_dp_attention",
+        is_noted=True,
+        by_name=True,
+    ),
     "data_parallelism": Untested(
         r"(dp_size|data_parallel_size|enable_dp_\w+)=.*",
-        "the run pauses, writes to and asks one scheduler per engine, and further ones may keep older weights",
+        "SGLang changes the weights of engines with several replicas only with --sglang-enable-dp-attention",
+    ),
+    "expert_parallelism": Untested(
+        r"(ep|ep_size|expert_parallel_size|moe_a2a_backend|moe_dense_tp_size)=.*",
+        "each rank of the engine holds other experts than with tensor parallelism",
+        is_noted=True,
+        by_name=True,
     ),
     "model_parallelism": Untested(
-        r"(ep|ep_\w+|expert_parallel_size|elastic_ep_\w+|max_ep_size|enable_elastic_expert_backup|enable_eplb|eplb_\w+"
-        r"|init_expert_location|moe_a2a_backend|moe_dp_size|moe_data_parallel_size|moe_dense_tp_size|pp_size"
-        r"|pipeline_parallel_size|(attn_|d)?cp_size|(attention|decode)_context_parallel_size|dwdp_size)=.*",
-        "publishes are computed for tensor parallelism, and layers or experts that are divided in another way, or move "
-        "while the engine runs, may get the wrong tensors",
+        r"(ep_\w+|elastic_ep_\w+|max_ep_size|enable_elastic_expert_backup|enable_eplb|eplb_\w+|init_expert_location"
+        r"|moe_dp_size|moe_data_parallel_size|pp_size|pipeline_parallel_size|(attn_|d)?cp_size"
+        r"|(attention|decode)_context_parallel_size|dwdp_size)=.*",
+        "publishes reach the ranks of tensor parallelism only, and experts that move while the engine runs may get the "
+        "wrong tensors",
     ),
     "weight_memory": Untested(
         r"(cpu_offload_gb|offload_\w+|ple_offload_\w+|enable_weights_cpu_backup|weight_cache_\w+|custom_weight_loader"
@@ -97,13 +119,54 @@ _OFF = (None, False, 0, 1, "", "{}", "auto", "none", "null", "off", "serial")
 def untested_arguments(config: RunConfig) -> dict[str, list[str]]:
     """The flags of SGLang that this run uses and that were never tried, by their name in `UNTESTED`."""
     found: dict[str, list[str]] = {}
-    for argument, value in config.engine.sglang_server_args.items():
-        if value is not True and value in _OFF:
-            continue
+    used = {name: one for name, one in config.engine.sglang_server_args.items() if one is True or one not in _OFF}
+    for argument, value in used.items():
         for name, untested in UNTESTED.items():
+            if untested.needs is not None and untested.needs not in used:
+                continue
             if re.fullmatch(untested.assignments, f"{argument}={value}", re.DOTALL):
                 found.setdefault(name, []).append(f"--sglang-{argument.replace('_', '-')}")
+                break
     return found
+
+
+def loaded_by_name(config: RunConfig) -> str | None:
+    """Why SGLang's loader has to load all published weights, as a clause; None if nothing but the model decides it."""
+    flags = [flag for name, flags in _others(config) if UNTESTED[name].by_name for flag in flags]
+    return f"how {' '.join(flags)} divides it was never tried" if flags else None
+
+
+def weight_transport(config: RunConfig, *, on_gpus: bool) -> str:
+    """`weight_transfer`, or the default of a run on GPUs or on CPUs."""
+    if config.weights.weight_transfer is not None:
+        return config.weights.weight_transfer
+    colocated = on_gpus and config.cluster.colocate
+    if colocated and config.learner.actor_num_nodes == 1:
+        return "ipc"  # it does not reach other nodes
+    if loaded_by_name(config) is None:
+        return "p2p"
+    # NCCL, which a broadcast uses, refuses groups with two processes on one GPU.
+    return "disk" if colocated else "broadcast"
+
+
+def noted_arguments(config: RunConfig, entry: str) -> Iterator[str]:
+    """One sentence for each group whose arguments are passed on with a note."""
+    for name, flags in _others(config):
+        untested = UNTESTED[name]
+        if untested.is_noted:
+            transport = weight_transport(config, on_gpus=True)
+            loader = (
+                f"; weight_transfer {transport} lets SGLang's loader load each version, which is then compared with "
+                "the learner by its log-probabilities"
+            )
+            yield f"nobody has tried {' '.join(flags)} with miles_async: {untested.risk}{loader * untested.by_name}"
+
+
+def _others(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """The groups that the run uses and that the user has not allowed, with their flags."""
+    for name, flags in untested_arguments(config).items():
+        if name not in config.engine.allow_untested:
+            yield name, flags
 
 
 def _untested(config: RunConfig) -> Iterator[str]:
@@ -111,14 +174,20 @@ def _untested(config: RunConfig) -> Iterator[str]:
     for name in allowed:
         if name not in UNTESTED:
             yield f"allow_untested {name!r} is unknown{nearest(name, UNTESTED)}; set any of {', '.join(UNTESTED)}"
-    used = untested_arguments(config)
-    needed = " ".join([*allowed, *(name for name in used if name not in allowed)])
-    for name, flags in used.items():
-        if name not in allowed:
-            yield (
-                f"nobody has tried {' '.join(flags)} with miles_async: {UNTESTED[name].risk}; unset this, or add "
-                f"--allow-untested {needed}"
-            )
+    refused = {name: flags for name, flags in _others(config) if not UNTESTED[name].is_noted}
+    needed = " ".join([*allowed, *refused])
+    for name, flags in refused.items():
+        yield (
+            f"nobody has tried {' '.join(flags)} with miles_async: {UNTESTED[name].risk}; unset this, or add "
+            f"--allow-untested {needed}"
+        )
+    wanted = config.weights.weight_transfer
+    if wanted is not None and not TRANSPORTS.find(wanted).uses_loader and (why := loaded_by_name(config)):
+        names = " ".join([*allowed, *(name for name, _ in _others(config) if UNTESTED[name].by_name)])
+        yield (
+            f"weight_transfer {wanted} writes into the engines' memory, but {why}: set weight_transfer to broadcast or "
+            f"disk, or unset it, or add --allow-untested {names}"
+        )
 
 
 CHECKS = (_untested,)
