@@ -21,12 +21,16 @@ from mkdocs.structure.files import File, Files
 
 from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.miles.flags import FLAGS as MILES
+from miles_async.compat.roll.table import TABLE as ROLL
+from miles_async.compat.roll.table import VLLM
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import meaning
 from miles_async.config.guest_flags import shown
+from miles_async.config.translation import Flag, entries
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
 from tests.launch_scripts.replay import scripts
+from tests.launch_scripts.roll_files import EXPECTED, roll_files
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
@@ -49,6 +53,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
     files.append(File.generated(config, "reference/models.md", content=models_page()))
     files.append(File.generated(config, "reference/flags-of-slime.md", content=flags_page()))
+    files.append(File.generated(config, "reference/keys-of-roll.md", content=keys_of_roll_page()))
     for name in _public():
         files.append(File.generated(config, f"reference/python/{name}.md", content=python_page(name)))
     return files
@@ -164,6 +169,42 @@ def flags_page() -> str:
         address = f"https://github.com/{script.repository}/blob/{script.commit}/{script.path}"
         row = (f"[{script.path}]({address})", script.commit[:8], script.family, len(script.arguments))
         lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join([*lines, ""])
+
+
+def keys_of_roll_page() -> str:
+    """What each key of the recorded files of ROLL means here, and why files are refused."""
+    recorded = roll_files()
+    used = Counter(
+        key
+        for file in recorded
+        for key in {key for content in file.files.values() for key, _ in entries(content, ROLL)}
+    )
+    results: dict[str, list[str]] = json.loads(EXPECTED.read_text())
+    lines = [
+        "# Keys of ROLL",
+        "",
+        f"The keys of {len(recorded)} configuration files of ROLL, and what each means here. A key is *mapped* to",
+        "settings, *compared* with what every run does, *without effect* for a reason, or *refused* with what to use.",
+        "Keys that a file of [Hydra](https://hydra.cc) defines only to refer to them are left out. Tests run",
+        "`--check-config` on all of these files.",
+        "",
+        "| key | files | | meaning |",
+        "|---|---|---|---|",
+    ]
+    for key, count in sorted(used.items()):
+        if (rule := ROLL.get(key)) is not None:
+            kind, text = meaning(key, Flag(rule))
+            lines.append(f"| `{key}` | {count} | {kind} | {_escaped(text.replace('other flags', 'other keys'))} |")
+    lines += ["", "## Arguments of vLLM", "", "| argument | | meaning |", "|---|---|---|"]
+    for name, rule in sorted(VLLM.items()):
+        kind, text = meaning(name, Flag(rule))
+        lines.append(f"| `{name}` | {kind} | {_escaped(text)} |")
+    lines += ["", "## Files", "", "| file | commit | model | refused for |", "|---|---|---|---|"]
+    for file in recorded:
+        address = f"https://github.com/{file.repository}/blob/{file.commit}/{file.path}"
+        reasons = ", ".join(results[file.name]) or "nothing: it starts"
+        lines.append(f"| [{file.path}]({address}) | {file.commit[:8]} | {file.checkpoint} | {reasons} |")
     return "\n".join([*lines, ""])
 
 

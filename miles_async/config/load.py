@@ -18,6 +18,7 @@ from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.generation import schedule_of
+from miles_async.config.hydra import composed
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
 from miles_async.config.presets import preset, unlike
@@ -223,7 +224,8 @@ def _content(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{path}: expected sections such as `rollout:`, got {type(content).__name__}")
-    return content or {}
+    # Other projects include files with Hydra.
+    return composed(content, path) if content and "defaults" in content and project_of(content) else content or {}
 
 
 def write_config(config: RunConfig, path: Path) -> None:

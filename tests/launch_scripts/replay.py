@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent
-_MODELS: Mapping[str, tuple[str, str]] = {
+MODELS: Mapping[str, tuple[str, str]] = {
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "GLM-4-0414": ("glm4", "Glm4ForCausalLM"),
     "GLM-4.5": ("glm4_moe", "Glm4MoeForCausalLM"),
@@ -120,7 +120,7 @@ class Script:
     def _checkpoint(self, folder: Path) -> None:
         """Write a `config.json` with the dimensions of the script's flags."""
         folder.mkdir(exist_ok=True)
-        kind, architecture = _MODELS[self.family]
+        kind, architecture = MODELS[self.family]
         numbers = {key: json.loads(self.words(flag)[0]) for flag, key in _KEYS.items() if self.words(flag)}
         config = {
             **_SHAPE,

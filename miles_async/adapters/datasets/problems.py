@@ -76,7 +76,8 @@ class FileProblems:
         keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
         if missing := [f"key {key!r} ({setting})" for setting, key in keys.items() if key not in values]:
             raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
-        prompt, label = values[data.input_key], None if data.label_key is None else values[data.label_key]
+        prompt = _with_messages(values[data.input_key])
+        label = None if data.label_key is None else values[data.label_key]
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
@@ -123,6 +124,20 @@ class FileProblems:
 
     def _invalid(self, row: int, complaint: str) -> DataRowError:
         return DataRowError(f"{self._rows.where(row)}: {complaint}")
+
+
+def _with_messages(prompt: Any) -> Any:
+    """The messages of a text such as `[{"role": "user", "content": "1 + 1"}]`, in which data sets of ROLL have them.
+
+    Anything else stays as it is.
+    """
+    if not isinstance(prompt, str) or not prompt.startswith("[{"):
+        return prompt
+    try:
+        messages = msgspec.json.decode(prompt)
+    except msgspec.DecodeError:
+        return prompt
+    return messages if all(isinstance(message, dict) and "role" in message for message in messages) else prompt
 
 
 class BlankProblems:

@@ -10,7 +10,7 @@ from miles_async.guests import Guest
 if TYPE_CHECKING:
     from miles_async.config.translation import Outcome
 
-ROLES = ("actor_train", "actor_infer", "reference")
+_ROLES = ("actor_train", "actor_infer", "reference")
 
 
 class Roll(Guest):
@@ -19,7 +19,7 @@ class Roll(Guest):
     name = "ROLL"
 
     def recognises(self, content: Mapping[str, Any]) -> bool:
-        return any(role in content for role in ROLES)
+        return any(role in content for role in _ROLES)
 
     def translate(self, content: Mapping[str, Any]) -> Outcome:
         from miles_async.compat.roll.translation import translate

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULTS: Mapping[str, Any] = {
+    # async_generation_ratio 0.
+    "schedule": "synchronous",
     # max_steps, rollout_batch_size, prompt_length, num_return_sequences_in_group; response_length has to be set.
     "num_rollout": 500,
     "rollout_batch_size": 128,

@@ -74,7 +74,8 @@ class Data(Section):
     """Lowest and highest mean reward of a prompt's samples that dataset_sampling difficulty goes on training."""
     input_key: str = "prompt"
     """Key of the prompt in a row of prompt_data. The value is a string, which is used verbatim, or a list of chat
-    messages, which the tokenizer's chat template renders. Agents and functions of users get the messages."""
+    messages, also as text in JSON, which the tokenizer's chat template renders. Agents and functions of users get the
+    messages."""
     label_key: str | None = "label"
     """Key of the expected answer in a row of prompt_data. null if rows have no label."""
     metadata_key: str = "metadata"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from miles_async.compat.roll import translation as roll
+from miles_async.compat.roll import table as roll
 from miles_async.compat.verl import translation as verl
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
@@ -139,12 +139,12 @@ def test_every_key_of_rolls_example_has_its_meaning() -> None:
         "learner.sequence_length_round_in_infer": 128,
         "engine.sglang_server_args.dtype": "bfloat16",
         "rollout.rollout_max_response_len": 128,
+        "rollout.n_samples_per_prompt": 1,
         "rollout.rollout_top_p": 0.99,
         "rollout.rollout_top_k": 100,
         "rollout.rollout_temperature": 0.99,
         "engine.sglang_server_args.mem_fraction_static": 0.8,
         "engine.sglang_server_args.page_size": 16,
-        "engine.sglang_server_args.load_format": "auto",
         "engine.rollout_num_gpus": 8,
         "cluster.colocate": True,
         "learner.ref_use_dynamic_batching_in_infer": True,
@@ -158,8 +158,9 @@ def test_rolls_example_passes_the_check_which_names_the_project_and_each_key(
 ) -> None:
     file = tmp_path / "roll.yaml"
     file.write_text(DYNAMIC_BATCHING.replace("system_envs: {", "system_envs: {HF_TOKEN: hunter2, "))
+    flags = [*runnable, "--n-samples-per-prompt", "8"]
     with pytest.raises(SystemExit) as exited:
-        parse_or_exit(["--config", str(file), *runnable, "--check-config"], entry="train.py")
+        parse_or_exit(["--config", str(file), *flags, "--check-config"], entry="train.py")
     out, err = capsys.readouterr()
     assert exited.value.code == 0, err
     assert f"{file} has the keys of ROLL, which mean:\n" in out
@@ -279,20 +280,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
         (
             lambda roll: roll["actor_train"]["strategy_args"].update(strategy_name="deepspeed_train"),
             "actor_train.strategy_args.strategy_name 'deepspeed_train' is not supported: the learner runs "
-            "Megatron-core, set it to megatron_train",
-        ),
-        (
-            lambda roll: roll["reference"]["strategy_args"].update(strategy_config={"tensor_model_parallel_size": 2}),
-            "reference.strategy_args.strategy_config.tensor_model_parallel_size 2 differs from the learner's 1, but "
-            "the learner runs the reference in its own layout: set it to 1",
-        ),
-        (
-            lambda roll: (
-                roll["reference"].update(use_dynamic_batching_in_infer=False, infer_batch_size=4)
-                or roll["actor_train"].update(use_dynamic_batching_in_infer=False)
-            ),
-            "actor_train.infer_batch_size 2 and reference.infer_batch_size 4 contradict each other, because both set "
-            "learner.micro_batch_size: set them to the same value",
+            "Megatron-core: set it to megatron_train, and strategy_config to its sizes",
         ),
         (
             lambda roll: (
@@ -307,11 +295,6 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
             lambda roll: roll["actor_infer"].update(device_mapping="list(range(4,12))"),
             "actor_infer.device_mapping has some of the devices of actor_train.device_mapping: give the engines "
             "devices of their own, or only devices of the learner, which sets colocate",
-        ),
-        (
-            lambda roll: roll["reference"].update(device_mapping=[0]),
-            "reference.device_mapping differs from actor_train.device_mapping, but the learner runs the reference on "
-            "its own devices: set both to the same devices",
         ),
         (
             lambda roll: roll["actor_infer"].update(device_mapping="__import__('os').getpid()"),
@@ -334,8 +317,8 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
             "sglang_server_args",
         ),
         (
-            lambda roll: roll["actor_train"].update(data_args={"file_name": ["a.jsonl", "b.jsonl"]}),
-            "actor_train.data_args.file_name is not one file: write all rows to one file, and set prompt_data",
+            lambda roll: roll["actor_train"].update(data_args={"file_name": {"math": "a.jsonl"}}),
+            "actor_train.data_args.file_name is no list of files: write it as [file.jsonl]",
         ),
         (
             lambda roll: roll["actor_train"].update(system_envs="NVTE_FLASH_ATTN=1"),
@@ -349,14 +332,14 @@ def test_a_key_of_roll_without_a_counterpart_is_refused_with_one_sentence(edit: 
 
 def test_all_refused_keys_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     file = tmp_path / "roll.yaml"
-    file.write_text("critic: {}\nrewards: {math_rule: {world_size: 8}}\nactor_train: {infer_batchsize: 1}")
+    file.write_text("reward_model: {}\nrewards: {math_rule: {world_size: 8}}\nactor_train: {infer_batchsize: 1}")
     with pytest.raises(UserError) as refused:
         read_yaml(file)
     sentences = str(refused.value).splitlines()
     assert [sentence.split()[:2] for sentence in sentences] == [
-        [f"{file}:", "critic"],
-        [f"{file}:", "rewards"],
+        [f"{file}:", "reward_model"],
         [f"{file}:", "actor_train.infer_batchsize"],
+        [f"{file}:", "rewards.math_rule.worker_cls"],
     ]
 
 
@@ -457,7 +440,7 @@ def test_a_file_with_our_own_sections_belongs_to_no_other_project() -> None:
     assert project_of({}) is None
 
 
-@pytest.mark.parametrize("table", [roll.TABLE, roll._VLLM, verl.TABLE])
+@pytest.mark.parametrize("table", [roll.TABLE, roll.VLLM, verl.TABLE])
 def test_every_rule_sets_settings_that_exist(table: dict[str, Any]) -> None:
     dicts = [setting.dotted for setting in SETTINGS.values() if dict in setting.kinds]
     for rule in table.values():

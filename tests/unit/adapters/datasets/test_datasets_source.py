@@ -52,6 +52,19 @@ def rows(tmp_path: Path) -> str:
     return write_rows(tmp_path, ROWS)
 
 
+@pytest.mark.parametrize(
+    "prompt, read",
+    [
+        ('[{"role": "user", "content": "1 + 1"}]', [{"role": "user", "content": "1 + 1"}]),
+        ('[{"x": 1}]', '[{"x": 1}]'),
+        ('[{"role": "user"', '[{"role": "user"'),
+    ],
+)
+def test_messages_may_be_text_in_json(prompt: str, read: Any, tmp_path: Path) -> None:
+    source = open_rows(write_rows(tmp_path, [{"prompt": prompt, "label": "2"}]))
+    assert prompts(source.get_samples(1)) == [read]
+
+
 def test_a_group_holds_the_samples_of_one_prompt_with_rising_indices(rows: str) -> None:
     first, second = open_rows(rows).get_samples(2)
     assert [sample.prompt for sample in first] == ["q0", "q0"]

@@ -1,0 +1,237 @@
+"""Recorded configuration files of ROLL, and what each means here.
+
+`python -m tests.launch_scripts.roll_files` prints a table of all files, and `--write` writes `roll.json`. Nothing is
+changed but paths: the model is a `config.json` with the dimensions of the checkpoint, and each file of rows has rows
+with a tag of the file's domain.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from miles_async.compat.roll.table import TABLE
+from miles_async.config import model_source
+from miles_async.config.flags import parse_flags
+from miles_async.config.hydra import composed
+from miles_async.config.load import checked_config
+from miles_async.config.translation import Only, Outcome, Sets, entries, translate
+from tests.launch_scripts.replay import FOLDER, MODELS
+
+EXPECTED = FOLDER / "roll.json"
+"""Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
+_DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
+    "Qwen2.5-0.5B": (24, 896, 14, 2, 4864),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
+    "Qwen3-1.7B": (28, 2048, 16, 8, 6144),
+    "Qwen3-4B": (36, 2560, 32, 8, 9728),
+    "Qwen3-8B": (36, 4096, 32, 8, 12288),
+    "Qwen3-30B": (48, 2048, 32, 4, 6144),
+    "Qwen3-235B": (94, 4096, 64, 4, 12288),
+    "Qwen3-Next-80B": (48, 2048, 16, 2, 5120),
+    "Qwen3.5-2B": (24, 2048, 8, 2, 6144),
+    "Qwen3.5-27B": (64, 5120, 24, 4, 17408),
+    "Qwen3.5-35B": (40, 2048, 16, 2, 512),
+    "Qwen3.5-122B": (48, 3072, 32, 2, 1024),
+    "Qwen3.5-397B": (60, 4096, 32, 2, 1024),
+}
+"""Layers, hidden size, heads, groups of keys and values, and feed-forward size by the name of a checkpoint."""
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+REASONS: Mapping[str, str] = {
+    "environments of ROLL": "custom_envs has no counterpart",
+    "rewards per step": "is no advantage_estimator here",
+    "rewards of ROLL's workers": "worker_cls",
+    "a reward model": "reward_model has no counterpart",
+    "FSDP": "the learner runs Megatron-core: set it to megatron_train",
+    "Ulysses": "ulysses_size",
+    "LoRA": "lora_target has no counterpart",
+    "fp16": "'fp16' has no counterpart",
+    "losses of ROLL": "pg_variant",
+    "a loss without a policy gradient": "rl_loss_coef",
+    "a loss for negative samples": "use_topr_neg_loss_coef",
+    "sums over tokens": "loss_agg_mode",
+    "several passes over a batch": "ppo_epochs",
+    "rewards normalized by environment": "reward_normalization.grouping",
+    "clipped advantages of a critic": "advantage_clip has no counterpart with adv_estimator gae",
+    "filters by differences of probabilities": "train_infer_correction.filters",
+    "an unknown tracker": "track_with",
+    "another hub": "model_download_type",
+    "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",
+    "no training": "num_gpus_per_node needs actor_train.device_mapping",
+    "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
+    "pipeline stages of unequal length": "layers are not divisible by pipeline_model_parallel_size",
+    "responses that are longer than the engines' context": "leaves no room for a prompt",
+    "trajectories that are longer than a micro-batch": "a micro-batch holds at most",
+    "steps of an agent as samples": "samples, but global_batch_size",
+}
+"""What remains to be refused, and a part of the sentence."""
+_TAGS = {
+    "code": "KodCode",
+    "llm_judge": "RLVR",
+    "ifeval": "ifeval",
+    "CrossThink": "crossthinkqa",
+    "mmmath": "mm_math",
+    "v3det": "v3det_train",
+}
+"""A part of the name of a file of rows, and a tag of its rows. Rows of other files have a tag of `math_rule`."""
+
+
+@dataclass(frozen=True)
+class RollFile:
+    """One recorded configuration file."""
+
+    name: str
+    repository: str
+    path: str
+    commit: str
+    family: str
+    checkpoint: str
+    program: str
+    files: Mapping[str, Any]
+    """The content of the file and of those that it includes, by path."""
+
+    @property
+    def entry(self) -> str:
+        """Our program that runs the file."""
+        return "train_async.py" if self.files[self.path].get("async_generation_ratio") else "train.py"
+
+    def written(self, folder: Path, edits: Mapping[str, Any] | None = None) -> Path:
+        """The path of the file below `folder`, with existing paths and the values of `edits` at dotted keys."""
+        for path, content in self.files.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            changed = self._changed(content, folder) if path == self.path else content
+            for key, value in (edits or {}).items() if path == self.path else ():
+                *parents, last = key.split(".")
+                section = changed
+                for parent in parents:
+                    section = section[parent]
+                section[last] = value
+            target.write_text(yaml.safe_dump(changed, sort_keys=False))
+        return folder / self.path
+
+    def content(self, folder: Path) -> dict[str, Any]:
+        """The content with that of the included files."""
+        path = self.written(folder)
+        return composed(yaml.safe_load(path.read_text()), path)
+
+    def refusals(self, folder: Path) -> list[str]:
+        """What `--check-config` refuses, without the path of the file."""
+        path = self.written(folder)
+        found = checked_config(parse_flags(["--config", str(path)]), entry=self.entry)[1]
+        return [sentence.removeprefix(f"{path}: ") for sentence in found]
+
+    def reasons(self, folder: Path) -> list[str]:
+        """Why the file is refused, by the names in `REASONS`; a sentence that fits none is a reason by itself."""
+        return sorted(
+            {
+                next((name for name, part in REASONS.items() if part in sentence), sentence)
+                for sentence in self.refusals(folder)
+            }
+        )
+
+    def _changed(self, content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        changed: dict[str, Any] = json.loads(json.dumps(content))
+        changed["pretrain"] = changed["reward_pretrain"] = str(self._checkpoint(folder / "model"))
+        changed.setdefault("checkpoint_config", {})["output_dir"] = str(folder / "save")
+        for data in (changed.get("actor_train", {}).get("data_args"), changed.get("validation", {}).get("data_args")):
+            if data and "file_name" in data:
+                data["file_name"] = [self._rows(folder, file) for file in data["file_name"]]
+        return changed
+
+    def _rows(self, folder: Path, file: str) -> str:
+        path = folder / "data" / f"{Path(file).stem}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        tag = next((tag for part, tag in _TAGS.items() if part in file), "deepmath_103k")
+        messages = json.dumps([{"role": "user", "content": "1 + 1"}])
+        row = {"id": "1", "prompt": "1 + 1", "messages": messages, "ground_truth": "2", "tag": tag}
+        path.write_text((json.dumps(row) + "\n") * 64)
+        return str(path)
+
+    def _checkpoint(self, folder: Path) -> Path:
+        folder.mkdir(exist_ok=True)
+        kind, architecture = MODELS[self.family]
+        size = next(dimensions for name, dimensions in _DIMENSIONS.items() if re.match(rf"{name}\b", self.checkpoint))
+        names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size".split()
+        config: dict[str, Any] = {
+            **dict(zip(names, size, strict=True)),
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "hidden_act": "silu",
+            "max_position_embeddings": 262_144,
+            **(_EXPERTS if "MoE" in self.family or "Next" in self.family else {}),
+        }
+        if "images" in self.family:
+            config = {"text_config": {**config, "model_type": f"{kind}_text"}}
+        config |= {"model_type": kind, "architectures": [architecture]}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+def roll_files() -> list[RollFile]:
+    """All recorded files."""
+    found = []
+    for file in sorted((FOLDER / "roll").glob("*.json")):
+        content = json.loads(file.read_text())
+        names = ("repository", "path", "commit", "family", "checkpoint", "program", "files")
+        found.append(RollFile(name=file.stem, **{name: content[name] for name in names}))
+    return found
+
+
+def kinds(outcome: Outcome, content: Mapping[str, Any]) -> dict[str, str]:
+    """What becomes of each key of a file: `mapped`, `compared`, `without effect`, `refused` or `ignored`."""
+    said = " ".join(outcome.problems)
+    sources = " ".join(entry.key for entry in outcome.translation.values())
+    found = {}
+    for key, _ in entries(content, TABLE):
+        rule = TABLE.get(key)
+        below = re.compile(rf"(?<![\w.]){re.escape(key)}\b")
+        if below.search(said):
+            found[key] = "refused"
+        elif any(below.match(idle) for idle in outcome.idle):
+            found[key] = "without effect"
+        elif isinstance(rule, Sets) or below.search(sources):
+            found[key] = "mapped"
+        else:
+            found[key] = "compared" if isinstance(rule, Only) else "ignored"
+    return found
+
+
+def table() -> str:
+    """A row for each file: keys by what becomes of them, and why `--check-config` refuses the file, or `exit 0`."""
+    columns = ("mapped", "compared", "without effect", "refused", "ignored")
+    lines = [f"| file | keys | {' | '.join(columns)} | result |", "|---|---|" + "---|" * (len(columns) + 1)]
+    for file in roll_files():
+        with TemporaryDirectory() as folder:
+            content = file.content(Path(folder))
+            counts = Counter(kinds(translate(content, "ROLL"), content).values())
+            result = ", ".join(file.reasons(Path(folder))) or "exit 0"
+        numbers = " | ".join(str(counts[column]) for column in columns)
+        lines.append(f"| {file.path} | {counts.total()} | {numbers} | {result} |")
+    return "\n".join(lines)
+
+
+def results() -> dict[str, list[str]]:
+    """The reasons of each file by its name."""
+    found = {}
+    for file in roll_files():
+        with TemporaryDirectory() as folder:
+            found[file.name] = file.reasons(Path(folder))
+    return found
+
+
+if __name__ == "__main__":
+    model_source._bridge_complaint = lambda: None  # as with Megatron-Bridge, which some families need
+    if "--write" in sys.argv:
+        EXPECTED.write_text(json.dumps(results(), indent=1) + "\n")
+    else:
+        sys.stdout.write(table() + "\n")

@@ -1,0 +1,195 @@
+"""ROLL's recorded configuration files start with `--check-config` as they are, but for paths, or say why not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_async.batching.advantages import score_samples
+from miles_async.compat.roll.table import TABLE
+from miles_async.config import model_source
+from miles_async.config.cli import parse_or_exit
+from miles_async.config.flags import parse_flags
+from miles_async.config.load import checked_config, load_config
+from miles_async.config.translation import translate
+from miles_async.rollout.contract import flat_args
+from miles_async.types import Group, Sample
+from tests.launch_scripts.roll_files import EXPECTED, REASONS, RollFile, kinds, roll_files
+from tests.sim.world import Trace
+from workers.functions import BatchPreparation, reward_post_process
+
+ALL = roll_files()
+RESULTS: dict[str, list[str]] = json.loads(EXPECTED.read_text())
+ASYNC = "qwen2.5-7B-rlvr_megatron-rlvr_config_async"
+
+
+@pytest.fixture(autouse=True)
+def bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment with Megatron-Bridge."""
+    monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
+
+
+def named(name: str) -> RollFile:
+    return next(file for file in ALL if file.name == name)
+
+
+@pytest.mark.parametrize("file", ALL, ids=lambda file: file.name)
+def test_a_file_is_accepted_or_refused_for_the_recorded_reasons(file: RollFile, tmp_path: Path) -> None:
+    assert file.reasons(tmp_path) == RESULTS[file.name]
+
+
+def test_the_results_are_those_of_the_recorded_files() -> None:
+    assert RESULTS.keys() == {file.name for file in ALL}
+    assert {reason for reasons in RESULTS.values() for reason in reasons} == REASONS.keys()
+
+
+@pytest.mark.parametrize("file", ALL, ids=lambda file: file.name)
+def test_no_key_of_a_file_is_ignored_silently(file: RollFile, tmp_path: Path) -> None:
+    """Each key sets a setting, is compared with what a run does, is refused, or is named as without effect."""
+    content = file.content(tmp_path)
+    found = kinds(translate(content, "ROLL"), content)
+    assert [key for key, kind in found.items() if kind == "ignored"] == []
+
+
+@pytest.mark.parametrize("flags", [[], ["--preset", "roll"]], ids=["alone", "with ROLL's defaults"])
+def test_rolls_asynchronous_example_passes_the_check(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = named(ASYNC).written(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        parse_or_exit([*flags, "--config", str(path), "--check-config"], "train_async.py")
+    out, err = capsys.readouterr()
+    assert exited.value.code == 0, err
+    assert "rollout.max_weight_staleness = 1  (from async_generation_ratio)" in out
+    assert "algorithm.eps_clip_c = 1.4  (from dual_clip_loss)" in out
+    assert "actor_infer.model_args.dtype is fp16, but the engines compute in bf16, as the learner does" in out
+
+
+def test_rolls_asynchronous_example_has_its_algorithm(tmp_path: Path) -> None:
+    path = named(ASYNC).written(tmp_path)
+    config = load_config(["--preset", "roll", "--config", str(path)], entry="train_async.py")
+    rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
+    assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, learner.global_batch_size) == (64, 8, 64 * 8)
+    assert (rollout.rollout_max_prompt_len, rollout.rollout_max_response_len) == (2048, 8192)
+    assert rollout.rm_type == "math"
+    assert (config.data.input_key, config.data.label_key) == ("messages", "ground_truth")
+    assert rollout.custom_reward_post_process_path == "miles_async.compat.roll.advantages.advantages"
+    assert rollout.rollout_sample_filter_path == "miles_async.compat.roll.advantages.mask"
+    assert rollout.custom_args == {
+        "norm_mean_type": None,
+        "norm_std_type": None,
+        "reward_clip": 10,
+        "whiten_advantages": True,
+        "advantage_clip": 2.0,
+        "max_len_mask": True,
+        "difficulty_mask": True,
+        "difficulty_low_threshold": 0.1,
+        "difficulty_high_threshold": 0.95,
+    }
+    assert (algorithm.loss_aggregation, algorithm.off_policy_correction) == ("sequence_mean", "none")
+    assert (learner.lr, learner.lr_decay_style, learner.lr_warmup_steps) == (1e-6, "linear", 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_group_has_as_many_samples_as_the_file_says(samples: int, tmp_path: Path) -> None:
+    edits = {"num_return_sequences_in_group": samples, "actor_train.device_mapping": f"list(range(0,{2 * samples}))"}
+    path = named(ASYNC).written(tmp_path, edits)
+    config = load_config(["--config", str(path)], entry="train_async.py")
+    assert config.rollout.n_samples_per_prompt == samples
+
+
+def test_a_batch_has_the_advantages_of_rolls_pipeline(tmp_path: Path) -> None:
+    """Raw rewards, whitened over the tokens of groups that are neither too easy nor too hard, and clipped at 2."""
+    path = named(ASYNC).written(tmp_path, {"num_return_sequences_in_group": 2, "rollout_batch_size": 4})
+    config, _ = checked_config(parse_flags(["--config", str(path)]), entry="train_async.py")
+    args = flat_args(config)
+    rewards = [(0.0, 1.0), (1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    groups = [
+        Group(
+            Sample(index=2 * number + i, reward=reward, tokens=[1, 2], rollout_log_probs=[-1.0], response_length=1)
+            for i, reward in enumerate(pair)
+        )
+        for number, pair in enumerate(rewards)
+    ]
+    asyncio.run(BatchPreparation(config, args, Trace())(0, groups))
+    assert [group[0].remove_sample for group in groups] == [False, True, False, True]
+    scored = score_samples(groups, config.algorithm, 8192, reward_post_process(config, args))
+    trained = [one.advantage for one in scored if not one.sample.remove_sample]
+    assert trained == pytest.approx([-1, 1, -1, 1], rel=1e-4)
+
+
+def test_a_flag_comes_after_a_file_of_roll(tmp_path: Path) -> None:
+    path = named(ASYNC).written(tmp_path)
+    config = load_config(["--config", str(path), "--lr", "1e-5"], entry="train_async.py")
+    assert config.learner.lr == 1e-5
+
+
+def test_rolls_runs_are_synchronous_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    path = named("qwen3-next-80BA3B-rlvr_megatron-rlvr_config").written(tmp_path)
+    config = load_config(["--preset", "roll", "--config", str(path)], entry="train_async.py")
+    assert config.rollout.schedule == "synchronous"
+
+
+def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
+    file = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus")
+    content = file.content(tmp_path)
+    content["rewards"] = {name: content["rewards"]["math_rule"] | {"tag_included": [name]} for name in ("RLVR", "b")}
+    data = content["actor_train"]["data_args"]
+    data["domain_interleave_probs"] = {"RLVR": 0.3, "b": 0.7}
+    data["file_name"] = [path for path in data["file_name"] if "llm_judge" in path or "math" in path]
+    (tmp_path / "data" / "math_deepmath_deal.jsonl").write_text('{"tag": "b"}\n')
+    outcome = translate(content, "ROLL")
+    assert outcome.problems == []
+    datasets = {key: one.value for key, one in outcome.translation.items() if key.startswith("data.datasets.")}
+    assert datasets == {
+        "data.datasets.RLVR.prompt_data": str(tmp_path / "data" / "llm_judge_Multi-subject-RLVR_deal_new.jsonl"),
+        "data.datasets.RLVR.weight": 0.3,
+        "data.datasets.RLVR.rm_type": "math",
+        "data.datasets.b.prompt_data": str(tmp_path / "data" / "math_deepmath_deal.jsonl"),
+        "data.datasets.b.weight": 0.7,
+        "data.datasets.b.rm_type": "math",
+    }
+
+
+def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    mixed = tmp_path / "data" / "code_KodCode_data.jsonl"
+    mixed.write_text('{"tag": "KodCode"}\n{"tag": "ifeval"}\n')
+    said = f"{mixed} has rows of code_sandbox, ifeval: write one file for each domain"
+    assert any(said in sentence for sentence in translate(content, "ROLL").problems)
+
+
+def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> None:
+    content = named("qwen2.5-0.5B-agentic-agent_val_frozen_lake_async").content(tmp_path)
+    outcome = translate(content, "ROLL")
+    settings = {key: one.value for key, one in outcome.translation.items()}
+    assert (settings["rollout.rollout_batch_size"], settings["rollout.n_samples_per_prompt"]) == (128, 8)
+    assert settings["rollout.rollout_max_response_len"] == 8192
+    assert settings["rollout.custom_args.norm_std_type"] == "group"
+    assert [sentence.split()[0] for sentence in outcome.problems] == ["custom_envs"]
+
+
+def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
+    problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
+    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge", "rewards.code_sandbox", "rewards.ifeval"):
+        assert part in problems
+
+
+@pytest.mark.parametrize("name", [ASYNC, "qwen2.5-7B-rlvr_megatron-rlvr_config"])
+def test_a_value_of_another_type_is_a_problem_and_no_crash(name: str, tmp_path: Path) -> None:
+    content = named(name).content(tmp_path)
+    values: list[Any] = [True, 10**400, "x", [[]], {"enabled": True, "weight_type": []}]
+    below = ("rewards.math_rule.tag_included", "train_infer_correction.is_weight", "train_infer_correction.filters")
+    for key in (*TABLE, *below):
+        for value in values:
+            changed = json.loads(json.dumps(content))
+            *parents, last = key.split(".")
+            section = changed
+            for parent in parents:
+                section = section.setdefault(parent, {}) if isinstance(section, dict) else {}
+            section[last] = value
+            translate(changed, "ROLL")
