@@ -25,12 +25,15 @@ def is_generated(samples: Iterable[Sample]) -> bool:
 
 
 class SkipAction(StrEnum):
-    """Which recording an eligible step replays."""
+    """What takes the place of an eligible step. Recorded generation has `cache` and `repeat`; the others are those of
+    verl for roles of users."""
 
     CACHE = "cache"
     """The recording of the same step. Without one, the step is generated and recorded."""
     REPEAT = "repeat"
     """The nearest recording. Without any, the step is generated and recorded."""
+    RANDOM = "random"
+    EMPTY = "empty"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.storage.rollout_file import load_groups, rollout_path, save_groups
 from miles_async.batching.advantages import PostProcess
-from miles_async.columns.column import SampleLimits
+from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.config.generation import rollout_mode, takes_from_queue, trains_only
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
@@ -24,23 +25,36 @@ from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, leave_unchanged
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.sample_schema import accept_group, check_stored
+from miles_async.sample_schema import accept_group, check_columns, check_stored
 from miles_async.types import Group, Sample, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
+
+from .rollout_logs import RolloutLogs
 
 if TYPE_CHECKING:
     from .generators import GeneratorFactory
 
 
 def run_functions(
-    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None, journal: Journal
+    config: RunConfig,
+    entry: str,
+    generators: GeneratorFactory,
+    recording: RecordingGenerator | None,
+    journal: Journal,
+    logs: RolloutLogs,
 ) -> RunFunctions:
     """Return what replaces or extends the pipeline. Raises UserError if a function cannot be imported."""
     args = generators.args
+    change = leave_unchanged if trains_only(config) else BatchPreparation(config, args, journal)
+
+    async def prepare(rollout_id: int, groups: list[Group]) -> None:
+        await change(rollout_id, groups)
+        await logs.batch(rollout_id, groups)
+
     return RunFunctions(
-        rollout=_rollout_function(config, entry, generators, recording),
-        prepare=leave_unchanged if trains_only(config) else BatchPreparation(config, args, journal),
-        evaluate=evaluation_function(config, args),
+        rollout=_rollout_function(config, entry, generators, recording, logs.metrics),
+        prepare=prepare,
+        evaluate=logs.after(evaluation_function(config, args, logs.eval_metrics)),
     )
 
 
@@ -49,11 +63,16 @@ def packs_ahead(config: RunConfig, entry: str) -> bool:
     rollout = config.rollout
     changes = rollout.rollout_sample_filter_path is not None or rollout.reward_key is not None
     changes = changes or rollout.shuffle_rewards or rollout.custom_reward_post_process_path is not None
+    changes = changes or rollout.custom_convert_samples_to_train_data_path is not None
     return takes_from_queue(config, entry) and not changes
 
 
 def _rollout_function(
-    config: RunConfig, entry: str, generators: GeneratorFactory, recording: RecordingGenerator | None
+    config: RunConfig,
+    entry: str,
+    generators: GeneratorFactory,
+    recording: RecordingGenerator | None,
+    metrics: dict[int, dict[str, Any]],
 ) -> RolloutFunction | None:
     """The rollout function; None if the service takes its batches directly from the queue."""
     if trains_only(config):
@@ -69,18 +88,31 @@ def _rollout_function(
         recording=None if keeps_groups else recording,
         limits=generators.limits,
         keeps_groups=keeps_groups,
+        metrics=metrics,
     )
 
 
-def evaluation_function(config: RunConfig, args: Arguments) -> EvaluationFunction | None:
-    """Return the user's evaluation function; None if the run has none."""
+def data_source(config: RunConfig, args: Arguments) -> Callable[[], Any] | None:
+    """Return a function that creates the user's data source; None if the run reads its data itself.
+
+    Raises UserError if the class cannot be imported.
+    """
+    path = config.data.data_source_path
+    return None if path is None else partial(load_function(path, setting="data_source_path"), args)
+
+
+def evaluation_function(
+    config: RunConfig, args: Arguments, metrics: dict[int, dict[str, Any]] | None = None
+) -> EvaluationFunction | None:
+    """Return the user's evaluation function; None if the run has none. `metrics` receives its metrics, by rollout."""
     path = config.rollout.eval_function_path
     if path is None:
         return None
     function = load_function(path, setting="eval_function_path")
 
     async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
-        scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True)
+        found = None if metrics is None else metrics.setdefault(rollout_id, {})
+        scores: Scores = await call_rollout_function(function, args, rollout_id, source, evaluation=True, metrics=found)
         if not isinstance(scores, Mapping) or not all(isinstance(of_set, Mapping) for of_set in scores.values()):
             raise UserError(
                 f"eval_function_path {path} returned {shown(scores)}: return "
@@ -174,6 +206,56 @@ def reward_post_process(config: RunConfig, args: Arguments) -> PostProcess | Non
         return rewards
 
     return post_process
+
+
+def conversion(config: RunConfig, args: Arguments) -> PostProcess | None:
+    """Return the user's conversion of samples to slime's training data; None if the run has none.
+
+    The returned function takes masks, log-probabilities and rewards from slime's dictionary. It raises UserError if the
+    user's function raises, returns something else or changes tokens.
+    """
+    path = config.rollout.custom_convert_samples_to_train_data_path
+    if path is None:
+        return None
+    function = load_function(path, setting="custom_convert_samples_to_train_data_path")
+    name = f"custom_convert_samples_to_train_data_path {path}"
+
+    def convert(samples: list[Sample]) -> Sequence[float]:
+        try:
+            data = function(args, list(samples))
+            # Lists of other objects, such as tensors, may raise anything, too.
+            columns = {key: list(data[key]) for key in (*_CONVERTED, "tokens", "raw_reward") if key in data}
+            rewards = list(map(float, data["rewards"]))
+            tokens = [list(map(int, of_sample)) for of_sample in columns.get("tokens", ())]
+        except USER_CODE_ERRORS as error:
+            raise UserError(
+                f"{name} raised {shown(error)}, or returned no dictionary with rewards: correct it"
+            ) from error
+        if any(len(entries) != len(samples) for entries in (rewards, *columns.values())):
+            raise UserError(f"{name} returned lists of other lengths: return {len(samples)} entries, one per sample")
+        for number, sample in enumerate(samples):
+            if tokens and tokens[number] != list(sample.tokens):
+                raise UserError(
+                    f"{name} changed the tokens of sample {sample.index}: do that in rollout_sample_hook_path"
+                )
+            for key, field in _CONVERTED.items():
+                if key in columns:
+                    setattr(sample, field, columns[key][number])
+            if "raw_reward" in columns:
+                sample.metadata["raw_reward"] = columns["raw_reward"][number]
+        try:
+            accept_group(samples)
+            for sample in samples:
+                check_columns(sample, NO_LIMITS, None)
+        except TrajectoryError as error:
+            raise UserError(f"{name} returned an invalid value: {error}") from error
+        return rewards
+
+    return convert
+
+
+_CONVERTED = {"loss_masks": "loss_mask", "rollout_log_probs": "rollout_log_probs"}
+"""Keys of slime's training data, and the fields of samples that they change."""
 
 
 class BatchPreparation:

@@ -7,6 +7,7 @@ import importlib
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,10 @@ from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
-from .functions import dynamic_filter, packs_ahead, reward_post_process, run_functions
+from .functions import conversion, data_source, dynamic_filter, packs_ahead, reward_post_process, run_functions
 from .generators import GeneratorFactory, open_generators
 from .heartbeats import Heartbeat, heartbeat
+from .rollout_logs import RolloutLogs
 from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
 
 log = structlog.get_logger(__name__)
@@ -90,9 +92,10 @@ class Outbox:
         return list(self._batches)
 
 
-def begin_rollout(rollout_id: int) -> None:
-    """Tell the guests which batch is collected next."""
+def begin_rollout(logs: RolloutLogs, rollout_id: int) -> None:
+    """Tell the guests and the logs which batch is collected next."""
     GUESTS.ask("begin a rollout", lambda guest: guest.begin_rollout(rollout_id))
+    logs.begin(rollout_id)
 
 
 class RolloutWorker:
@@ -161,6 +164,7 @@ class RolloutWorker:
             generators.connect(live, rewarder)
             stream = schedule is Schedule.FULLY_ASYNC
             recording = await generators.recording(live, handles.checkpoint, stream=stream)
+            logs = RolloutLogs(config, generators.args)
             ports = Ports(
                 clock=faults.clock,
                 journal=self._journal,
@@ -172,7 +176,7 @@ class RolloutWorker:
                     ranks,
                     self._folder.path.name,
                     self._checkpoint_before(handles, stored),
-                    reward_post_process(config, generators.args),
+                    conversion(config, generators.args) or reward_post_process(config, generators.args),
                 ),
                 channel=channel,
                 fleet=fleet,
@@ -180,12 +184,12 @@ class RolloutWorker:
                 dynamic_filter=dynamic_filter(config, generators.args, data.observe),
                 text_of=generators.tokenizer.text_of,
                 limits=generators.limits,
-                functions=run_functions(config, self._entry, generators, recording, self._journal),
+                functions=run_functions(config, self._entry, generators, recording, self._journal, logs),
                 packs_ahead=packs_ahead(config, self._entry),
                 keeps_groups=rollout_mode(config).keeps_groups,
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 processors=Processors().in_use,
-                on_rollout=begin_rollout,
+                on_rollout=partial(begin_rollout, logs),
                 restore_posted=generators.trajectories.restore,
             )
             self._service = Service(
@@ -238,6 +242,7 @@ class RolloutWorker:
             args=generators.args,
             report=self._reporter(),
             warn=warn,
+            create=data_source(self._config, generators.args),
         )
         if began_with is not None:
             resume(read_progress(began_with.folder), data, self._journal)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from socket import gethostbyname, inet_aton
 
 from miles_async.config.generation import generates
 from miles_async.config.schema import RunConfig
@@ -169,7 +171,17 @@ def _described(bundles: Sequence[Bundle]) -> str:
 
 
 def sort_key(bundle: Bundle) -> tuple[tuple[int, ...], str, int]:
-    """Sort IPv4 addresses numerically (10.0.0.9 before 10.0.0.10), and host names after them alphabetically."""
-    parts = bundle.node.split(".")
-    numeric = len(parts) == 4 and all(part.isdigit() for part in parts)
-    return (tuple(map(int, parts)) if numeric else (256,)), bundle.node, bundle.device
+    """Sort nodes by the numbers of their IPv4 addresses (10.0.0.9 before 10.0.0.10), as slime does.
+
+    A host name counts as its address. Names without an address follow, alphabetically.
+    """
+    return _address(bundle.node), bundle.node, bundle.device
+
+
+@cache
+def _address(node: str) -> tuple[int, ...]:
+    """The numbers of an IPv4 address; one number beyond all addresses if there is none."""
+    try:
+        return tuple(inet_aton(gethostbyname(node)))
+    except (OSError, UnicodeError):  # a name that nobody knows, or that is no host name
+        return (256,)

@@ -66,6 +66,7 @@ def has_loss_functions(algorithm: Algorithm) -> bool:
         algorithm.custom_advantage_function_path,
         algorithm.custom_tis_function_path,
         algorithm.custom_pg_loss_reducer_function_path,
+        algorithm.rollout_data_postprocess_path,
     ))  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class Form(NamedTuple):
 FORMS = {
     "buffer_filter_path": Form("args, rollout_id, buffer, num_samples", may_yield=True),
     "custom_advantage_function_path": Form("args, rollout_data"),
+    "custom_convert_samples_to_train_data_path": Form("args, samples"),
+    "custom_eval_rollout_log_function_path": Form("rollout_id, args, data, extra_metrics"),
     "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
     "custom_loss_function_path": Form("args, tokens"),
     "custom_megatron_before_log_prob_hook_path": Form("args, model, store_prefix"),
@@ -47,13 +49,17 @@ FORMS = {
     ),
     "custom_reward_post_process_path": Form("args, samples"),
     "custom_rm_path": Form("args, sample", may_be_async=True),
+    "custom_rollout_log_function_path": Form("rollout_id, args, samples, rollout_extra_metrics, rollout_time"),
     "custom_tis_function_path": Form(
         "*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
     ),
     "dataset_sampling": Form("args, datasets"),
+    "data_source_path": Form("args"),
     "dynamic_sampling_filter_path": Form("args, group"),
     "eval_function_path": Form(_ROLLOUT, may_be_async=True),
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
+    "rollout_all_samples_process_path": Form("args, all_groups, data_source"),
+    "rollout_data_postprocess_path": Form("args, rollout_id, rollout_data"),
     "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
     "rollout_sample_filter_path": Form("args, groups"),
     "rollout_sample_hook_path": Form("args, sample", may_be_async=True),

@@ -77,6 +77,7 @@ class LossFunctions:
     advantages: LossFunction | None = None
     tis: LossFunction | None = None
     reducer: LossFunction | None = None
+    postprocess: LossFunction | None = None
     per_token: bool = True
     """Whether losses are averaged over all tokens of an optimizer step, instead of over its samples."""
 
@@ -90,6 +91,7 @@ class LossFunctions:
             _named(algorithm, "custom_advantage_function_path"),
             _named(algorithm, "custom_tis_function_path"),
             _named(algorithm, "custom_pg_loss_reducer_function_path"),
+            _named(algorithm, "rollout_data_postprocess_path") if config.learner.loss_type != "sft_loss" else None,
             loss_aggregation(algorithm) == "token_mean",
         )
 
@@ -97,6 +99,11 @@ class LossFunctions:
     def compute_loss(self) -> bool:
         """Whether a function computes the loss or a part of it."""
         return any(one is not None for one in (self.loss, self.tis, self.reducer))
+
+    @property
+    def change_batches(self) -> bool:
+        """Whether a function computes or changes values of a batch before its first optimizer step."""
+        return self.advantages is not None or self.postprocess is not None
 
 
 NO_FUNCTIONS = LossFunctions()
@@ -273,7 +280,7 @@ class FunctionsOfMicroBatch:
         return self._mean(self.layout.trained(values)) * self._divisor()
 
     def _masks(self) -> list[Tensor]:
-        return self.layout.lists(torch.ones_like(self.columns.rollout_log_probs))
+        return self.layout.lists((self.columns.loss_weights > 0).to(self.columns.rollout_log_probs.dtype))
 
     def _metrics(self, function: LossFunction, metrics: Any) -> dict[str, Tensor]:
         if not isinstance(metrics, Mapping):
@@ -285,7 +292,9 @@ class FunctionsOfMicroBatch:
         """The micro-batch by slime's names."""
         layout, columns = self.layout, self.columns
         # The number of trained tokens by which the mean of a sample is divided; all segments of a trajectory count.
-        divisors = self.total_tokens / (self._divisor() * layout.of_samples(columns.loss_weights))
+        # All tokens of a sample have one weight, except those that a function has masked.
+        weights = torch.stack([one.max() for one in layout.lists(columns.loss_weights)])
+        divisors = self.total_tokens / (self._divisor() * weights)
         batch: dict[str, Any] = {
             "unconcat_tokens": layout.tokens,
             "total_lengths": layout.total_lengths,
@@ -319,15 +328,53 @@ class AdvantageColumns:
     """[m, ...] the entries of each token column of a plug-in, by name."""
 
 
-def function_advantages(
-    functions: LossFunctions, batch: Sequence[tuple[SampleLayout, AdvantageColumns]]
-) -> list[tuple[Tensor, Tensor | None]]:
+Micro = tuple[SampleLayout, AdvantageColumns]
+"""A micro-batch of this rank."""
+
+
+def function_advantages(functions: LossFunctions, batch: Sequence[Micro]) -> list[tuple[Tensor, Tensor | None]]:
     """[m] advantages per micro-batch from the function of `custom_advantage_function_path`, and [m] returns.
 
     `batch` are all micro-batches of this rank. Returns are None if the function sets none.
     """
     function = functions.advantages
     assert function is not None
+    data = _rollout_data(batch)
+    function(functions.args, data)
+    advantages, returns = (_columns(function, data, name, batch) for name in ("advantages", "returns"))
+    if advantages is None:
+        raise function.refused(None, "nothing, and set rollout_data['advantages'] to a tensor per sample")
+    if returns is None:
+        return [(one, None) for one in advantages]
+    return list(zip(advantages, returns, strict=True))
+
+
+def postprocess(
+    functions: LossFunctions, rollout_id: int, batch: Sequence[Micro], advantages: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """[m] advantages and masks per micro-batch after the function of `rollout_data_postprocess_path`.
+
+    `batch` are all micro-batches of this rank, and `advantages` [m] those that the function may change. A mask of 0
+    takes a token out of the loss.
+    """
+    function = functions.postprocess
+    assert function is not None
+    data = _rollout_data(batch)
+    data["advantages"] = [
+        one for (layout, _), values in zip(batch, advantages, strict=True) for one in layout.lists(values)
+    ]
+    data["returns"] = list(data["advantages"])
+    function(functions.args, rollout_id, data)
+    found = []
+    for name in ("advantages", "loss_masks"):
+        if (columns := _columns(function, data, name, batch)) is None:
+            raise function.refused(None, f"nothing, and leave rollout_data[{name!r}] a tensor per sample")
+        found.append(columns)
+    return list(zip(*found, strict=True))
+
+
+def _rollout_data(batch: Sequence[Micro]) -> dict[str, Any]:
+    """The samples of all micro-batches by slime's names."""
     data: dict[str, Any] = {
         "tokens": [tokens for layout, _ in batch for tokens in layout.tokens],
         "total_lengths": [length for layout, _ in batch for length in layout.total_lengths],
@@ -342,27 +389,17 @@ def function_advantages(
     }
     for name in batch[0][1].columns.keys() - data.keys() if batch else ():
         data[name] = [one for layout, columns in batch for one in layout.lists(columns.columns[name])]
-    function(functions.args, data)
-    advantages, returns = (_columns(function, data, name, batch) for name in ("advantages", "returns"))
-    if advantages is None:
-        raise function.refused(None, "nothing, and set rollout_data['advantages'] to a tensor per sample")
-    if returns is None:
-        return [(one, None) for one in advantages]
-    return list(zip(advantages, returns, strict=True))
+    return data
 
 
-def _lists(
-    batch: Sequence[tuple[SampleLayout, AdvantageColumns]], column: Callable[[AdvantageColumns], Tensor | None]
-) -> list[Tensor] | None:
+def _lists(batch: Sequence[Micro], column: Callable[[AdvantageColumns], Tensor | None]) -> list[Tensor] | None:
     """The column of all samples; None if the micro-batches do not have it."""
     pairs = [(layout, column(one)) for layout, one in batch]
     known = [(layout, values) for layout, values in pairs if values is not None]
     return [one for layout, values in known for one in layout.lists(values)] if len(known) == len(pairs) else None
 
 
-def _columns(
-    function: LossFunction, data: dict[str, Any], name: str, batch: Sequence[tuple[SampleLayout, AdvantageColumns]]
-) -> list[Tensor] | None:
+def _columns(function: LossFunction, data: dict[str, Any], name: str, batch: Sequence[Micro]) -> list[Tensor] | None:
     """[m] per micro-batch: what the function has set for all samples."""
     if (found := data.get(name)) is None:
         return None

@@ -14,6 +14,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from miles_async.atomic_files import write_atomically
+from miles_async.config.device_plan import demand_of
 from miles_async.config.redaction import redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.events import Event, RunEnded
@@ -88,7 +89,12 @@ class EventSubscribers:
         self._trackers = Trackers(view, config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
         self.update_scrape_targets({})
-        self._plain_lines = PlainLines(sys.stdout, only_warnings=is_interactive(config))
+        self._plain_lines = PlainLines(
+            sys.stdout,
+            only_warnings=is_interactive(config) and not settings.plain_lines,
+            devices=demand_of(config).bundles,
+            saved=config.debug.rollout_file,
+        )
         self._terminal = (
             Terminal(view, sys.stderr, config, folder, self.page_url) if settings.log_format == "console" else None
         )

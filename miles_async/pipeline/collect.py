@@ -109,18 +109,25 @@ class BatchCollector:
         return await self.collect(rollout_id, size)
 
     async def generate(
-        self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
+        self,
+        rollout_id: int,
+        size: int,
+        over_sampling: int,
+        choose: Choose | None = None,
+        rejected: list[Group] | None = None,
     ) -> list[Group]:
         """Run the producer for one batch of `size` groups; at the end, groups in flight are aborted and requeued.
 
         At most `over_sampling` groups are in progress. Finished surplus groups stay in the queue for the next batch,
         subject to the staleness gate. With `choose`, `over_sampling` groups are finished, and the first `size` groups
-        that `choose` returns form the batch. Raises UserError if the data is exhausted, or if `choose` returns too few.
+        that `choose` returns form the batch. `rejected` receives those that the dynamic filter or `choose` rejects.
+        Raises UserError if the data is exhausted, or if `choose` returns too few.
         """
         counts = self._lifecycle.ledger.counts
         # The slots that the trainer's groups hold must not reduce the batch that is generated next to them.
         held_by_trainer = counts[GroupState.LEASED] + counts[GroupState.TRAINED]
         wanted = size if choose is None else over_sampling
+        self._producer.attempts.grading.rejected = rejected
         self._producer.start(
             Admission(
                 max_in_flight=over_sampling,
@@ -134,7 +141,8 @@ class BatchCollector:
             groups = await self.collect(rollout_id, wanted)
         finally:
             await self._producer.stop()
-        return groups if choose is None else self._choose(choose, groups, size)
+            self._producer.attempts.grading.rejected = None
+        return groups if choose is None else self._choose(choose, groups, size, rejected)
 
     def sweep_queue(self) -> None:
         """Recycle queued groups that are too stale already, so that they are regenerated at once."""
@@ -151,7 +159,9 @@ class BatchCollector:
                 fresh.append(group)
         return fresh
 
-    def _choose(self, choose: Choose, groups: list[Group], size: int) -> list[Group]:
+    def _choose(
+        self, choose: Choose, groups: list[Group], size: int, rejected: list[Group] | None = None
+    ) -> list[Group]:
         """Keep the first `size` groups in the order of the over-sampling filter, and drop the others."""
         # By identity: a filter may return the groups in another order, several times, or leave some out.
         positions = IdentityMap((group, position) for position, group in enumerate(groups))
@@ -171,6 +181,8 @@ class BatchCollector:
             )
         for position in set(positions.values()).difference(kept):
             self._lifecycle.reject(groups[position], "over_sampling")
+            if rejected is not None:
+                rejected.append(groups[position])
         return [groups[position] for position in kept]
 
     def _must_be_recycled(self, group: Group) -> bool:

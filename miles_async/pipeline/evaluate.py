@@ -29,8 +29,8 @@ RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Any]]
 """By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample with a score, as
-in slime; `missing`, the number of samples without a score; and `versions`, the weight versions of the tokens in
-ascending order. Functions of users need not return `missing` and `versions`."""
+in slime; `missing`, the number of samples without a score; `versions`, the weight versions of the tokens in ascending
+order; and `samples`, those with a score. Functions of users need not return the last three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +134,7 @@ class Evaluator:
             "truncated": [float(truncated) for group in groups for truncated in group.truncated],
             "missing": missing,
             "versions": sorted({span.version for group in groups for sample in group for span in sample.spans}),
+            "samples": [sample for group in groups for sample in group],
         }
 
     def _report_failures(

@@ -70,6 +70,8 @@ class Grading:
         self._max_attempts = max_attempts
         self.candidates: Candidates | None = None
         """The groups of the batch that is being generated; None in the stream."""
+        self.rejected: list[Group] | None = None
+        """Receives the groups that the filter rejects; None forgets them."""
 
     def check(self, group: Group) -> None:
         """Raise TrajectoryError if a sample is not valid."""
@@ -109,11 +111,14 @@ class Grading:
     def filter(self, group: Group) -> Verdict:
         """The verdict of the dynamic filter. A batch that has too few groups keeps a group that the filter rejects."""
         verdict = self._dynamic_filter(group)
-        if verdict.keep or self.candidates is None:
+        if verdict.keep:
             return verdict
-        if verdict.keep_when_insufficient and self.candidates.insufficient:
-            return Verdict(True)
-        self.candidates.drop()
+        if self.candidates is not None:
+            if verdict.keep_when_insufficient and self.candidates.insufficient:
+                return Verdict(True)
+            self.candidates.drop()
+        if self.rejected is not None:
+            self.rejected.append(group)
         return verdict
 
 

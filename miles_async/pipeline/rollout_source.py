@@ -152,12 +152,18 @@ class RolloutSource:
         return groups
 
     async def collect_batch(
-        self, rollout_id: int, size: int, over_sampling: int, choose: Choose | None = None
+        self,
+        rollout_id: int,
+        size: int,
+        over_sampling: int,
+        choose: Choose | None = None,
+        rejected: list[Group] | None = None,
     ) -> list[Group]:
         """Generate a batch of `size` groups out of `over_sampling`; the rest is aborted and requeued.
 
-        With `choose`, all of them are finished, and the first `size` groups that it returns form the batch. Raises
-        UserError under the fully asynchronous schedule, whose persistent producer generates already.
+        With `choose`, all of them are finished, and the first `size` groups that it returns form the batch. `rejected`
+        receives the finished groups that the dynamic filter or `choose` rejects. Raises UserError under the fully
+        asynchronous schedule, whose persistent producer generates already.
         """
         if self.has_stream:
             raise UserError(
@@ -170,7 +176,7 @@ class RolloutSource:
             offered.extend(groups)
             return groups if choose is None else choose(groups)
 
-        groups = await self._collector.generate(rollout_id, size, over_sampling, choose and chosen)
+        groups = await self._collector.generate(rollout_id, size, over_sampling, choose and chosen, rejected)
         self._held.collect(groups, offered)
         return groups
 

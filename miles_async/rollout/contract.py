@@ -37,27 +37,40 @@ log = structlog.get_logger(__name__)
 
 
 class Arguments:
-    """All settings of a run as read-only attributes, plus values that the run adds, such as the router's address."""
+    """All settings of a run as attributes, plus values that the run adds, such as the router's address.
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    These are read-only. Functions of users may set other attributes, which last for the run in their process.
+    """
+
+    def __init__(self, values: Mapping[str, Any], own: dict[str, Any] | None = None) -> None:
+        """`own` are the attributes of users' functions."""
         object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_own", {} if own is None else own)
 
     def __getattr__(self, name: str) -> Any:
-        values = object.__getattribute__(self, "_values")
-        if name in values:
-            return values[name]
-        near = get_close_matches(name, values, n=1)
+        values, own = self._parts()
+        for known in (values, own):
+            if name in known:
+                return known[name]
+        near = get_close_matches(name, [*values, *own], n=1)
         raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"args.{name} is read-only: set it in the configuration")
+        values, own = self._parts()
+        if name in values:
+            raise AttributeError(f"args.{name} is read-only: set it in the configuration")
+        own[name] = value
 
     def with_values(self, **runtime: Any) -> Arguments:
-        """A copy with further values."""
-        return Arguments(object.__getattribute__(self, "_values") | runtime)
+        """A copy with further values. What users' functions set in the copy is set here too."""
+        values, own = self._parts()
+        return Arguments({**values, **runtime}, own)
 
-    def __reduce__(self) -> tuple[type[Arguments], tuple[dict[str, Any]]]:
-        return Arguments, (object.__getattribute__(self, "_values"),)
+    def __reduce__(self) -> tuple[type[Arguments], tuple[Mapping[str, Any], dict[str, Any]]]:
+        return Arguments, self._parts()
+
+    def _parts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        return object.__getattribute__(self, "_values"), object.__getattribute__(self, "_own")
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
@@ -69,8 +82,8 @@ def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
     of_guests = GUESTS.ask("provide arguments", lambda guest: dict(guest.arguments(settings)))
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    own = config.rollout.custom_args
-    return Arguments({**own, **settings, **ChainMap(*of_guests.values()), **objective, **runtime})
+    values = {**settings, **ChainMap(*of_guests.values()), **objective, **runtime}
+    return Arguments(values, dict(config.rollout.custom_args))
 
 
 MAX_USELESS_CALLS = 3
@@ -94,8 +107,10 @@ class RolloutFunctionAdapter:
         recording: RecordingGenerator | None = None,
         limits: SampleLimits = NO_LIMITS,
         keeps_groups: bool | None = False,
+        metrics: dict[int, dict[str, Any]] | None = None,
     ) -> None:
         """`score_tokens` asks the engines for missing log-probabilities; `recording` records or replays each batch.
+        `metrics` receives what the function returns as metrics, by rollout.
 
         With `keeps_groups`, a worker of the function may have generated a group long before the call that returns it. A
         sample that has neither weight versions nor a prompt of the data source is then invalid.
@@ -108,6 +123,7 @@ class RolloutFunctionAdapter:
         self._recording = recording
         self._limits = limits
         self._keeps_groups = keeps_groups
+        self._metrics = metrics
 
     async def __call__(self, rollout_id: int, source: RolloutSource, size: int) -> list[Group]:
         """Return `size` groups.
@@ -140,7 +156,10 @@ class RolloutFunctionAdapter:
         """
         version = None if self._keeps_groups else source.live_version
         args = self._args.with_values(rollout_batch_size=size)
-        result = await call_rollout_function(self._function, args, rollout_id, source, evaluation=False)
+        metrics = None if self._metrics is None else self._metrics.setdefault(rollout_id, {})
+        result = await call_rollout_function(
+            self._function, args, rollout_id, source, evaluation=False, metrics=metrics
+        )
         refused = _refused(result)
         groups = as_groups(result, self._rollout.n_samples_per_prompt, self._min_samples)
         if len(groups) != size:
@@ -221,19 +240,27 @@ async def _zero_log_probs(sample: Sample) -> None:
 
 
 async def call_rollout_function(
-    function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, *, evaluation: bool
+    function: Callable[..., Any],
+    args: Arguments,
+    rollout_id: int,
+    data_source: DataSource,
+    *,
+    evaluation: bool,
+    metrics: dict[str, Any] | None = None,
 ) -> Any:
     """Call a rollout or evaluation function, or an object of that form, and return its groups or scores.
 
     A plain function runs in a thread, because it may block. It may return an object with the attributes `samples` (or
-    `data`, for an evaluation) and `metrics`; the metrics are written to the log.
+    `data`, for an evaluation) and `metrics`; these are written to the log, and into `metrics` if they have names.
     """
     result = await _call(function, args, rollout_id, data_source, evaluation)
     # By shape, because the class may be one of another project.
     match result:
-        case object(samples=content, metrics=metrics) | object(data=content, metrics=metrics):
+        case object(samples=content, metrics=found) | object(data=content, metrics=found):
             # As one fact, because a metric may have any name, also that of another fact.
-            values = {} if metrics is None else metrics
+            values = {} if found is None else found
+            if metrics is not None and isinstance(values, Mapping):
+                metrics.update(values)
             if facts := readable_entries(values if isinstance(values, Mapping) else {"values": values}):
                 log.info("metrics of the rollout function", rollout=rollout_id, metrics=facts)
             return content

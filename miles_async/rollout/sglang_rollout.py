@@ -6,9 +6,11 @@ from miles_async.compat.slime.sglang_rollout import (
     async_rm,
     batched_async_rm,
     generate,
+    generate_abortable_samples,
     generate_and_rm,
     generate_and_rm_group,
     generate_rollout,
+    generate_rollout_async,
     get_rollout_num_engines,
 )
 
@@ -18,8 +20,10 @@ __all__ = [
     "async_rm",
     "batched_async_rm",
     "generate",
+    "generate_abortable_samples",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
+    "generate_rollout_async",
     "get_rollout_num_engines",
 ]

@@ -23,6 +23,7 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.storage.rollout_file import load_groups, save_groups
 from miles_async.columns.column import NO_LIMITS
+from miles_async.compat.slime.data_source import RolloutDataSourceWithBuffer
 from miles_async.config.checks import notes
 from miles_async.config.device_plan import Demand, demand_of
 from miles_async.config.flags import parse_flags
@@ -210,6 +211,24 @@ def test_debug_data_is_written_as_safetensors_whatever_its_suffix_and_a_note_say
     assert load_groups(path) == (0, [group])
 
 
+def test_saved_batches_and_evaluations_are_printed() -> None:
+    stream = io.StringIO()
+    lines = PlainLines(stream, saved="debug/{rollout_id}.st")
+    world = World(config=run_config(rollout_batch_size=4, num_rollout=1, n_samples_per_prompt=2), problems=3).run()
+    for event in world.trace.events:
+        lines.observe(event)
+    printed = stream.getvalue().splitlines()
+    assert "Save debug rollout data to debug/0.st" in printed
+    assert "eval 0: {'eval/held_out': 1.0, 'eval/held_out-truncated_ratio': 0.0}" in printed
+
+
+def test_a_function_of_a_user_creates_the_data_source_of_the_walkthrough(tmp_path: Path) -> None:
+    data_source(tmp_path)
+    settings = run_config(prompt_data=str(tmp_path / "rows.jsonl"), input_key="question", label_key="answer")
+    source = RolloutDataSourceWithBuffer(flat_args(settings, tokenizer=None))
+    assert [group[0].prompt for group in source.get_samples(2)] == ["q0", "q1"]
+
+
 def test_evaluations_are_sent_to_wandb() -> None:
     observability = typed("--use-wandb --wandb-always-use-train-step").observability
     assert (observability.use_wandb, observability.wandb_always_use_train_step) == (True, True)
@@ -272,16 +291,17 @@ def test_without_an_over_sampling_filter_the_unfinished_groups_are_aborted() -> 
 
 def test_the_first_and_the_last_sample_of_a_rollout_are_printed() -> None:
     stream = io.StringIO()
-    lines = PlainLines(stream)
+    lines = PlainLines(stream, devices=8)
     world = World(
         config=run_config(rollout_batch_size=4, num_rollout=1, n_samples_per_prompt=2), schedule=Schedule.SYNCHRONOUS
     ).run()
     for event in world.trace.events:
         lines.observe(event)
-    printed = stream.getvalue().splitlines()
-    assert printed[0].startswith("First rollout sample: ['?")
-    assert printed[0].endswith(", label: , reward: 1.0")
-    assert printed[1].startswith("Finish rollout: ['?")
+    reserved, first, last, *_ = stream.getvalue().splitlines()
+    assert reserved == "Creating placement group with 8 devices..."
+    assert first.startswith("First rollout sample: ['?")
+    assert first.endswith(", label: , reward: 1.0")
+    assert last.startswith("Finish rollout: ['?")
 
 
 # --- SFT rollout ----------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.sglang.generator import SamplingParams
+from miles_async.compat.slime.base_types import RolloutFnTrainOutput
 from miles_async.compat.slime.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.schema import RunConfig
-from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError
+from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports, RunFunctions
@@ -32,12 +33,14 @@ from miles_async.rollout.sglang_rollout import (
     GenerateState,
     abort,
     generate,
+    generate_abortable_samples,
     generate_and_rm,
     generate_and_rm_group,
+    generate_rollout_async,
     get_rollout_num_engines,
 )
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
@@ -260,6 +263,56 @@ async def test_the_state_has_the_attributes_that_functions_of_slime_read() -> No
     assert state.semaphore._value == 16
 
 
+class Prompts:
+    """Groups of two samples without end, from which the generated ones are known."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        first, self.taken = self.taken, self.taken + num_samples
+        return [
+            [Sample(index=2 * number + i, prompt="?", metadata={"number": number}) for i in range(2)]
+            for number in range(first, self.taken)
+        ]
+
+
+def keep_odd(args: Any, samples: list[Sample], **kwargs: Any) -> Verdict:
+    return Verdict(bool(samples[0].metadata["number"] % 2), "even")
+
+
+def remember_all(args: Any, all_groups: list[list[Sample]], data_source: Any) -> None:
+    args.all_numbers = [group[0].metadata["number"] for group in all_groups]
+
+
+async def test_a_batch_of_groups_that_the_filter_keeps_is_generated_and_the_others_are_returned() -> None:
+    own = {
+        "dynamic_sampling_filter_path": f"{__name__}.keep_odd",
+        "rollout_all_samples_process_path": f"{__name__}.remember_all",
+    }
+    args, prompts = Run().args(rollout_batch_size=3, over_sampling_batch_size=4, **own), Prompts()
+    output, unused = await generate_rollout_async(args, 0, prompts.get_samples)
+    numbers = [group[0].metadata["number"] for group in output.samples]
+    assert (len(numbers), numbers) == (3, sorted(numbers))
+    assert all(number % 2 for number in numbers)
+    assert {sample.reward for group in output.samples for sample in group} == {1.0}
+    assert output.metrics is not None
+    assert output.metrics["rollout/dynamic_filter/drop_even"] >= 2
+    returned = [group[0].metadata["number"] for group in unused]
+    assert set(args.all_numbers) >= set(numbers)
+    dropped = [number for number in args.all_numbers if not number % 2]
+    assert sorted([*numbers, *returned, *dropped]) == list(range(prompts.taken)), "each prompt is accounted for"
+    assert GenerateState(args).pendings == set()
+
+
+async def test_a_plain_function_generates_a_batch_from_its_thread() -> None:
+    args, prompts = Run().args(rollout_batch_size=2), Prompts()
+    groups, unused = await asyncio.to_thread(generate_abortable_samples, args, 0, prompts.get_samples)
+    assert ([group[0].reward for group in groups], unused) == ([1.0, 1.0], [])
+    with pytest.raises(UserError, match="generate_abortable_samples cannot evaluate: call generate_rollout"):
+        generate_abortable_samples(args, 0, prompts.get_samples, evaluation=True)
+
+
 # --- workers in whole runs ------------------------------------------------------------------------------------------
 
 
@@ -362,6 +415,28 @@ def test_a_worker_in_the_class_form_of_miles_trains_within_the_staleness_limit(
     world.check()
 
 
+async def slimes_loop(
+    args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    output, unused = await generate_rollout_async(args, rollout_id, data_source.get_samples)
+    data_source.add_samples(unused)
+    return output
+
+
+def test_the_loop_of_slime_trains_each_prompt_once() -> None:
+    world = WorkerRun(
+        config=config(over_sampling_batch_size=6),
+        schedule=Schedule.ONE_STEP_OFF,
+        function=slimes_loop,
+        keeps_groups=None,
+        train_seconds=2.0,
+    ).run()
+    assert [len(batch) for batch in world.trainer.batches] == [4] * 12
+    trained = Counter(chain.from_iterable(world.trainer.batches))
+    assert max(trained.values()) == 1
+    assert world.audit.violations == []
+
+
 @pytest.fixture
 def slime_checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """slime's package, from a checkout, with the imports of `--slime-imports`."""
@@ -377,7 +452,7 @@ def slime_checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def with_slime_imports() -> Iterator[None]:
     install_slime_imports()
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("slime", "miles")]:
         del sys.modules[name]
 
 
@@ -420,3 +495,5 @@ def test_names_of_slime_are_found_without_a_checkout() -> None:
     assert found["utils.misc"].load_function("miles_async.types.Sample") is Sample
     asynchronous: Any = importlib.import_module("slime.utils.async_utils")
     assert asynchronous.run(asyncio.sleep(0, "done")) == "done"
+    assert asynchronous.get_async_loop() is asynchronous.get_async_loop()
+    assert asynchronous.AsyncLoopThread().run(asyncio.sleep(0, "in its own loop")) == "in its own loop"

@@ -127,7 +127,7 @@ def weights_of(learner: MegatronLearner) -> dict[str, torch.Tensor]:
 
 def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, torch.Tensor]:
     """The gradients of a step over all ranks, without taking it. All ranks must call it."""
-    learner._policy_gradients(step, *learner._pre_step_values([step]))
+    learner._policy_gradients(step, *learner._pre_step_values(0, [step]))
     return gradients_now(learner)
 
 

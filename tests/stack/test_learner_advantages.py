@@ -135,7 +135,7 @@ def test_a_kl_penalty_is_normalized_with_the_rewards_over_all_steps_of_the_batch
     groups = [*batch(0), *batch(1)]
     with learning(tiny, run) as learner:
         [steps] = rank_batches(groups, run, 1)
-        values = learner._pre_step_values(steps)
+        values = learner._pre_step_values(0, steps)
         found = torch.cat([one for step in values for one in step.advantages or []])
         policy = torch.cat([one for step in values for one in step.old_logprobs or []])
         reference = torch.cat([one for step in values for one in step.reference or []])
@@ -157,7 +157,7 @@ def test_advantages_of_a_critic_are_normalized_over_all_steps_of_the_batch(tiny:
         sample.index, sample.reward = number, float(number)
     with learning(tiny, run) as learner:
         [steps] = rank_batches(groups, run, 1)
-        found = [torch.cat(values.advantages or []) for values in learner._pre_step_values(steps)]
+        found = [torch.cat(values.advantages or []) for values in learner._pre_step_values(0, steps)]
     both = torch.cat(found)
     assert (both.mean().item(), both.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-5)
     assert found[0].mean().item() < -0.5 < 0.5 < found[1].mean().item()

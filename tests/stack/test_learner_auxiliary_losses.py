@@ -40,7 +40,7 @@ def router_gradients(path: Path, role: str, max_tokens: int, **of_the_model: Any
         patch.setattr(Qwen3Moe, "transformer_config", lambda self, config: usual(self, config) | of_the_model)
         with learning(path, run) as learner:
             [[step]] = rank_batches(uneven_groups(0), run, 1)
-            [values] = learner._pre_step_values([step])
+            [values] = learner._pre_step_values(0, [step])
             if learner._critic is None:
                 learner._policy_gradients(step, values)
                 return stacked_gradients(learner._model), step

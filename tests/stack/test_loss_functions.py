@@ -156,6 +156,37 @@ def test_another_function_of_a_part_learns_other_weights(runs: Path, setting: st
     assert all(torch.allclose(found[name], factor * gradient, atol=1e-6) for name, gradient in usual.items())
 
 
+@pytest.mark.parametrize("functions", list(FUNCTIONS))
+def test_advantages_that_a_function_changes_afterwards_are_those_of_the_loss(runs: Path, functions: str) -> None:
+    """Gradients of the opposite sign."""
+    usual = load_file(runs / "one rank/none/token_mean/gradients.safetensors")
+    settings = {**FIXED, **FUNCTIONS[functions], "loss_aggregation": "token_mean"}
+    found = trained_once(runs, run_config(**settings, rollout_data_postprocess_path=f"{HERE}.turned_around"))
+    assert all(torch.allclose(found[name], -gradient, atol=1e-6) for name, gradient in usual.items())
+
+
+def test_tokens_that_a_function_masks_are_in_no_form_of_the_loss(runs: Path) -> None:
+    def learned(**settings: Any) -> dict[str, torch.Tensor]:
+        return trained_once(runs, run_config(loss_aggregation="token_mean", **FIXED, **settings))
+
+    masked = {
+        name: learned(rollout_data_postprocess_path=f"{HERE}.later_tokens_only", **settings)
+        for name, settings in FUNCTIONS.items()
+    }
+    assert most_different(masked["none"], learned()) > 1e-3
+    assert all(most_different(masked["none"], other) < 1e-5 for other in masked.values())
+
+
+def most_different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_a_function_that_takes_the_masks_away_is_refused(runs: Path) -> None:
+    path = f"{HERE}.without_masks"
+    with pytest.raises(UserError, match=f"^rollout_data_postprocess_path {path} .*leave rollout_data.'loss_masks'."):
+        trained_once(runs, run_config(**FIXED, rollout_data_postprocess_path=path))
+
+
 @pytest.mark.parametrize(
     "function, sentence",
     [

@@ -269,7 +269,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_slime(
     with learning(models / "policy", run) as learner:
         learner._functions = LossFunctions.load(run, flat_args(run))
         [[first, second]] = rank_batches(batch, run, 1)
-        before_first, before_second = learner._pre_step_values([first, second])
+        before_first, before_second = learner._pre_step_values(0, [first, second])
         learner._policy_step(first, before_first, lambda: None).apply()
         loss, clipped, gradients = step_result(learner, second, before_second)
         assert 0.05 < clipped < 0.95, "the first step moved the policy so far that some tokens are clipped"

@@ -86,6 +86,21 @@ def opposite_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     rollout_data["advantages"] = [-one for one in rollout_data["advantages"]]
 
 
+def turned_around(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    assert len(rollout_data["log_probs"]) == len(rollout_data["tokens"])
+    rollout_data["advantages"] = [-one for one in rollout_data["advantages"]]
+
+
+def later_tokens_only(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    """Masks the first trained token of each sample."""
+    for mask in rollout_data["loss_masks"]:
+        mask[0] = 0
+
+
+def without_masks(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+    del rollout_data["loss_masks"]
+
+
 def half(args: Any, *, pg_loss: Tensor, **others: Any) -> tuple[Tensor, list[Tensor], Mapping[str, Tensor]]:
     corrected, masks, metrics = truncated(args, pg_loss=pg_loss, **others)
     return corrected / 2, masks, metrics

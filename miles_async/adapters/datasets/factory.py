@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_async.adapters.datasets.buffer import Buffer, Report, pop_first
 from miles_async.adapters.datasets.feed import Feed, FeedSettings, Render
+from miles_async.adapters.datasets.function_source import FunctionSource
 from miles_async.adapters.datasets.gym import WARM_START_SEED, GymProblems, hold_out
 from miles_async.adapters.datasets.problems import BlankProblems, FileProblems, Problem, Problems
 from miles_async.adapters.datasets.rows import open_rows
@@ -39,6 +40,7 @@ def open_data(
     warn: Callable[[str], None] = _ignore,
     rows_choose_reward: bool = True,
     first: int | None = None,
+    create: Callable[[], Any] | None = None,
 ) -> BufferedSource:
     """Open the training data.
 
@@ -50,6 +52,7 @@ def open_data(
         warn: is called with a sentence when a data set is exhausted or teaches nothing.
         rows_choose_reward: whether a row may name a built-in reward in its metadata, which is then checked.
         first: read only so many rows of a file, for a check. Such a source has no position that could be saved.
+        create: returns the user's data source, from which the prompts for training then come.
 
     Raises UserError if a file cannot be read, one of the first rows is invalid, the task is unknown, or settings do not
     fit together.
@@ -65,10 +68,14 @@ def open_data(
             raise UserError(f"datasets.{name}: {error}" if name else str(error)) from error
     path = data.buffer_filter_path
     function = data.sampling_function
+    size = config.rollout.n_samples_per_prompt
+    buffer = Buffer(pop_first if path is None else load_function(path, setting="buffer_filter_path"), args, report)
+    if create is not None:
+        return FunctionSource(create, feeds, n_samples_per_prompt=size, buffer=buffer)
     return BufferedSource(
         feeds,
-        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-        buffer=Buffer(pop_first if path is None else load_function(path, setting="buffer_filter_path"), args, report),
+        n_samples_per_prompt=size,
+        buffer=buffer,
         choose=None if function is None else load_function(function, setting="dataset_sampling"),
         args=args,
     )

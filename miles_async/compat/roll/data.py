@@ -164,7 +164,13 @@ def data_and_rewards(translator: Translator, values: Values) -> None:
         note(translator, values, "has no effect: all rows have the same domain", _SHARES)
         for kind in filter(None, kinds.values()):
             translator.set("rollout.rm_type", kind, "rewards")
-    elif files and domains:
+    elif not domains:
+        translator.problems.append(
+            f"{_FILES} has several files, and rewards has no domains for them: add rewards, or write all rows to one file"
+        )
+    elif not files:
+        translator.problems.append(f"rewards has several domains, but {_FILES} is not set: set it to their files")
+    else:
         _several(translator, values, files, kinds, rewards)
     evaluation(translator, values, kinds)
 

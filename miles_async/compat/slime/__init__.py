@@ -23,9 +23,9 @@ class Slime(Guest):
 
     class Settings(Section):
         slime_imports: bool = False
-        """Let user modules import slime's names, such as slime.rollout.sglang_rollout and slime.utils.types, from this
-        project. Other modules of slime come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs
-        unchanged. If off, imports of slime find only a checkout."""
+        """Let user modules import names of slime and Miles, such as slime.rollout.sglang_rollout and miles.utils.types,
+        from this project. Their other modules come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs
+        unchanged. If off, imports of slime and miles find only a checkout."""
 
     def flags(self) -> Mapping[str, Flag]:
         from miles_async.compat.slime.flags import FLAGS

@@ -11,7 +11,6 @@ from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, 
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
-_LOG_FUNCTION = Refused("a run has no function for its logs: read metrics from Prometheus, or samples in a filter")
 _LOGS = Idle("has no effect: the metrics of a run are always complete")
 _TEST = Idle("belongs to slime's own tests")
 _OFFLOAD = Idle(
@@ -107,28 +106,11 @@ _VALUES: Mapping[str, Rule] = {
     "rollout_task_type": Idle("belongs to slime's rollout buffer"),
     "megatron_config_path": Refused("set critic_load, critic_lr and critic_lr_warmup_steps"),
     "custom_config_path": Combined(),
-    "data_source_path": Refused(
-        "checkpoints contain the position in the data, so the run reads its data itself: set prompt_data, write an "
-        "environment, or let rollout_function_path bring its own prompts"
-    ),
     "custom_model_provider_path": Refused(
         "engines and exports need the names of the weights too: write a model plug-in, docs/how-to/model-plugin.md"
     ),
     "custom_update_weight_post_write_path": Refused(
         "a publish is written, verified and made live without a step for functions: set save_hf for files with weights"
-    ),
-    "custom_rollout_log_function_path": _LOG_FUNCTION,
-    "custom_eval_rollout_log_function_path": _LOG_FUNCTION,
-    "rollout_data_postprocess_path": Refused(
-        "log-probabilities and advantages are not changed after they are computed: set custom_advantage_function_path "
-        "for advantages, custom_tis_function_path for masks of tokens, or rollout_sample_filter_path for samples"
-    ),
-    "custom_convert_samples_to_train_data_path": Refused(
-        "samples are packed without slime's dictionary: set rollout_sample_hook_path or rollout_sample_filter_path to "
-        "change samples, custom_reward_post_process_path to change rewards"
-    ),
-    "rollout_all_samples_process_path": Refused(
-        "groups that the filter drops are not kept for the batch: set rollout_sample_hook_path, which sees all samples"
     ),
     # The evaluation, which `_evaluation` reads.
     **dict.fromkeys(

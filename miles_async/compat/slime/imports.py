@@ -1,97 +1,95 @@
-"""Lets users' modules import slime's names from this project (`--slime-imports`).
+"""Lets users' modules import the names of slime and Miles from this project (`--slime-imports`).
 
 slime's own fully asynchronous worker then runs unchanged: its file comes from a checkout of slime on `PYTHONPATH`, and
 the modules that it imports are these:
 
-    module                          what it has
-    slime.rollout.sglang_rollout    sglang_rollout.py
-    slime.rollout.rm_hub            rm_hub.py
-    slime.rollout.data_source       data_source.py
-    slime.rollout.base_types        base_types.py
-    slime.rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std
-    slime.utils.types               miles_async/types.py
-    slime.utils.async_utils         run
-    slime.utils.http_utils          get_rollout_num_engines
-    slime.utils.misc                load_function
+    module                    what it has
+    rollout.sglang_rollout    sglang_rollout.py
+    rollout.rm_hub            rm_hub.py and rewards.py, and a module for each kind of reward
+    rollout.data_source       data_source.py
+    rollout.base_types        base_types.py
+    rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std
+    utils.types               miles_async/types.py
+    utils.async_utils         async_utils.py
+    utils.http_utils          get_rollout_num_engines
+    utils.misc                load_function
 
-Every other module of slime comes from the checkout, including those in its folder `slime/rollout/rm_hub`.
+They are found below `slime` and below `miles`. Every other module comes from a checkout, including those in its folder
+`rollout/rm_hub`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
-import threading
-from collections.abc import Callable, Coroutine
-from functools import cache
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from miles_async import filters, types
-from miles_async.compat.slime import base_types, data_source, rm_hub, sglang_rollout
+from miles_async.compat.slime import async_utils, base_types, data_source, rewards, rm_hub, sglang_rollout
 from miles_async.config.user_functions import load_function
 
-T = TypeVar("T")
+PROJECTS = ("slime", "miles")
 
 
 def install_slime_imports() -> None:
     """Let imports of the modules above find this project. Later calls do nothing.
 
-    Without a checkout of slime, the packages `slime`, `slime.rollout` and `slime.utils` are empty.
+    Without a checkout of a project, its packages hold nothing else.
     """
-    if sys.modules.get("slime.rollout.sglang_rollout") is sglang_rollout:
-        return
-    rewards = _package("slime.rollout.rm_hub")
-    vars(rewards).update(async_rm=rm_hub.async_rm, batched_async_rm=rm_hub.batched_async_rm)
-    if importlib.util.find_spec("slime") is None:
-        for name in ("slime", "slime.rollout", "slime.rollout.filter_hub", "slime.utils"):
-            sys.modules[name] = _package(name)
-    else:
-        if importlib.util.find_spec("slime.rollout.filter_hub") is None:
-            sys.modules["slime.rollout.filter_hub"] = _package("slime.rollout.filter_hub")
-        found = importlib.util.find_spec("slime.rollout.rm_hub")
-        if found is not None:
-            rewards.__path__ = list(found.submodule_search_locations or ())
-    stand_ins = {
-        "slime.rollout.sglang_rollout": sglang_rollout,
-        "slime.rollout.rm_hub": rewards,
-        "slime.rollout.data_source": data_source,
-        "slime.rollout.base_types": base_types,
-        "slime.rollout.filter_hub.dynamic_sampling_filters": _module(
-            "slime.rollout.filter_hub.dynamic_sampling_filters",
+    for project in PROJECTS:
+        if sys.modules.get(f"{project}.rollout.sglang_rollout") is not sglang_rollout:
+            _install(project)
+
+
+def _install(project: str) -> None:
+    scores = _package(f"{project}.rollout.rm_hub")
+    vars(scores).update(
+        {name: getattr(rewards, name) for name in rewards.__all__},
+        async_rm=rm_hub.async_rm,
+        batched_async_rm=rm_hub.batched_async_rm,
+        compute_score_dapo=rewards.compute_score,
+        extract_boxed_answer=rewards.extract_answer,
+    )
+    stand_ins: dict[str, ModuleType] = {
+        "rollout.sglang_rollout": sglang_rollout,
+        "rollout.rm_hub": scores,
+        "rollout.data_source": data_source,
+        "rollout.base_types": base_types,
+        "rollout.filter_hub.dynamic_sampling_filters": _module(
+            f"{project}.rollout.filter_hub.dynamic_sampling_filters",
             check_reward_nonzero_std=filters.check_reward_nonzero_std,
         ),
-        "slime.utils.types": types,
-        "slime.utils.async_utils": _module("slime.utils.async_utils", run=run),
-        "slime.utils.http_utils": _module(
-            "slime.utils.http_utils", get_rollout_num_engines=sglang_rollout.get_rollout_num_engines
+        "utils.types": types,
+        "utils.async_utils": async_utils,
+        "utils.http_utils": _module(
+            f"{project}.utils.http_utils", get_rollout_num_engines=sglang_rollout.get_rollout_num_engines
         ),
-        "slime.utils.misc": _module("slime.utils.misc", load_function=load_by_path),
+        "utils.misc": _module(f"{project}.utils.misc", load_function=load_by_path),
     }
-    sys.modules |= stand_ins
+    if importlib.util.find_spec(project) is None:
+        for name in ("", ".rollout", ".rollout.filter_hub", ".utils"):
+            sys.modules[project + name] = _package(project + name)
+        for name in ("deepscaler", "f1", "gpqa", "math_dapo_utils", "math_utils"):
+            stand_ins[f"rollout.rm_hub.{name}"] = rewards
+    else:
+        if importlib.util.find_spec(f"{project}.rollout.filter_hub") is None:
+            sys.modules[f"{project}.rollout.filter_hub"] = _package(f"{project}.rollout.filter_hub")
+        found = importlib.util.find_spec(f"{project}.rollout.rm_hub")
+        if found is not None:
+            scores.__path__ = list(found.submodule_search_locations or ())
+    sys.modules |= {f"{project}.{name}": module for name, module in stand_ins.items()}
     # `import slime.utils.types` binds `slime`, and the module is looked up in its packages.
     for name, module in stand_ins.items():
-        package, _, own_name = name.rpartition(".")
+        package, _, own_name = f"{project}.{name}".rpartition(".")
         setattr(importlib.import_module(package), own_name, module)
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the event loop of a background thread, and return its result. Blocks the calling thread."""
-    return asyncio.run_coroutine_threadsafe(work, _background_loop()).result()
 
 
 def load_by_path(path: str) -> Callable[..., Any]:
     """Import the function at `path`, which is written as `module.function`. Raises UserError if that fails."""
     return load_function(path, setting="load_function")
-
-
-@cache
-def _background_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="slime-async-utils", daemon=True).start()
-    return loop
 
 
 def _module(name: str, **names: Any) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Settings whose values are names of slime."""
+"""Settings whose values are names of slime or Miles."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ _SHIPPED = {
     )
 }
 """Rollout functions of slime and Miles, and those of this project that do the same."""
+_OWN_SOURCES = [
+    f"{project}.rollout.data_source.{name}"
+    for project in ("slime", "miles")
+    for name in ("RolloutDataSource", "RolloutDataSourceWithBuffer")
+]
+"""Data sources of slime and Miles that read the data of the run, as the run itself does."""
 
 
 _MISMATCH = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
@@ -31,6 +37,8 @@ def resolve(config: RunConfig) -> RunConfig:
         config = with_settings(config, rollout_function_path=_SHIPPED[path])
     if config.rollout.eval_function_path in _SHIPPED:
         config = with_settings(config, eval_function_path=None)
+    if config.data.data_source_path in _OWN_SOURCES:
+        config = with_settings(config, data_source_path=None)
     if (config.algorithm.custom_tis_function_path or "").endswith(_MISMATCH):
         own = "miles_async.compat.slime.mismatch.compute_mis_weights_with_cp"
         config = with_settings(config, custom_tis_function_path=own)
@@ -38,12 +46,12 @@ def resolve(config: RunConfig) -> RunConfig:
         # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
         supervised = with_settings(config, debug_train_only=False, eval_size=0)
         config = config if rollout_mode(supervised).needs_engines else supervised
-    if _names_slime(config) and importlib.util.find_spec("slime") is None:
+    if any(_names(project, config) and importlib.util.find_spec(project) is None for project in ("slime", "miles")):
         config = with_settings(config, slime_imports=True)
     return config
 
 
-def _names_slime(config: RunConfig) -> bool:
-    """Whether a setting names a function of the package slime."""
+def _names(project: str, config: RunConfig) -> bool:
+    """Whether a setting names a function of a package of this project."""
     values = (setting.value(config) for name, setting in SETTINGS.items() if name.endswith("_path"))
-    return any(isinstance(value, str) and value.startswith("slime.") for value in values)
+    return any(isinstance(value, str) and value.startswith(f"{project}.") for value in values)

@@ -6,25 +6,44 @@ that fails raises TrajectoryError.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from miles_async.config.user_functions import load_function
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Sample
 
 
-async def async_rm(args: Arguments, sample: Sample) -> Any:
+async def async_rm(args: Arguments, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of a finished sample: a number, or a dictionary if `reward_key` is set.
+
+    `custom_rm_path` gets `kwargs`, as in slime. With any, the function is called here, without a time limit.
 
     Example::
 
         sample.reward = await async_rm(args, sample)
     """
+    if kwargs and args.custom_rm_path is not None:
+        return await _called_here(args, sample, kwargs)
     [reward] = await batched_async_rm(args, [sample])
     return reward
 
 
-async def batched_async_rm(args: Arguments, samples: Sequence[Sample]) -> list[Any]:
-    """Return the rewards of several samples, in order. With `group_rm`, one call of the reward scores all of them."""
+async def batched_async_rm(args: Arguments, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+    """Return the rewards of several samples, in order. With `group_rm`, one call of the reward scores all of them.
+
+    `kwargs` are those of `async_rm`.
+    """
+    if kwargs and args.custom_rm_path is not None:
+        if args.group_rm:
+            return list(await _called_here(args, list(samples), kwargs))
+        return await asyncio.gather(*(_called_here(args, sample, kwargs) for sample in samples))
     rewards: list[Any] = await args.sample_service.rewards_of(list(samples))
     return rewards
+
+
+async def _called_here(args: Arguments, scored: Sample | list[Sample], kwargs: dict[str, Any]) -> Any:
+    reward = load_function(args.custom_rm_path, setting="custom_rm_path")(args, scored, **kwargs)
+    return await reward if inspect.isawaitable(reward) else reward

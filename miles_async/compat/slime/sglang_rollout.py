@@ -7,16 +7,21 @@ from any thread and event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
+from miles_async.compat.slime.async_utils import run
+from miles_async.compat.slime.base_types import RolloutFnTrainOutput
 from miles_async.compat.slime.rm_hub import async_rm, batched_async_rm
+from miles_async.config.user_functions import load_function
+from miles_async.errors import UserError
 from miles_async.identity import identity_set
 from miles_async.rollout.batch_rollout import generate_rollout
 from miles_async.rollout.contract import Arguments, failed_trajectories
 from miles_async.rollout.sample_service import SampleService
-from miles_async.types import Group, Sample, SampleStatus
+from miles_async.types import Group, Sample, SampleStatus, Verdict
 
 __all__ = [
     "GenerateState",
@@ -24,11 +29,16 @@ __all__ = [
     "async_rm",
     "batched_async_rm",
     "generate",
+    "generate_abortable_samples",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
+    "generate_rollout_async",
     "get_rollout_num_engines",
 ]
+
+NO_PROMPT_PAUSE_SECONDS = 0.5
+"""Time until a data source that returned no group is asked again."""
 
 
 class GenerateState:
@@ -150,6 +160,82 @@ async def abort(args: Arguments, rollout_id: int) -> list[list[Sample]]:
     return unfinished
 
 
+async def generate_rollout_async(
+    args: Arguments, rollout_id: int, data_source: Callable[[int], Sequence[list[Sample]]]
+) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
+    """Generate `rollout_batch_size` groups that the dynamic filter keeps, and abort the others.
+
+    `data_source` returns groups, as the method `get_samples` does. The second part of the result are the groups that
+    did not finish or are not needed, for `data_source.add_samples`. Groups that could not be generated are returned
+    with status FAILED, so that their prompts are requeued. The run itself applies `rollout_sample_filter_path`.
+
+    Example::
+
+        output, unused = await generate_rollout_async(args, rollout_id, data_source.get_samples)
+        data_source.add_samples(unused)
+        return output
+    """
+    state, size = GenerateState(args), args.rollout_batch_size
+    path = args.dynamic_sampling_filter_path
+    keep = None if path is None else load_function(path, setting="dynamic_sampling_filter_path")
+    kept: list[list[Sample]] = []
+    unused: list[list[Sample]] = []
+    finished: list[list[Sample]] = []
+    dropped: Counter[str] = Counter()
+    while len(kept) < size:
+        while state.remaining_batch_size < size:
+            if not (groups := data_source(args.over_sampling_batch_size or size)):
+                break
+            state.submit_generate_tasks(groups)
+        if not state.pendings:
+            await asyncio.sleep(NO_PROMPT_PAUSE_SECONDS)
+            continue
+        done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
+        for group in (task.result() for task in done):
+            finished.append(group)
+            verdict = Verdict(True) if keep is None or _failed(group) else Verdict.of(keep(args, group))
+            fallback = verdict.keep_when_insufficient and state.remaining_batch_size <= size
+            if not verdict.keep and not fallback:
+                dropped[f"rollout/dynamic_filter/drop_{verdict.reason}"] += 1
+                state.remaining_batch_size -= 1
+            else:
+                (kept if len(kept) < size else unused).append(group)
+    running = list(state.pendings)
+    unused += await abort(args, rollout_id)
+    unused += [group for group in (task.result() for task in running) if not _pending(group)]
+    state.reset()
+    if (path := args.rollout_all_samples_process_path) is not None:
+        load_function(path, setting="rollout_all_samples_process_path")(args, _ordered(finished), data_source)
+    return RolloutFnTrainOutput(_ordered(kept), dict(dropped)), unused
+
+
+def generate_abortable_samples(
+    args: Arguments,
+    rollout_id: int,
+    data_source: Callable[[int], Sequence[list[Sample]]],
+    evaluation: bool = False,
+) -> tuple[Sequence[Sequence[Sample]], list[list[Sample]]]:
+    """The groups of `generate_rollout_async`, for plain functions. Blocks the calling thread.
+
+    Raises UserError for an evaluation, because `data_source` has no data sets for it.
+    """
+    if evaluation:
+        raise UserError(
+            "generate_abortable_samples cannot evaluate: call generate_rollout of "
+            "miles_async.rollout.sglang_rollout with evaluation=True"
+        )
+    output, unused = run(generate_rollout_async(args, rollout_id, data_source))
+    return output.samples, unused
+
+
+def _ordered(groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+    return sorted(groups, key=lambda group: group[0].index or 0)
+
+
+def _failed(group: list[Sample]) -> bool:
+    return any(sample.status is SampleStatus.FAILED for sample in group)
+
+
 async def _generate_and_score(
     args: Arguments, group: Group, sampling_params: dict[str, Any], evaluation: bool, *, score: bool
 ) -> None:
@@ -174,6 +260,11 @@ async def _generate_and_score(
 
 def _sample_or_segments(group: Group) -> Any:
     return group[0] if len(group) == 1 else list(group)
+
+
+def _pending(group: list[Sample]) -> bool:
+    """Whether an abort has left the group unfinished, with or without its tokens."""
+    return any(sample.status in (SampleStatus.ABORTED, SampleStatus.PENDING) for sample in group)
 
 
 def _aborted(group: list[Sample]) -> bool:

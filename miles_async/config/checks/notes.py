@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_async.config.checks.unused import unused_settings
-from miles_async.config.generation import rollout_mode, schedule_of, trains_only
+from miles_async.config.generation import rollout_mode, schedule_of, takes_from_queue, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
@@ -82,6 +82,7 @@ def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
         "windowed_fifo_ratio": rollout.windowed_fifo_ratio is not None,
         "over_sampling_batch_size": rollout.over_sampling_batch_size is not None,
         "over_sampling_filter_path": rollout.over_sampling_filter_path is not None,
+        "rollout_all_samples_process_path": rollout.rollout_all_samples_process_path is not None,
         "dynamic_sampling_filter_path": rollout.dynamic_sampling_filter_path is not None,
         "head_deadline_seconds": rollout.head_deadline_seconds is not None,
         "dataset_sampling": config.data.dataset_sampling == "difficulty",
@@ -104,6 +105,14 @@ def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]
         )
     elif rollout.over_sampling_batch_size in (None, rollout.rollout_batch_size):
         yield "over_sampling_filter_path has nothing to discard: set over_sampling_batch_size above rollout_batch_size"
+
+
+def _unused_all_samples_function(config: RunConfig, entry: str) -> Iterator[str]:
+    if config.rollout.rollout_all_samples_process_path is not None and takes_from_queue(config, entry):
+        yield (
+            "rollout_all_samples_process_path has no effect: it gets the groups of a batch, but a fully asynchronous "
+            "run has no batches; use train.py, or a rollout function that returns batches"
+        )
 
 
 def _unused_window(config: RunConfig, entry: str) -> Iterator[str]:
@@ -206,6 +215,7 @@ NOTES = (
     _unused_with_worker,
     _unused_window,
     _unused_over_sampling_filter,
+    _unused_all_samples_function,
     _unused_skip,
     _policy_notes,
     _reference,

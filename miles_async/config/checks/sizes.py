@@ -70,7 +70,8 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
             f"{rollout.rollout_batch_size}; set it to {rollout.rollout_batch_size} or more, or leave it unset"
         )
     algorithm = config.algorithm
-    uses_advantages = config.learner.loss_type != "sft_loss" and rollout.custom_reward_post_process_path is None
+    by_user = rollout.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path
+    uses_advantages = config.learner.loss_type != "sft_loss" and by_user is None
     estimator, compares = algorithm.advantage_estimator, estimator_of(algorithm).compares_samples
     if rollout.n_samples_per_prompt == 1 and compares and algorithm.rewards_normalization and uses_advantages:
         yield (

@@ -138,7 +138,11 @@ NEEDS = (
         f"rewards that are dictionaries: custom_rm_path, or {_either('rm_type', _DICTIONARIES)}",
         rows_choose=True,
     ),
-    Needs("eval_interval", evaluates, "eval_size above 0, eval_datasets or eval_function_path"),
+    Needs(
+        "eval_interval custom_eval_rollout_log_function_path",
+        evaluates,
+        "eval_size above 0, eval_datasets or eval_function_path",
+    ),
     Needs(
         "generate_timeout_seconds agent_port tool_call_parser reasoning_parser",
         serves_agents,
@@ -180,9 +184,15 @@ NEEDS = (
     ),
     Needs("custom_loss_function_path", lambda c: c.learner.loss_type == "custom_loss", "loss_type custom_loss"),
     Needs(
-        "custom_advantage_function_path custom_reward_post_process_path custom_megatron_before_log_prob_hook_path",
+        "custom_advantage_function_path custom_reward_post_process_path custom_megatron_before_log_prob_hook_path "
+        "rollout_data_postprocess_path",
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
+    ),
+    Needs(
+        "custom_reward_post_process_path",
+        lambda c: c.rollout.custom_convert_samples_to_train_data_path is None,
+        "custom_convert_samples_to_train_data_path unset",
     ),
     Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
     Needs("difficulty_band", lambda c: c.data.dataset_sampling == "difficulty", "dataset_sampling difficulty"),

@@ -31,6 +31,11 @@ class Algorithm(Section):
     """Function fn(args, rollout_data) that sets rollout_data["advantages"] to a tensor per sample, with an entry per
     response token, as module.function. It takes the place of a critic's advantages and of the normalization over the
     batch. If unset, advantages are those of advantage_estimator."""
+    rollout_data_postprocess_path: str | None = None
+    """Function fn(args, rollout_id, rollout_data) that may change rollout_data["advantages"] and
+    rollout_data["loss_masks"], which have a tensor per sample with an entry per response token, as module.function.
+    Masks are 0 or 1, and 0 takes a token out of the loss of the policy. The function gets all samples of a rank before
+    the first optimizer step on them. If unset, advantages and masks stay as they are."""
     custom_tis_function_path: str | None = None
     """Function that weights the policy's part of the loss in place of off_policy_correction, as module.function. It
     returns pg_loss, the masks of the samples, and metrics."""

@@ -91,6 +91,11 @@ class Data(Section):
     agents, supervised examples and the warm start."""
     disable_rollout_global_dataset: bool = False
     """Run without a data set: the rollout function receives empty samples and supplies the prompts itself."""
+    data_source_path: str | None = None
+    """Class that returns the prompts for training, as module.Class. An object cls(args) has the method
+    get_samples(num_samples), which returns groups of n_samples_per_prompt samples. A resumed run draws as many groups
+    as before from a new object and discards them. The run keeps returned groups itself. The other data of the run are
+    then for evaluations and the warm start. If unset, the run reads its data itself."""
     buffer_filter_path: str | None = None
     """Function that chooses which returned groups are generated next, as module.function with the signature fn(args,
     rollout_id, buffer, num_samples) -> groups. If unset, returned groups are reused first in, first out."""

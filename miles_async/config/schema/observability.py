@@ -46,6 +46,9 @@ class Observability(Section):
     starts have the same limit."""
     log_format: Literal["console", "json"] = "console"
     """Format of the output on stderr: console prints short lines for people, json prints every figure for programs."""
+    plain_lines: bool = False
+    """Print the lines that scripts search for, such as `Global worker queue size`, on a terminal too. If off, they are
+    printed only if the output goes to a file or a pipe."""
     progress_bar: bool = True
     """Show a status line during the start-up and then a progress bar, if stderr is a terminal."""
     use_tensorboard: bool = False

@@ -167,6 +167,26 @@ class Rollout(Section):
     per sample, as module.function: the rewards to log as raw_reward, and those that take the place of what
     advantage_estimator makes of the rewards of a group; for grpo they are the advantages. overlong_penalty is not
     subtracted from them. If unset, advantage_estimator compares the samples of each group."""
+    custom_convert_samples_to_train_data_path: str | None = None
+    """Function fn(args, samples) that gets all samples of a batch before training and returns slime's dictionary of
+    training data, as module.function. rewards, which take the place of what advantage_estimator makes of the rewards of
+    a group, loss_masks, rollout_log_probs and raw_reward are read from it; tokens must be those of the samples. It
+    replaces custom_reward_post_process_path. If unset, samples are trained as they are."""
+    rollout_all_samples_process_path: str | None = None
+    """Function fn(args, all_groups, data_source), as module.function, that gets the finished groups of each batch in
+    the order of the data, those that dynamic_sampling_filter_path and over_sampling_filter_path rejected included. The
+    rollout function miles_async.rollout.sglang_rollout.generate_rollout calls it. If unset, rejected groups are not
+    kept."""
+    custom_rollout_log_function_path: str | None = None
+    """Function fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) that is called with all samples of
+    each batch before training, as module.function. rollout_extra_metrics are those that the rollout function returned,
+    or None; rollout_time is the time in seconds since the collection of the batch began. What it returns has no effect,
+    because the metrics of a run are always complete. If unset, only those are logged."""
+    custom_eval_rollout_log_function_path: str | None = None
+    """Function fn(rollout_id, args, data, extra_metrics) that is called after each evaluation, as module.function. data
+    has the entries rewards, truncated and samples for each data set, and extra_metrics are those that the evaluation
+    function returned, or None. What it returns has no effect, because the metrics of a run are always complete. If
+    unset, only those are logged."""
     custom_args: dict[str, Any] = {}
     """Attributes of `args` for functions of users, in addition to all settings. slime's `--custom-config-path FILE`
     sets them from a file."""

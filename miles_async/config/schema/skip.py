@@ -20,9 +20,8 @@ class SkipRole(Section):
     steps: list[int | str] = []
     """Steps that may be skipped: integers, closed ranges such as 1-128, and open ranges such as 5-. All other steps are
     generated and not recorded."""
-    action: Literal["cache", "repeat"] = "cache"
-    """Which recording replaces a step: cache uses the recording of the same step, repeat the recording of the nearest
-    recorded step."""
+    action: str = "cache"
+    """What takes the place of a step: one of the actions that the class of the role supports."""
 
     @field_validator("steps", mode="before")
     @classmethod
@@ -39,12 +38,20 @@ class SkipRollout(SkipRole):
 
     flag_prefix = "skip_rollout_"
 
+    action: Literal["cache", "repeat"] = "cache"
+    """Which recording replaces a step: cache uses the recording of the same step, repeat the recording of the nearest
+    recorded step."""
+
 
 class SkipAsyncRollout(SkipRole):
     """Skip the generation of single groups in fully asynchronous runs. A step is the position of a prompt in the order
     in which prompts are fed."""
 
     flag_prefix = "skip_async_rollout_"
+
+    action: Literal["cache", "repeat"] = "cache"
+    """Which recording replaces a step: cache uses the recording of the same step, repeat the recording of the nearest
+    recorded step."""
 
 
 class Skip(Section):

@@ -26,16 +26,19 @@ class F1(Reward):
 
     def score(self, args: Any, sample: Sample) -> float:
         labels = sample.label if isinstance(sample.label, list) else [label_of(sample)]
-        return max(_f1(sample.response, str(label)) for label in labels)
+        return max(f1_score(sample.response, str(label))[0] for label in labels)
 
 
-def _f1(response: str, label: str) -> float:
-    given, expected = _words(response), _words(label)
+def f1_score(prediction: str, ground_truth: str) -> tuple[float, float, float]:
+    """The F1 score over words, the precision and the recall."""
+    given, expected = _words(prediction), _words(ground_truth)
     # A yes-or-no answer is right or wrong: "yes and no" gets no partial credit for containing "yes".
     if given != expected and {"yes", "no", "noanswer"} & {" ".join(given), " ".join(expected)}:
-        return 0.0
+        return 0.0, 0.0, 0.0
     common = sum((Counter(given) & Counter(expected)).values())
-    return 2 * common / (len(given) + len(expected)) if common else 0.0
+    if not common:
+        return 0.0, 0.0, 0.0
+    return 2 * common / (len(given) + len(expected)), common / len(given), common / len(expected)
 
 
 def _words(text: str) -> list[str]:

@@ -31,7 +31,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 18
+    assert len(FUNCTIONS) == 24
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)
@@ -80,7 +80,7 @@ def other_modules() -> Iterator[None]:
     modules = dict(sys.modules)
     yield
     for added in sys.modules.keys() - modules.keys():
-        if added.partition(".")[0] == "slime":
+        if added.partition(".")[0] in ("slime", "miles"):
             del sys.modules[added]
 
 
@@ -106,14 +106,19 @@ def test_slime_imports_leaves_the_other_modules_of_a_checkout_importable(
     assert slime.rollout.rm_hub.even.reward(None, "abcd")
 
 
+@pytest.mark.parametrize("project", ["slime", "miles"])
 @pytest.mark.parametrize("flags, code", [((), 2), (("--slime-imports",), 0)])
 @pytest.mark.usefixtures("other_modules")
-def test_slime_imports_lets_a_module_import_the_names_of_slime(
-    flags: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_slime_imports_lets_a_module_import_the_names_of_slime_and_miles(
+    project: str, flags: tuple[str, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"user_of_slime_{code}"
+    name = f"user_of_{project}_{code}"
     (tmp_path / f"{name}.py").write_text(
-        "from slime.rollout.sglang_rollout import generate_and_rm_group\nfrom slime.utils.types import Sample\n\n"
+        f"from {project}.rollout.sglang_rollout import generate_and_rm_group\n"
+        f"from {project}.utils.types import Sample\n"
+        f"from {project}.rollout.rm_hub import async_rm, get_deepscaler_rule_based_reward, grade_answer_verl\n"
+        f"from {project}.rollout.rm_hub.math_dapo_utils import compute_score\n"
+        f"from {project}.rollout.rm_hub.math_utils import extract_answer\n\n"
         "def rollout(args, rollout_id, data_source, evaluation=False): ...\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -384,6 +384,9 @@ NAMED: dict[str, str] = {
     "tool_key": f"{DATA}::test_metadata_and_tools_are_read_from_the_configured_keys",
     "apply_chat_template_kwargs": "stack/test_chat_tokens.py::test_template_arguments_reach_every_chat",
     "disable_rollout_global_dataset": f"{DATA}::test_without_data_blank_samples_are_fed_with_rising_indices",
+    "data_source_path": (
+        "unit/adapters/datasets/test_function_source.py::test_the_prompts_are_those_of_the_users_class"
+    ),
     "buffer_filter_path": f"{DATA}::test_a_buffer_filter_of_slime_that_removes_no_group_returns_each_group_once",
     # rollout
     "rollout_max_prompt_len": f"{PLACE}::test_a_prompt_that_is_too_long_is_refused_before_it_reaches_an_engine",
@@ -401,6 +404,18 @@ NAMED: dict[str, str] = {
     "custom_reward_post_process_path": (
         "unit/workers/test_reward_post_process.py::test_the_rewards_that_the_function_returns_are_the_advantages"
     ),
+    "custom_convert_samples_to_train_data_path": (
+        "unit/workers/test_reward_post_process.py::test_masks_and_rewards_of_slimes_training_data_are_trained"
+    ),
+    "rollout_all_samples_process_path": (
+        "sim/test_all_samples_of_a_batch.py::test_the_function_gets_the_groups_that_filters_reject_too"
+    ),
+    "custom_rollout_log_function_path": (
+        "unit/workers/test_rollout_logs.py::test_a_batch_is_logged_with_the_metrics_of_the_rollout_function"
+    ),
+    "custom_eval_rollout_log_function_path": (
+        "unit/workers/test_rollout_logs.py::test_an_evaluation_is_logged_with_the_metrics_of_its_function"
+    ),
     "rollout_sample_hook_path": f"{GENERATORS}::test_hooks_change_and_replace_each_finished_sample_in_turn",
     "save_debug_rollout_data": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
     "dump_details": f"{FILTERS}::test_every_batch_is_saved_at_the_configured_path_and_in_the_dump_folder",
@@ -413,7 +428,7 @@ NAMED: dict[str, str] = {
     "eval_datasets": f"{PLACE}::test_each_evaluation_data_set_may_set_its_sampling",
     "eval_function_path": f"{GENERATORS}::test_a_user_defined_evaluation_is_loaded_by_its_path",
     "slime_imports": (
-        "unit/config/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime"
+        "unit/config/test_check_config_functions.py::test_slime_imports_lets_a_module_import_the_names_of_slime_and_miles"
     ),
     "min_samples_per_group": (
         "sim/test_failing_samples.py::test_a_group_is_trained_without_samples_that_fail_in_every_attempt"
@@ -454,6 +469,9 @@ NAMED: dict[str, str] = {
     "icepop_band": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[icepop_band]",
     "custom_loss_function_path": LOSS_FUNCTIONS,
     "custom_advantage_function_path": f"{FUNCTIONS_OF_PARTS}[custom_advantage_function_path]",
+    "rollout_data_postprocess_path": (
+        "stack/test_loss_functions.py::test_advantages_that_a_function_changes_afterwards_are_those_of_the_loss[none]"
+    ),
     "custom_tis_function_path": f"{FUNCTIONS_OF_PARTS}[custom_tis_function_path]",
     "custom_megatron_init_path": f"{LEARNER_HOOKS}::test_the_hook_of_the_start_is_called_before_the_model_is_built",
     "custom_megatron_before_log_prob_hook_path": (
@@ -570,6 +588,7 @@ NAMED: dict[str, str] = {
     "event_log_max_bytes": f"{RUN}::test_the_event_log_of_a_run_stays_within_its_configured_size",
     "log_rotate_bytes": f"{RUN}::test_the_logs_of_a_run_are_rotated_at_the_configured_size",
     "log_format": f"{RUN}::test_the_driver_logs_in_the_configured_format",
+    "plain_lines": ("unit/observability/console/test_terminal.py::test_a_terminal_shows_the_plain_lines_on_request"),
     "progress_bar": f"{RUN}::test_the_bar_of_a_run_is_shown_if_it_is_enabled",
     "use_tensorboard": "stack/test_sinks.py::test_tensorboard_shows_the_curves_of_the_run",
     "use_wandb": "stack/test_sinks.py::test_weights_and_biases_keeps_the_run_offline",

@@ -47,6 +47,20 @@ def test_neighbouring_ranks_get_neighbouring_devices_in_any_order_of_the_nodes_o
         ]
 
 
+def test_host_names_are_ordered_by_their_addresses_and_unknown_names_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"rack-b": "10.0.0.9", "rack-a": "10.0.0.10", "10.0.0.11": "10.0.0.11"}
+
+    def resolve(node: str) -> str:
+        if node not in addresses:
+            raise OSError("unknown")
+        return addresses[node]
+
+    monkeypatch.setattr("miles_async.config.device_plan.gethostbyname", resolve)
+    nodes = ("unknown-b", "rack-a", "unknown-a", "10.0.0.11", "rack-b")
+    found = plan(cluster(*((node, 1) for node in nodes)), Demand(learner=5, engines=0, per_engine=1))
+    assert [bundle.node for bundle in found.learner] == ["rack-b", "rack-a", "10.0.0.11", "unknown-a", "unknown-b"]
+
+
 def test_colocated_engines_share_the_learners_devices() -> None:
     found = plan(cluster(("a", 4)), Demand(learner=4, engines=2, per_engine=2, colocated=True))
     assert [bundle for engine in found.engines for bundle in engine] == list(found.learner)

@@ -95,3 +95,10 @@ def test_arguments_of_older_versions_of_sglang_have_their_new_names() -> None:
 def test_a_tensor_parallelism_of_engines_may_be_repeated() -> None:
     config, _ = resolved("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --sglang-tp-size 4")
     assert config.engine.sglang_server_args == {}
+
+
+@pytest.mark.parametrize("name", ["slime.rollout.data_source.RolloutDataSourceWithBuffer", "my.Source"])
+def test_slimes_own_data_source_is_the_data_of_the_run(name: str) -> None:
+    config, _ = resolved(f"--data-source-path {name}")
+    assert config.data.data_source_path == (name if name == "my.Source" else None)
+    assert not config.rollout.slime_imports  # type: ignore[attr-defined]

@@ -211,6 +211,20 @@ def test_the_first_and_the_last_sample_of_a_rollout_are_printed_as_in_slime() ->
     ]
 
 
+def test_devices_saved_batches_and_evaluations_are_printed_as_in_slime() -> None:
+    stream = io.StringIO()
+    lines = PlainLines(stream, devices=16, saved="debug/{rollout_id}.st")
+    scores = structs.replace(evaluated(0, 0.5), truncated=0.75)
+    for event in (WHOLE_RUN[0], step(0, 1.0, 2.0, [0])[0], scores):
+        lines.observe(event)
+    assert stream.getvalue().splitlines() == [
+        "Creating placement group with 16 devices...",
+        "Save debug rollout data to debug/0.st",
+        "Staleness stats: recycled=0, avg_staleness=0.00, max_staleness=0",
+        "eval 0: {'eval/heldout': 0.5, 'eval/heldout-truncated_ratio': 0.75}",
+    ]
+
+
 def test_a_stall_prints_the_warning() -> None:
     assert lines_of(Stalled(time=1.0, seconds=30.2, queue=0, collected=5, wanted=32)) == [
         "Warning: No progress for 30s. Queue size: 0, Collected: 5/32"

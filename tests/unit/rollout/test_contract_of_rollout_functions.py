@@ -78,7 +78,7 @@ def test_args_have_the_clip_range_and_the_mean_of_the_objective_if_these_are_uns
     assert (args.eps_clip, args.eps_clip_high, args.loss_aggregation) == (3e-4, 0.01, "sequence_mean")
 
 
-def test_args_are_read_only_and_suggest_the_nearest_setting() -> None:
+def test_settings_are_read_only_in_args_which_suggest_the_nearest_setting() -> None:
     args = flat_args(run_config())
     with pytest.raises(AttributeError, match=r"args\.lr is read-only"):
         args.lr = 1.0
@@ -86,8 +86,19 @@ def test_args_are_read_only_and_suggest_the_nearest_setting() -> None:
         _ = args.rollout_batchsize
 
 
-def test_args_can_be_sent_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(flat_args(run_config()))).n_samples_per_prompt == 8
+def test_an_attribute_that_a_function_sets_is_seen_by_all_functions_of_the_process() -> None:
+    args = flat_args(run_config(custom_args={"level": "token"}))
+    of_generation = args.with_values(turns="its turns")
+    of_generation.level, of_generation.tools = "sample", ["search"]
+    assert (args.level, args.tools, args.with_values(rollout_batch_size=1).tools) == ("sample", ["search"], ["search"])
+    assert not hasattr(flat_args(run_config()), "tools"), "another run"
+
+
+def test_args_can_be_sent_to_another_process_with_what_functions_have_set() -> None:
+    args = flat_args(run_config())
+    args.tools = ["search"]
+    sent = pickle.loads(pickle.dumps(args))
+    assert (sent.n_samples_per_prompt, sent.tools) == (8, ["search"])
 
 
 async def test_an_async_function_is_awaited_with_all_documented_arguments() -> None:

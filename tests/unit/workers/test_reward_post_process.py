@@ -14,7 +14,7 @@ from miles_async.pipeline.training import metadata_means
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample, StepReport
 from tests.configuration import run_config
-from workers.functions import packs_ahead, reward_post_process
+from workers.functions import conversion, packs_ahead, reward_post_process
 
 
 class OneRank:
@@ -49,6 +49,33 @@ def broken(args: Any, samples: list[Sample]) -> None:
     raise KeyError("teacher")
 
 
+def first_sample_masked(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    """slime's dictionary, with the squared rewards, and without the tokens of the first sample in the loss."""
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [sample.scalar_reward**2 for sample in samples],
+        "raw_reward": [sample.reward for sample in samples],
+        "loss_masks": [[0 if sample is samples[0] else 1] * sample.response_length for sample in samples],
+    }
+
+
+def without_a_sample(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return first_sample_masked(args, samples[1:])
+
+
+def other_tokens(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {"tokens": [[9, 9] for _ in samples], "rewards": [0.0] * len(samples)}
+
+
+def long_masks(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {"loss_masks": [[1] * 5 for _ in samples], "rewards": [0.0] * len(samples)}
+
+
+def without_rewards(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {"loss_masks": [sample.loss_mask for sample in samples]}
+
+
 def batch() -> list[Group]:
     def sample(index: int, reward: float) -> Sample:
         return Sample(index=index, tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], reward=reward)
@@ -65,7 +92,9 @@ async def trained(monkeypatch: pytest.MonkeyPatch, groups: list[Group], **settin
     monkeypatch.setattr(ray, "put", lambda value: value)
     config = run_config(rollout_batch_size=2, n_samples_per_prompt=2, custom_args={"custom_scale": 2.0}, **settings)
     ranks: Any = OneRank()
-    learner = RayLearner(config, ranks, "run", post_process=reward_post_process(config, flat_args(config)))
+    args = flat_args(config)
+    post_process = conversion(config, args) or reward_post_process(config, args)
+    learner = RayLearner(config, ranks, "run", post_process=post_process)
     await learner.train(0, groups)
     return sorted(value for step in ranks.steps for one in step.micro_batches for value in one.advantages.tolist())
 
@@ -101,8 +130,35 @@ async def test_a_function_that_cannot_be_used_ends_the_run(
         await trained(monkeypatch, batch(), custom_reward_post_process_path=path)
 
 
-def test_a_batch_that_the_function_sees_is_not_packed_before_it_is_taken() -> None:
+async def test_masks_and_rewards_of_slimes_training_data_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = batch()
+    path = f"{__name__}.first_sample_masked"
+    found = await trained(monkeypatch, groups, custom_convert_samples_to_train_data_path=path)
+    assert found == [4.0, 9.0, 25.0], "one advantage per token that is trained"
+    assert metadata_means([sample for group in groups for sample in group]) == {"raw_reward": 2.75}
+
+
+@pytest.mark.parametrize(
+    "function, failure",
+    [
+        ("broken", r"raised KeyError\('teacher'\)"),
+        ("without_rewards", "returned no dictionary with rewards: correct it"),
+        ("without_a_sample", "returned lists of other lengths: return 4 entries, one per sample"),
+        ("other_tokens", "changed the tokens of sample 0: do that in rollout_sample_hook_path"),
+        ("long_masks", "returned an invalid value: sample 0"),
+    ],
+)
+async def test_training_data_that_cannot_be_used_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, function: str, failure: str
+) -> None:
+    path = f"{__name__}.{function}"
+    with pytest.raises(UserError, match=f"^custom_convert_samples_to_train_data_path {path} .*{failure}"):
+        await trained(monkeypatch, batch(), custom_convert_samples_to_train_data_path=path)
+
+
+@pytest.mark.parametrize("setting", ["custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"])
+def test_a_batch_that_the_function_sees_is_not_packed_before_it_is_taken(setting: str) -> None:
     config = run_config(rollout_function_path="stream")
     assert packs_ahead(config, "train_async.py")
-    changed = run_config(rollout_function_path="stream", custom_reward_post_process_path=f"{__name__}.too_few")
+    changed = run_config(rollout_function_path="stream", **{setting: f"{__name__}.too_few"})
     assert not packs_ahead(changed, "train_async.py")

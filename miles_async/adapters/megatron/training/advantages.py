@@ -16,7 +16,7 @@ from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
 from miles_async.losses.advantages.statistics import EPSILON
-from miles_async.losses.functions import AdvantageColumns, LossFunctions, SampleLayout, function_advantages
+from miles_async.losses.functions import AdvantageColumns, LossFunctions, SampleLayout, function_advantages, postprocess
 from miles_async.losses.policy import kl_penalty, suffix_sum
 
 
@@ -34,6 +34,8 @@ class PreStepValues:
     """The critic's values before the tokens; empty if there is no critic."""
     returns: Sequence[Tensor] = ()
     """What the critic learns to predict; empty if there is no critic."""
+    masks: Sequence[Tensor] | None = None
+    """Factors of the loss of each token, from a function of the user; None without one."""
 
 
 def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm) -> list[Tensor]:
@@ -52,18 +54,47 @@ def advantages_of_function(
     device: torch.device,
 ) -> list[PreStepValues]:
     """`values` of each step with the advantages that a function of the user computes from the batch of this rank."""
-    batch = [
-        (SampleLayout(one, device), _advantage_columns(one, of_step, number, algorithm, device))
-        for step, of_step in zip(steps, values, strict=True)
-        for number, one in enumerate(step.micro_batches)
-    ]
-    computed = iter(function_advantages(functions, batch))
+    computed = iter(function_advantages(functions, _samples(steps, values, algorithm, device)))
     results = []
     for of_step in values:
         pairs = [next(computed) for _ in of_step.old_logprobs or []]
         returns = [own if given is None else given for own, (_, given) in zip(of_step.returns, pairs, strict=False)]
         results.append(replace(of_step, advantages=[advantages for advantages, _ in pairs], returns=returns))
     return results
+
+
+def postprocessed(
+    functions: LossFunctions,
+    rollout_id: int,
+    steps: Sequence[TrainStep],
+    values: Sequence[PreStepValues],
+    algorithm: Algorithm,
+    device: torch.device,
+) -> list[PreStepValues]:
+    """`values` of each step with the advantages and masks that a function of the user leaves."""
+    batch = _samples(steps, values, algorithm, device)
+    before = [
+        one
+        for step, of_step in zip(steps, values, strict=True)
+        for one in of_step.advantages or [to_device(micro.advantages, device) for micro in step.micro_batches]
+    ]
+    changed = iter(postprocess(functions, rollout_id, batch, before))
+    results = []
+    for step, of_step in zip(steps, values, strict=True):
+        pairs = [next(changed) for _ in step.micro_batches]
+        results.append(replace(of_step, advantages=[one for one, _ in pairs], masks=[one for _, one in pairs]))
+    return results
+
+
+def _samples(
+    steps: Sequence[TrainStep], values: Sequence[PreStepValues], algorithm: Algorithm, device: torch.device
+) -> list[tuple[SampleLayout, AdvantageColumns]]:
+    """All micro-batches of this rank."""
+    return [
+        (SampleLayout(one, device), _advantage_columns(one, of_step, number, algorithm, device))
+        for step, of_step in zip(steps, values, strict=True)
+        for number, one in enumerate(step.micro_batches)
+    ]
 
 
 def _advantage_columns(

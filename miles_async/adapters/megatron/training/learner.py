@@ -41,6 +41,7 @@ from miles_async.adapters.megatron.training.advantages import (
     advantages_of_function,
     normalize,
     penalized_returns,
+    postprocessed,
     reward_penalties,
 )
 from miles_async.adapters.megatron.training.critic import Critic
@@ -180,7 +181,7 @@ class MegatronLearner:
         """
         started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
-        pre_step_values = self._pre_step_values(steps)
+        pre_step_values = self._pre_step_values(rollout_id, steps)
         # A single step is only applied if it is finite, so it needs no snapshot.
         snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
         metrics: list[Mapping[str, float]] = []
@@ -210,7 +211,7 @@ class MegatronLearner:
             metrics=_combine_steps(metrics) | performance,
         )
 
-    def _pre_step_values(self, steps: Sequence[TrainStep]) -> list[PreStepValues]:
+    def _pre_step_values(self, rollout_id: int, steps: Sequence[TrainStep]) -> list[PreStepValues]:
         """Compute what the steps need from the weights before the batch's first step."""
         values = [self._values_of(step, is_one_of_several=len(steps) > 1) for step in steps]
         if self._functions.advantages is not None:
@@ -218,13 +219,15 @@ class MegatronLearner:
         if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
             normalized = normalize([one.advantages or [] for one in values], self._device)
             values = [replace(one, advantages=advantages) for one, advantages in zip(values, normalized, strict=True)]
+        if self._functions.postprocess is not None:
+            values = postprocessed(self._functions, rollout_id, steps, values, self._algorithm, self._device)
         return values
 
     def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
         reference = None if self._reference is None else self._logprobs(self._reference, step)
         needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        needs_old = is_one_of_several or needs_penalties or self._functions.advantages is not None
+        needs_old = is_one_of_several or needs_penalties or self._functions.change_batches
         old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
         if self._algorithm.use_rollout_logprobs:
             old = [to_device(batch.columns["rollout_log_probs"], self._device) for batch in step.micro_batches]
@@ -350,11 +353,12 @@ class MegatronLearner:
         def on_device(column: NDArray[Any]) -> Tensor:
             return to_device(column, self._device)
 
+        weights = on_device(batch.loss_weights)
         return TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=on_device(batch.columns["rollout_log_probs"]),
             advantages=on_device(batch.advantages) if values.advantages is None else values.advantages[number],
-            loss_weights=on_device(batch.loss_weights),
+            loss_weights=weights if values.masks is None else weights * values.masks[number],
             sequences=on_device(batch.sequences),
             staleness=on_device(self._staleness(batch.columns["spans"].of_tokens())),
             reference_logprobs=None if values.reference is None else values.reference[number],

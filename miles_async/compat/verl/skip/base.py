@@ -30,7 +30,8 @@ class BaseSkip(ABC):
 
     role: ClassVar[str] = ""
     """The name under which the class is registered."""
-    support_actions: ClassVar[Collection[SkipAction]] = frozenset(SkipAction)
+    support_actions: ClassVar[Collection[str]] = (SkipAction.CACHE, SkipAction.REPEAT)
+    """The values of `skip.<role>.action` that the role understands: members of SkipAction, or other strings."""
     support_online_step: ClassVar[bool] = False
     """True if `extract_step` derives the step from each call; False if `SkipManager.set_step` sets it for all calls."""
 
@@ -39,7 +40,7 @@ class BaseSkip(ABC):
         self.enable = local_config.enable
         self.dump_dir = local_config.dump_dir
         self.steps = Steps.parse(local_config.steps)
-        self.action = SkipAction(local_config.action)
+        self.action = next(action for action in self.support_actions if action == local_config.action)
         self.global_config = global_config
         self.context = RecordingContext()
 

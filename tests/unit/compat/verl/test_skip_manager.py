@@ -188,6 +188,13 @@ def test_a_misspelt_setting_of_a_built_in_role_is_not_a_role() -> None:
         run_config("skip.rollout.step=[1]")
 
 
+@pytest.mark.parametrize("action", [SkipAction.EMPTY, "latest"])
+def test_a_role_may_have_actions_of_its_own(doubling: type[BaseSkip], action: str) -> None:
+    doubling.support_actions = [SkipAction.CACHE, action]
+    with SkipManager.init(run_config(f"skip.doubling.action={action}")) as manager:
+        assert manager.skip_instances["doubling"].action == action
+
+
 def test_an_action_that_a_role_does_not_support_is_refused(doubling: type[BaseSkip]) -> None:
     doubling.support_actions = [SkipAction.CACHE]
     with pytest.raises(UserError, match=r"skip\.doubling\.action: \S*Doubling does not support repeat; set cache"):

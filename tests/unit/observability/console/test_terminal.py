@@ -375,16 +375,23 @@ def outputs(monkeypatch: pytest.MonkeyPatch, folder: Path, stream: type[io.Strin
 
 
 WARNINGS = ["Warning: something is odd", "Warning: No progress for 30s. Queue size: 0, Collected: 5/32"]
+DEVICES = "Creating placement group with 2 devices..."
 CARD = ["Global worker queue size: 12", "Staleness stats: recycled=0, avg_staleness=0.50, max_staleness=1"]
 
 
 @pytest.mark.usefixtures("_logging_restored")
 def test_a_file_gets_the_plain_lines_and_the_row_of_each_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out, err = outputs(monkeypatch, tmp_path, io.StringIO)
-    assert out.splitlines()[:6] == [*CARD, *CARD, *WARNINGS]
+    assert out.splitlines()[:7] == [DEVICES, *CARD, *CARD, *WARNINGS]
     assert [line.split()[0] for line in err.splitlines() if "/330" in line] == ["1/330", "2/330"]
     assert "metric_3" not in out + err
     assert CONTROL_CHARACTER.search(out + err) is None
+
+
+@pytest.mark.usefixtures("_logging_restored")
+def test_a_terminal_shows_the_plain_lines_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out, _ = outputs(monkeypatch, tmp_path, Screen, plain_lines=True)
+    assert out.splitlines()[:7] == [DEVICES, *CARD, *CARD, *WARNINGS]
 
 
 @pytest.mark.usefixtures("_logging_restored")
@@ -407,7 +414,7 @@ def test_the_json_format_prints_every_figure_and_the_plain_lines(
     lines = [json.loads(line) for line in err.splitlines()]
     assert [line["metric_34"] for line in lines if line["event"] == "step"] == [1.0, 1.0]
     assert [line["level"] for line in lines if line["event"] == "stall"] == ["warning"]
-    assert out.splitlines()[:6] == [*CARD, *CARD, *WARNINGS]
+    assert out.splitlines()[:7] == [DEVICES, *CARD, *CARD, *WARNINGS]
 
 
 @pytest.mark.usefixtures("_logging_restored")
