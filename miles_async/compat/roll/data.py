@@ -166,7 +166,8 @@ def data_and_rewards(translator: Translator, values: Values) -> None:
             translator.set("rollout.rm_type", kind, "rewards")
     elif not domains:
         translator.problems.append(
-            f"{_FILES} has several files, and rewards has no domains for them: add rewards, or write all rows to one file"
+            f"{_FILES} has several files, and rewards has no domains for them: add rewards, or write all rows to one "
+            "file"
         )
     elif not files:
         translator.problems.append(f"rewards has several domains, but {_FILES} is not set: set it to their files")
