@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -76,12 +77,16 @@ def test_a_function_that_exists_is_accepted(
 
 @pytest.fixture
 def other_modules() -> Iterator[None]:
-    """Removes the modules of slime after the test."""
-    modules = dict(sys.modules)
+    """Removes the modules of slime and Miles for the test, and those of the test after it."""
+    before = _modules_of_others()
     yield
-    for added in sys.modules.keys() - modules.keys():
-        if added.partition(".")[0] in ("slime", "miles"):
-            del sys.modules[added]
+    _modules_of_others()
+    sys.modules.update(before)
+
+
+def _modules_of_others() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.partition(".")[0] in ("slime", "miles")]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.mark.usefixtures("other_modules")
