@@ -48,12 +48,12 @@ WITHOUT_COUNTERPART = {
 
 @pytest.fixture(autouse=True)
 def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An environment with Megatron-Bridge, and without slime's modules afterwards."""
+    """An environment with Megatron-Bridge, and without modules of slime and Miles afterwards."""
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
     before = set(sys.modules)
     yield
     for added in sys.modules.keys() - before:
-        if added.partition(".")[0] == "slime":
+        if added.partition(".")[0] in ("slime", "miles"):
             del sys.modules[added]
 
 
