@@ -213,8 +213,9 @@ class Children:
         except TimeoutError:
             seconds = f"{self._timeout_seconds:g} s (reward_timeout_seconds)"
             return failure(f"took longer than {seconds}; its process was killed", "limit")
-        if exit_code:
-            return failure(ended(exit_code), "limit" if exit_code < 0 else "function")
+        if exit_code or not answer:
+            # The response has ended the process, or the kernel has.
+            return failure(ended(exit_code), "limit")
         try:
             decode_json(answer, Answer)
         except ValueError as error:

@@ -153,7 +153,8 @@ class RollFile:
         path.parent.mkdir(exist_ok=True)
         tag = next((tag for part, tag in _TAGS.items() if part in file), "deepmath_103k")
         messages = json.dumps([{"role": "user", "content": "1 + 1"}])
-        row = {"id": "1", "prompt": "1 + 1", "messages": messages, "ground_truth": "2", "tag": tag}
+        answers = {"ground_truth": "2", "test_cases": '[{"assert_code": "assert True"}]'}
+        row = {"id": "1", "prompt": "1 + 1", "messages": messages, **answers, "tag": tag}
         path.write_text((json.dumps(row) + "\n") * 64)
         return str(path)
 

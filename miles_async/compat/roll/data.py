@@ -16,10 +16,11 @@ from miles_async.config.translation import Translator
 _FILES = "actor_train.data_args.file_name"
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _GENERATING = "actor_infer.generating_args"
-_WORKERS = {"MathRuleRewardWorker": "math"}
+_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code"}
 """The built-in reward in place of one of ROLL's workers."""
+_LABELS = {"code": "test_cases"}
+"""The key of what a reward compares with; that of others is `ground_truth`."""
 _ADVICE = {
-    "CodeSandboxRewardWorker": "a function that runs the tests of a row as custom_rm_path, and custom_rm_isolated",
     "LLMJudgeRewardWorker": "a function that asks a server with the judge as custom_rm_path",
     "DetectionRewardWorker": "rows of text only, because models are trained on text",
 }
@@ -155,8 +156,6 @@ def data_and_rewards(translator: Translator, values: Values) -> None:
         translator.idle[f"rewards.{name}"] = "has no effect: its domain has no share in domain_interleave_probs"
     for name in sorted(shares.keys() - rewards.keys() if rewards else ()):
         translator.problems.append(f"{_SHARES}.{name} has no reward: add rewards.{name}, or remove it")
-    if rewards:
-        translator.set("data.label_key", "ground_truth", "rewards")
     files = _files(translator, values, _FILES)
     if len(files) <= 1 and len(domains) <= 1:
         for file in files:
@@ -164,6 +163,7 @@ def data_and_rewards(translator: Translator, values: Values) -> None:
         note(translator, values, "has no effect: all rows have the same domain", _SHARES)
         for kind in filter(None, kinds.values()):
             translator.set("rollout.rm_type", kind, "rewards")
+            translator.set("data.label_key", _label(kind), "rewards")
     elif not domains:
         translator.problems.append(
             f"{_FILES} has several files, and rewards has no domains for them: add rewards, or write all rows to one "
@@ -186,6 +186,10 @@ def _reward(translator: Translator, name: str, reward: Mapping[str, Any]) -> str
             f"datasets.{name} into a file of your own, with {advice}"
         )
     return _WORKERS.get(worker)
+
+
+def _label(kind: str | None) -> str:
+    return _LABELS.get(str(kind), "ground_truth")
 
 
 def _files(translator: Translator, values: Values, key: str) -> Sequence[str]:
@@ -236,6 +240,7 @@ def _several(
             translator.set(f"{dataset}.prompt_data", file, _FILES)
             translator.set(f"{dataset}.weight", weight, _SHARES if domain in shares else "rewards")
             translator.set(f"{dataset}.rm_type", kinds[domain], "rewards")
+            translator.set(f"{dataset}.label_key", _label(kinds[domain]), "rewards")
 
 
 def _domain(translator: Translator, file: str, domain_of: Mapping[str, str]) -> str | None:
@@ -267,10 +272,11 @@ def evaluation(translator: Translator, values: Values, kinds: Mapping[str, str |
         )
         return
     key = "validation.data_args.file_name"
+    kind = kinds.get(_FALLBACK) or next(filter(None, kinds.values()), None)
     fields = {
-        "label_key": "ground_truth",
+        "label_key": _label(kind),
         "input_key": values.get("actor_train.data_args.messages"),
-        "rm_type": kinds.get(_FALLBACK) or next(filter(None, kinds.values()), None),
+        "rm_type": kind,
         "n_samples": sampling.get("num_return_sequences"),
         **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
     }

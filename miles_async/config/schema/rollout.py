@@ -129,16 +129,16 @@ class Rollout(Section):
     """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
     once per sample."""
     reward_key: str | None = None
-    """Key of the number to train on if the reward is a dictionary. With rm_type dapo, score if unset."""
+    """Key of the number to train on if the reward is a dictionary. With rm_type code or dapo, score if unset."""
     reward_processes: int = Field(2, ge=1, le=1024)
-    """Maximum number of processes for each reward that may hang: rm_type reasoning_gym, math, dapo and deepscaler,
-    confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that hangs occupies one
-    of them for reward_timeout_seconds."""
+    """Maximum number of processes for each reward that may hang: rm_type code, reasoning_gym, math, dapo and
+    deepscaler, confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that hangs
+    occupies one of them for reward_timeout_seconds."""
     reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
-    """Memory limit in GB for each process of a confined reward, such as rm_type reasoning_gym, math, dapo or
+    """Memory limit in GB for each process of a confined reward, such as rm_type code, reasoning_gym, math, dapo or
     deepscaler. A response that needs more memory counts as wrong. The limit applies to address space."""
     allow_unconfined_rewards: bool = False
-    """Let rewards such as rm_type reasoning_gym evaluate responses as Python code even where the kernel permits no
+    """Let rewards such as rm_type code and reasoning_gym run responses as Python code even where the kernel permits no
     seccomp filter. If off, the run ends there with an error. A response could then use the network and the files of the
     user."""
     reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)

@@ -149,10 +149,19 @@ def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
         "data.datasets.RLVR.prompt_data": str(tmp_path / "data" / "llm_judge_Multi-subject-RLVR_deal_new.jsonl"),
         "data.datasets.RLVR.weight": 0.3,
         "data.datasets.RLVR.rm_type": "math",
+        "data.datasets.RLVR.label_key": "ground_truth",
         "data.datasets.b.prompt_data": str(tmp_path / "data" / "math_deepmath_deal.jsonl"),
         "data.datasets.b.weight": 0.7,
         "data.datasets.b.rm_type": "math",
+        "data.datasets.b.label_key": "ground_truth",
     }
+
+
+def test_code_is_scored_by_the_tests_of_its_rows(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    outcome = translate(content, "ROLL")
+    settings = {key.rpartition(".")[2]: one.value for key, one in outcome.translation.items() if "code_sandbox" in key}
+    assert (settings["rm_type"], settings["label_key"]) == ("code", "test_cases")
 
 
 def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:
@@ -175,7 +184,7 @@ def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
-    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge", "rewards.code_sandbox", "rewards.ifeval"):
+    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge", "rewards.ifeval"):
         assert part in problems
 
 

@@ -138,7 +138,7 @@ def test_a_run_has_exactly_one_reward_and_the_reward_fits_the_data(tmp_path: Pat
     rows.touch()
     assert "no reward is configured" in refusal(rm_type=None)
     assert "rm_type and custom_rm_path are both set" in refusal(custom_rm_path="mine.reward")
-    assert "rm_type 'exakt' is unknown: set dapo, data_source, deepscaler, exact" in refusal(rm_type="exakt")
+    assert "rm_type 'exakt' is unknown: set code, dapo, data_source, deepscaler, exact" in refusal(rm_type="exakt")
     assert "set rm_type to exact" in refusal(reasoning_gym_task=None, prompt_data=str(rows))
     assert refusals(rm_type=None, custom_rm_path="mine.reward") == []
 

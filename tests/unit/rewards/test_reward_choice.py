@@ -138,7 +138,7 @@ async def test_a_setting_may_name_the_class_of_a_reward_by_its_path_but_a_row_ma
 async def test_a_reward_that_a_users_function_has_named_wrongly_fails_its_samples() -> None:
     rewards = RunRewards(run_config(rm_type="exact"), None)
     group = Group([Sample(index=0, label="a", response="a", metadata={"rm_type": "exakt"})], feed_index="sample_0_0")
-    with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set dapo"):
+    with pytest.raises(TrajectoryError, match="group sample_0_0: rm_type 'exakt' is unknown: set code"):
         await rewards.score(group)
 
 
@@ -206,7 +206,7 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
     def said(**data_set: Any) -> str:
         return refusal(eval_datasets={"aime": {"path": path} | data_set})
 
-    assert "eval_datasets.aime: rm_type 'exakt' is unknown: set dapo" in said(rm_type="exakt")
+    assert "eval_datasets.aime: rm_type 'exakt' is unknown: set code" in said(rm_type="exakt")
     assert "eval_datasets.aime: rm_type remote_rm needs a reward server" in said(rm_type="remote_rm")
     both = said(rm_type="math", custom_rm_path="mine.reward")
     assert "eval_datasets.aime: rm_type and custom_rm_path are both set: unset one of them" in both

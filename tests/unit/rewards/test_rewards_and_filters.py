@@ -210,7 +210,7 @@ async def test_numpy_numbers_and_booleans_are_numbers() -> None:
 @pytest.mark.parametrize(
     "settings, complaint",
     [
-        ({}, "rm_type None is unknown: set dapo, data_source, deepscaler, exact"),
+        ({}, "rm_type None is unknown: set code, dapo, data_source, deepscaler, exact"),
         ({"rm_type": "exakt"}, "rm_type 'exakt' is unknown"),
         ({"rm_type": "reasoning_gym"}, "scores only reasoning_gym_task problems"),
         ({"custom_rm_path": "no_such_module.f"}, "custom_rm_path 'no_such_module.f' cannot be imported: .*No module"),
