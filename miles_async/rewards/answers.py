@@ -44,6 +44,14 @@ def after_thinking(response: str) -> str | None:
     return None
 
 
+_SPECIAL_TOKENS = re.compile(r"<\|(?:im_end|endoftext)\|>|<pad>")
+
+
+def after_reasoning(response: str) -> str:
+    """Return the text after the reasoning, or else all text, without the tokens that end a response (as ROLL does)."""
+    return _SPECIAL_TOKENS.sub("", response.rpartition("</think>")[2]).strip()
+
+
 def answer_line(response: str) -> str | None:
     """Return the answer of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476).
 

@@ -59,7 +59,7 @@ def _count_letter(text: str, letter: str) -> int:
     return text.lower().count(letter.lower())
 
 
-def _count_placeholders(text: str) -> int:
+def count_placeholders(text: str) -> int:
     return sum(map(_count_bracketed, text.split("\n")))
 
 
@@ -156,7 +156,7 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
     "length_constraints:nth_paragraph_first_word": _paragraph_starts_with,
     "language:response_language": is_in_language,
     "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        _count_placeholders(text) >= num_placeholders
+        count_placeholders(text) >= num_placeholders
     ),
     "detectable_content:postscript": _has_postscript,
     "detectable_format:number_bullet_lists": lambda text, num_bullets: _count_bullets(text) == num_bullets,

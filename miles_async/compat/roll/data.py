@@ -16,8 +16,17 @@ from miles_async.config.translation import Translator
 _FILES = "actor_train.data_args.file_name"
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _GENERATING = "actor_infer.generating_args"
-_WORKERS = {"MathRuleRewardWorker": "math", "CodeSandboxRewardWorker": "code"}
+_WORKERS = {
+    "CodeSandboxRewardWorker": "code",
+    "CrossThinkQARuleRewardWorker": "roll_choice",
+    "GeneralRuleRewardWorker": "roll_ifeval",
+    "MathRuleRewardWorker": "math",
+}
 """The built-in reward in place of one of ROLL's workers."""
+_ONLY: Mapping[str, Mapping[str, Any]] = {
+    "CrossThinkQARuleRewardWorker": {"reward_type": "soft", "response_length_penalty_coef": 0},
+}
+"""The values of a worker's settings that its counterpart has."""
 _LABELS = {"code": "test_cases"}
 """The key of what a reward compares with; that of others is `ground_truth`."""
 _ADVICE = {
@@ -185,6 +194,12 @@ def _reward(translator: Translator, name: str, reward: Mapping[str, Any]) -> str
             f"rewards.{name}.worker_cls {worker} has no counterpart: remove rewards.{name} and its share, and write "
             f"datasets.{name} into a file of your own, with {advice}"
         )
+    for key, only in _ONLY.get(worker, {}).items():
+        if reward.get(key, only) != only:
+            translator.problems.append(
+                f"rewards.{name}.{key} {reward[key]!r:.80} has no counterpart: set it to {only}, or remove "
+                f"rewards.{name} and its share, and write datasets.{name} into a file of your own, with custom_rm_path"
+            )
     return _WORKERS.get(worker)
 
 

@@ -129,7 +129,8 @@ class Rollout(Section):
     """Call custom_rm_path once per group: fn(args, samples) -> one number per sample. If off, the function is called
     once per sample."""
     reward_key: str | None = None
-    """Key of the number to train on if the reward is a dictionary. With rm_type code or dapo, score if unset."""
+    """Key of the number to train on if the reward is a dictionary. With rm_type code, dapo, roll_choice
+    or roll_ifeval, score if unset."""
     reward_processes: int = Field(2, ge=1, le=1024)
     """Maximum number of processes for each reward that may hang: rm_type code, reasoning_gym, math, dapo and
     deepscaler, confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that hangs
@@ -144,9 +145,9 @@ class Rollout(Section):
     reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
     a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,
-    the response counts as wrong: its reward is 0 (dapo: -1). If rm_url or an async function exceeds it, the sample is
-    scored again, up to max_attempts times. With group_rm, the limit is that of the group: a plain function that exceeds
-    it fails the group, which is generated again."""
+    the response counts as wrong: its reward is 0 (dapo and roll_choice: -1). If rm_url or an async function
+    exceeds it, the sample is scored again, up to max_attempts times. With group_rm, the limit is that of the group: a
+    plain function that exceeds it fails the group, which is generated again."""
     dynamic_sampling_filter_path: str | None = None
     """Function that decides whether a finished group is kept, as module.function with the signature fn(args, group) ->
     bool, Verdict, or slime's DynamicFilterOutput. If unset, every finished group is kept."""

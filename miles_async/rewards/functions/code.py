@@ -16,6 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from miles_async.json_values import shown_error
+from miles_async.rewards.answers import after_reasoning
 from miles_async.rewards.plugin import Reward, RewardFunction, RunsIn
 from miles_async.types import Sample
 
@@ -64,7 +65,7 @@ def tested(response: str, label: Any, names: Mapping[str, Any]) -> dict[str, Any
 
     `names` is what the code finds without an import. This process must be confined.
     """
-    text = response.rpartition("</think>")[2].strip()
+    text = after_reasoning(response)
     try:
         # The code could change the parsers, so they come first.
         tests = _tests(label)

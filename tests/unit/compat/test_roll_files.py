@@ -164,6 +164,17 @@ def test_code_is_scored_by_the_tests_of_its_rows(tmp_path: Path) -> None:
     assert (settings["rm_type"], settings["label_key"]) == ("code", "test_cases")
 
 
+def test_a_choice_is_scored_softly_or_refused(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    outcome = translate(content, "ROLL")
+    assert outcome.translation["data.datasets.crossthinkqa.rm_type"].value == "roll_choice"
+    assert outcome.translation["data.datasets.ifeval.rm_type"].value == "roll_ifeval"
+    content["rewards"]["crossthinkqa"] |= {"reward_type": "strict", "response_length_penalty_coef": 0.1}
+    said = " ".join(translate(content, "ROLL").problems)
+    assert "rewards.crossthinkqa.reward_type 'strict' has no counterpart: set it to soft" in said
+    assert "rewards.crossthinkqa.response_length_penalty_coef 0.1 has no counterpart: set it to 0" in said
+
+
 def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:
     content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
     mixed = tmp_path / "data" / "code_KodCode_data.jsonl"
@@ -184,7 +195,7 @@ def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
-    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge", "rewards.ifeval"):
+    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge"):
         assert part in problems
 
 
