@@ -218,7 +218,7 @@ def keys_of_roll_page() -> str:
         f"The keys of {len(recorded)} configuration files of ROLL, and what each means here. A key is *mapped* to",
         "settings, *compared* with what every run does, *without effect* for a reason, or *refused* with what to use.",
         "Keys that a file of [Hydra](https://hydra.cc) defines only to refer to them are left out. Tests run",
-        "`--check-config` on all of these files.",
+        "`--check-config` on all of these files, with `--rm-url` if a judge scores.",
         "",
         "| key | files | | meaning |",
         "|---|---|---|---|",

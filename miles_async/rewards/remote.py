@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -17,23 +18,37 @@ FIRST_BACKOFF_SECONDS = 0.25
 """Pause before the first retry; the pause doubles before each further retry."""
 
 
-class RemoteReward:
-    """A reward function that asks the server at `url`: the reward is the JSON value that the server answers.
+def _fields(sample: Sample) -> dict[str, Any]:
+    return {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
 
-    The request body has `prompt`, `response` and `label`; the answer is a number or a dictionary. A lost connection, a
-    timeout or a 5xx status is retried up to `retries` times, a 4xx status never. At most `concurrency` requests run at
-    once, and `timeout_seconds` limits each request. The object may be created outside the event loop.
+
+class RemoteReward:
+    """A reward function that asks the server at `url`: `body` makes the request, and `reward` reads the answer.
+
+    If they are not given, the request has `prompt`, `response` and `label`, and the answer is the reward. A lost
+    connection, a timeout or a 5xx status is retried up to `remote_rm_retries` times, a 4xx status never. At most
+    `remote_rm_concurrency` requests run at once, and `reward_timeout_seconds` limits each request. The object may be
+    created outside the event loop.
     """
 
-    def __init__(self, url: str, *, concurrency: int, retries: int, timeout_seconds: float) -> None:
-        self._url = url
-        self._concurrency = concurrency
-        self._retries = retries
-        self._timeout = aiohttp.ClientTimeout(total=timeout_seconds)
+    def __init__(
+        self,
+        settings: Any,
+        *,
+        body: Callable[[Sample], Any] = _fields,
+        reward: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        """`settings` has those of `RemoteRm` as attributes."""
+        self._url: str = settings.rm_url
+        self._concurrency: int = settings.remote_rm_concurrency
+        self._retries: int = settings.remote_rm_retries
+        self._timeout = aiohttp.ClientTimeout(total=settings.reward_timeout_seconds)
+        self._body = body
+        self._reward = reward
 
     async def __call__(self, args: Any, sample: Sample) -> Any:
         """Raises InfrastructureError if all attempts fail, and RuntimeError if the server refuses the request."""
-        body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        body = self._body(sample)
         async with permit(self._permits):
             for attempt in range(self._retries + 1):
                 if attempt:
@@ -41,7 +56,7 @@ class RemoteReward:
                 try:
                     async with self._session.post(self._url, json=body) as answer:
                         if answer.status < 400:
-                            return await answer.json(content_type=None)
+                            return self._reward(await answer.json(content_type=None))
                         failure = f"{answer.status}: {(await answer.text())[:200]}"
                         if answer.status < 500:
                             raise RuntimeError(self._sentence(failure))

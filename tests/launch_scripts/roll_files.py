@@ -1,8 +1,8 @@
 """Recorded configuration files of ROLL, and what each means here.
 
 `python -m tests.launch_scripts.roll_files` prints a table of all files, and `--write` writes `roll.json`. Nothing is
-changed but paths: the model is a `config.json` with the dimensions of the checkpoint, and each file of rows has rows
-with a tag of the file's domain.
+changed but paths, and files with a judge get its address: the model is a `config.json` with the dimensions of the
+checkpoint, and each file of rows has rows with a tag of the file's domain.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tests.launch_scripts.replay import FOLDER, MODELS
 
 EXPECTED = FOLDER / "roll.json"
 """Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
+JUDGE = ("--rm-url", "http://judge:8000/v1/chat/completions")
+"""The address of a judge, which ROLL starts itself."""
 _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864),
     "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
@@ -50,7 +52,6 @@ REASONS: Mapping[str, str] = {
     "environments of ROLL": "custom_envs has no counterpart",
     "rewards per step": "is no advantage_estimator here",
     "rewards of ROLL's workers": "worker_cls",
-    "a reward model": "reward_model has no counterpart",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
     "LoRA": "lora_target has no counterpart",
@@ -127,7 +128,8 @@ class RollFile:
     def refusals(self, folder: Path) -> list[str]:
         """What `--check-config` refuses, without the path of the file."""
         path = self.written(folder)
-        found = checked_config(parse_flags(["--config", str(path)]), entry=self.entry)[1]
+        judge = JUDGE if "LLMJudgeRewardWorker" in json.dumps(self.files) else ()
+        found = checked_config(parse_flags(["--config", str(path), *judge]), entry=self.entry)[1]
         return [sentence.removeprefix(f"{path}: ") for sentence in found]
 
     def reasons(self, folder: Path) -> list[str]:

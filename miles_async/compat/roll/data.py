@@ -20,6 +20,7 @@ _WORKERS = {
     "CodeSandboxRewardWorker": "code",
     "CrossThinkQARuleRewardWorker": "roll_choice",
     "GeneralRuleRewardWorker": "roll_ifeval",
+    "LLMJudgeRewardWorker": "llm_judge",
     "MathRuleRewardWorker": "math",
 }
 """The built-in reward in place of one of ROLL's workers."""
@@ -30,7 +31,6 @@ _ONLY: Mapping[str, Mapping[str, Any]] = {
 _LABELS = {"code": "test_cases"}
 """The key of what a reward compares with; that of others is `ground_truth`."""
 _ADVICE = {
-    "LLMJudgeRewardWorker": "a function that asks a server with the judge as custom_rm_path",
     "DetectionRewardWorker": "rows of text only, because models are trained on text",
 }
 """What takes the place of a worker."""
@@ -194,6 +194,10 @@ def _reward(translator: Translator, name: str, reward: Mapping[str, Any]) -> str
             f"rewards.{name}.worker_cls {worker} has no counterpart: remove rewards.{name} and its share, and write "
             f"datasets.{name} into a file of your own, with {advice}"
         )
+    match reward:
+        case {"model_args": {"model_name_or_path": model}} if worker == "LLMJudgeRewardWorker":
+            why = "is not started: serve it with SGLang, and set rm_url to its chat completions"
+            translator.idle[f"{model!s:.200} of rewards.{name}"] = why
     for key, only in _ONLY.get(worker, {}).items():
         if reward.get(key, only) != only:
             translator.problems.append(

@@ -92,7 +92,7 @@ _TOP: Table = {
     # Models.
     "pretrain": sets("model.hf_checkpoint"),
     "reward_pretrain": Combined(),
-    "reward_model": Refused("set rm_url, or custom_rm_path to a function that asks a server with the reward model"),
+    "reward_model": Idle("starts no server: serve its model, and set rm_url for rm_type llm_judge"),
     "reward": Refused("set rm_url, or custom_rm_path to a function that asks a server with the reward model"),
     "lora_target": _LORA,
     "lora_rank": _OF_LORA,

@@ -28,7 +28,8 @@ class RemoteRm(Reward):
         """The server, and the requests to it."""
 
         rm_url: str | None = None
-        """URL to which rm_type remote_rm posts the prompt, response and label of each sample as JSON."""
+        """URL to which rm_type remote_rm posts the prompt, response and label of each sample as JSON, or of the chat
+        completions of the judge that rm_type llm_judge asks."""
         remote_rm_concurrency: int = Field(64, ge=1)
         """Maximum number of simultaneous requests to rm_url."""
         remote_rm_retries: int = Field(3, ge=0)
@@ -38,12 +39,7 @@ class RemoteRm(Reward):
     def open(self, settings: Any) -> RewardFunction:
         from miles_async.rewards.remote import RemoteReward
 
-        return RemoteReward(
-            settings.rm_url,
-            concurrency=settings.remote_rm_concurrency,
-            retries=settings.remote_rm_retries,
-            timeout_seconds=settings.reward_timeout_seconds,
-        )
+        return RemoteReward(settings)
 
     def problems(self, settings: Any) -> Iterator[str]:
         from miles_async.config.redaction import redact_text

@@ -164,6 +164,20 @@ def test_code_is_scored_by_the_tests_of_its_rows(tmp_path: Path) -> None:
     assert (settings["rm_type"], settings["label_key"]) == ("code", "test_cases")
 
 
+def test_a_file_with_a_judge_needs_its_address_and_nothing_else(tmp_path: Path) -> None:
+    file = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus_llm_as_judge_server")
+    assert file.refusals(tmp_path) == []
+    path = file.written(tmp_path)
+    [refusal] = checked_config(parse_flags(["--config", str(path)]), entry=file.entry)[1]
+    assert refusal == (
+        "rm_type llm_judge needs a judge: serve its model with SGLang, and set rm_url to "
+        "http://host:port/v1/chat/completions of the server"
+    )
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    said = translate(content, "ROLL").idle["virtuoussy/Qwen2.5-7B-Instruct-RLVR of rewards.llm_judge"]
+    assert said == "is not started: serve it with SGLang, and set rm_url to its chat completions"
+
+
 def test_a_choice_is_scored_softly_or_refused(tmp_path: Path) -> None:
     content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
     outcome = translate(content, "ROLL")
@@ -195,7 +209,7 @@ def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
-    for part in ("fsdp2_train", "lora_target", "rewards.llm_judge"):
+    for part in ("fsdp2_train", "lora_target"):
         assert part in problems
 
 

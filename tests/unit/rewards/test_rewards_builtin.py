@@ -16,6 +16,7 @@ from miles_async.rewards.functions.data_source import Gsm8k
 from miles_async.rewards.functions.f1 import F1
 from miles_async.rewards.functions.gpqa import Gpqa
 from miles_async.rewards.functions.ifeval import IfEval
+from miles_async.rewards.functions.llm_judge import _request
 from miles_async.rewards.instructions import follows
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -215,6 +216,43 @@ async def test_a_remote_reward_receives_the_whole_response_also_with_the_prefix_
     judge = Judge((200, 0.5))
     assert await judge.score(rm_type="boxed_remote_rm") == 0.5
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}]
+
+
+def completion(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.mark.parametrize(
+    "text, reward", [("YES", 1.0), ("<think>Yes?</think> **No**", 0.0), ("no, yesterday", 0.0), ("", 0.0)]
+)
+async def test_a_judge_is_asked_for_a_completion_and_its_yes_is_the_reward(text: str, reward: float) -> None:
+    judge = Judge((200, completion(text)))
+    assert await judge.score(rm_type="llm_judge") == reward
+    [asked] = judge.asked
+    assert (asked["model"], asked["temperature"]) == ("default", 0.0)
+    [message] = asked["messages"]
+    assert message["role"] == "user"
+    assert message["content"].endswith("Question:\nq\n\nResponse:\nr\n\nReference answer:\nl\n")
+
+
+async def test_a_server_that_is_no_judge_is_an_error_of_its_samples() -> None:
+    with pytest.raises(
+        TrajectoryError, match="rm_url answered no chat completion but float: set it to that of a judge"
+    ):
+        await Judge((200, 0.5)).score(rm_type="llm_judge")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "system\ns\nuser\nq",
+    ],
+)
+def test_a_judge_sees_the_question_of_the_user_and_the_response_after_its_reasoning(prompt: Any) -> None:
+    sample = Sample(prompt=prompt, response="hm </think> {r}<|im_end|>", label="{l}")
+    [message] = _request(sample)["messages"]
+    assert message["content"].endswith("Question:\nq\n\nResponse:\n{r}\n\nReference answer:\n{l}\n")
 
 
 async def test_a_truncated_answer_of_a_remote_reward_is_retried() -> None:
