@@ -1,4 +1,4 @@
-"""What the recorded launch scripts mean here: `python -m tests.launch_scripts.outcomes slime miles verl` prints a table.
+"""What recorded launch scripts mean here: `python -m tests.launch_scripts.outcomes slime miles verl` prints a table.
 
 Each row has the script, the number of its flags or keys, how many of them are mapped to settings, compared with what a
 run does, without effect and refused, and how `--check-config` ends: as the script is, but for paths, and with the edits
