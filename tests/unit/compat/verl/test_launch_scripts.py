@@ -14,8 +14,8 @@ from miles_async.compat.verl.rules import FLAGS, TABLE, rule_below
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.translation import Combined, Idle, Only, Refused, Sets
+from tests.launch_scripts.outcomes import ENGINE, SGLANG, Result, edits, refusals
 from tests.launch_scripts.replay import Script, scripts
-from tests.launch_scripts.verl_scripts import ENGINE, SGLANG, Result, edits, refusals
 
 ALL = {script.name: script for script in scripts("verl")}
 FULLY_ASYNC = "fully_async_policy-grpo_30b_a3b_base_math_megatron_96_32"

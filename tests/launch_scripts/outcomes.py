@@ -1,13 +1,14 @@
-"""What the recorded launch scripts of verl mean here: `python -m tests.launch_scripts.verl_scripts` prints a table.
+"""What recorded launch scripts mean here: `python -m tests.launch_scripts.outcomes slime miles verl` prints a table.
 
-Each row has the script, the number of its keys, how many of them are mapped to settings, compared with what a run does,
-without effect and refused, and how `--check-config` ends: as the script is, but for paths, and with the edits that are
-named.
+Each row has the script, the number of its flags or keys, how many of them are mapped to settings, compared with what a
+run does, without effect and refused, and how `--check-config` ends: as the script is, but for paths, and with the edits
+that are named. `roll_files.py` prints that of ROLL's files.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ def refusals(script: Script, folder: Path, changed: Mapping[str, str] | None = N
 def main() -> None:
     # Models of Megatron-Bridge are checked as if it were installed.
     model_source._bridge_complaint = lambda: None
-    print("script | keys | mapped | compared | without effect | refused | --check-config")
-    for script in scripts("verl"):
+    print("script | flags | mapped | compared | without effect | refused | --check-config")
+    for script in (script for project in sys.argv[1:] for script in scripts(project)):
         with tempfile.TemporaryDirectory() as folder:
             result = Result.of(script, Path(folder))
             ends = _end(refusals(script, Path(folder)))
