@@ -332,12 +332,11 @@ def test_a_key_of_roll_without_a_counterpart_is_refused_with_one_sentence(edit: 
 
 def test_all_refused_keys_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     file = tmp_path / "roll.yaml"
-    file.write_text("reward_model: {}\nrewards: {math_rule: {world_size: 8}}\nactor_train: {infer_batchsize: 1}")
+    file.write_text("rewards: {math_rule: {world_size: 8}}\nactor_train: {infer_batchsize: 1}")
     with pytest.raises(UserError) as refused:
         read_yaml(file)
     sentences = str(refused.value).splitlines()
     assert [sentence.split()[:2] for sentence in sentences] == [
-        [f"{file}:", "reward_model"],
         [f"{file}:", "actor_train.infer_batchsize"],
         [f"{file}:", "rewards.math_rule.worker_cls"],
     ]
