@@ -7,6 +7,7 @@ from typing import Any
 
 from miles_async.compat.roll import data, layout, objective
 from miles_async.compat.roll.table import TABLE
+from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.hydra import References, Unresolved
 from miles_async.config.translation import Idle, Outcome, Refused, Translator, entries
 
@@ -41,6 +42,7 @@ def translate(content: Mapping[str, Any]) -> Outcome:
     for key, value in values.items():
         # A template of ROLL has a name; the tokenizer of a checkpoint has at most one.
         translator.apply(key, value is not None if key in _TEMPLATES else value)
+    keys = CombinedKeys(translator, values)
     for combine in _STEPS:
-        combine(translator, values)
+        combine(keys)
     return translator

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from miles_async.compat.verl.rules import OVERLONG, SKIP_FIELDS, TABLE, rule_below
+from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Combined, Outcome, Table, Translator, entries, sets
@@ -85,12 +86,11 @@ def _skip_roles(section: Any) -> Table:
     return {f"skip.{role}.{name}": sets(f"skip.roles.{role}.{name}") for role in roles for name in SKIP_FIELDS}
 
 
-class _Keys:
-    """The keys that mean something only together, and what they set."""
+class _Keys(CombinedKeys):
+    """Computes what the combined keys of verl set."""
 
     def __init__(self, translator: Translator, values: Mapping[str, Any]) -> None:
-        self._translator = translator
-        self._values = values
+        super().__init__(translator, values)
         self._is_async = any(key.startswith("async_training.") for key in values)
         self._syncs = self._number("async_training.trigger_parameter_sync_step", 4) if self._is_async else 1
         """Batches between two publishes. verl's fully asynchronous trainer counts in them."""
@@ -115,83 +115,59 @@ class _Keys:
         self._checkpoints()
         self._trackers()
 
-    # Values.
-
     def _number(self, key: str, default: int) -> int:
-        """A whole number from 1 on; `default` if the key is not given, or if its value is reported as invalid.
-
-        A problem is reported once, however often the value is read.
-        """
-        value = self._values.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self._refuse(f"{key} {value!r} is not a number of 1 or more: write a whole number")
-        return default
-
-    def _given(self, *keys: str) -> Sequence[str]:
-        return [key for key in keys if key in self._values]
-
-    def _refuse(self, sentence: str) -> None:
-        if sentence not in self._translator.problems:
-            self._translator.problems.append(sentence)
+        """A whole number from 1 on; `default` if the key is not given, or if its value is reported as invalid."""
+        return self.whole_number(key) or default
 
     def _set(self, setting: str, value: Any, *keys: str) -> None:
         """Set a setting that follows from the keys that are given among `keys`."""
-        self._translator.set(setting, value, " ".join(self._given(*keys)))
-
-    def _say(self, why: str, *keys: str) -> None:
-        """Say why the keys that are given have no effect."""
-        self._translator.idle.update(dict.fromkeys(self._given(*keys), why))
-
-    # What the keys mean.
+        self.set(setting, value, *self.given(*keys))
 
     def _batches(self) -> None:
         """Prompts per batch and samples per optimizer step. verl's sizes count prompts."""
         mini_key, n_key, batch_key = f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "data.train_batch_size"
-        mini = self._number(mini_key, 1) if mini_key in self._values else None
+        mini = self._number(mini_key, 1) if mini_key in self.values else None
         generated_key = "data.gen_batch_size"
         if self._is_async:
-            self._say("has no effect with async_training: a batch has require_batches mini-batches", batch_key)
-            self._say("has no effect with async_training: prompts are fed one by one", generated_key)
+            self.note("has no effect with async_training: a batch has require_batches mini-batches", batch_key)
+            self.note("has no effect with async_training: prompts are fed one by one", generated_key)
             if mini is None:
-                self._refuse(f"async_training counts batches of {mini_key}: set it, too")
+                self.refuse(f"async_training counts batches of {mini_key}: set it, too")
                 return
             self._steps = self._number("async_training.require_batches", 1)
             prompts = mini * self._steps
             self._set("rollout.rollout_batch_size", prompts, mini_key, "async_training.require_batches")
-        elif batch_key in self._values:
+        elif batch_key in self.values:
             prompts = self._number(batch_key, 1)
             self._set("rollout.rollout_batch_size", prompts, batch_key)
             self._steps = max(1, prompts // mini) if mini is not None else 1
-        if generated_key in self._values and not self._is_async:
+        if generated_key in self.values and not self._is_async:
             self._set("rollout.over_sampling_batch_size", self._number(generated_key, 1), generated_key)
-        if mini is not None and n_key in self._values:
+        if mini is not None and n_key in self.values:
             self._set("learner.global_batch_size", mini * self._number(n_key, 1), mini_key, n_key)
         elif mini is not None:
-            self._refuse(f"{mini_key} counts prompts: set {n_key}, the samples per prompt, too")
+            self.refuse(f"{mini_key} counts prompts: set {n_key}, the samples per prompt, too")
 
     def _lengths(self) -> None:
         """How long the run is."""
-        steps_key, epochs_key, prompts_key = (
-            *("trainer.total_training_steps", "trainer.total_epochs"),
-            "rollout.total_rollout_steps",
-        )
-        if prompts_key in self._values:
-            prompts = self._translator.translation.get("rollout.rollout_batch_size")
+        steps_key, epochs_key = "trainer.total_training_steps", "trainer.total_epochs"
+        prompts_key = "rollout.total_rollout_steps"
+        if prompts_key in self.values:
+            prompts = self.translator.translation.get("rollout.rollout_batch_size")
             batches = self._number(prompts_key, 1) // (prompts.value if prompts else 1)
             keys = (prompts_key, f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
             self._set("rollout.num_rollout", max(1, batches), *keys)
-            self._say(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
-        elif steps_key in self._values:
+            self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
+        elif steps_key in self.values:
             self._set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
-            self._say(f"has no effect beside {steps_key}", epochs_key)
-        elif epochs_key in self._values:
+            self.note(f"has no effect beside {steps_key}", epochs_key)
+        elif epochs_key in self.values:
             self._epochs(epochs_key, "data.train_files")
 
     def _epochs(self, key: str, files_key: str) -> None:
         """Passes over the data. Those over several files are a number of batches."""
-        epochs, files = self._number(key, 1), self._values.get(files_key)
-        prompts = self._translator.translation.get("rollout.rollout_batch_size")
+        epochs, files = self._number(key, 1), self.values.get(files_key)
+        prompts = self.translator.translation.get("rollout.rollout_batch_size")
         if isinstance(files, list) and len(files) > 1 and prompts is not None:
             batches = epochs * sum(map(_rows, files)) // prompts.value
             self._set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
@@ -202,57 +178,57 @@ class _Keys:
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
         if not self._is_async:
             return
-        keys = [key for key in self._values if key.startswith("async_training.")]
+        keys = [key for key in self.values if key.startswith("async_training.")]
         self._set("rollout.rollout_function_path", _FULLY_ASYNC, *keys)
         trigger, staleness = "async_training.trigger_parameter_sync_step", "async_training.staleness_threshold"
         self._set("weights.update_weights_interval", self._syncs, trigger)
-        prompts = self._translator.translation.get("rollout.rollout_batch_size")
-        share = self._values.get(staleness, 0.1)
+        prompts = self.translator.translation.get("rollout.rollout_batch_size")
+        share = self.values.get(staleness, 0.1)
         if not isinstance(share, int | float) or isinstance(share, bool) or share < 0:
-            self._refuse(f"{staleness} {share!r} is not a number of 0 or more: write a share, such as 0.5")
+            self.refuse(f"{staleness} {share!r} is not a number of 0 or more: write a share, such as 0.5")
         elif prompts is not None:
             capacity = int(prompts.value * (1 + share) * self._syncs)
             self._set("rollout.queue_capacity", capacity, staleness, trigger, *self._mini_keys())
 
     def _mini_keys(self) -> Sequence[str]:
-        return self._given(f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
+        return self.given(f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
 
     def _devices(self) -> None:
         """GPUs of the learner and the engines, which share GPUs unless the engines have their own."""
         nodes, gpus = "trainer.nnodes", "trainer.n_gpus_per_node"
         own_nodes, own_gpus, hybrid = "rollout.nnodes", "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine"
-        if nodes in self._values:
+        if nodes in self.values:
             self._set("learner.actor_num_nodes", self._number(nodes, 1), nodes)
-        if gpus in self._values:
+        if gpus in self.values:
             self._set("learner.actor_num_gpus_per_node", self._number(gpus, 1), gpus)
-        if self._given(own_nodes, own_gpus):
+        if self.given(own_nodes, own_gpus):
             engines = self._number(own_nodes, 1) * self._number(own_gpus, 8)
             self._set("engine.rollout_num_gpus", engines, own_nodes, own_gpus)
-            self._say("has no effect: the engines have GPUs of their own", hybrid)
-        elif self._given(nodes, gpus) and not self._is_async:
-            self._set("cluster.colocate", self._values.get(hybrid, True), hybrid, nodes, gpus)
+            self.note("has no effect: the engines have GPUs of their own", hybrid)
+        elif self.given(nodes, gpus) and not self._is_async:
+            self._set("cluster.colocate", self.values.get(hybrid, True), hybrid, nodes, gpus)
         else:
-            self._say("has no effect: set rollout_num_gpus for the engines", hybrid)
+            self.note("has no effect: set rollout_num_gpus for the engines", hybrid)
 
     def _layout(self) -> None:
         """verl splits activations among tensor-parallel ranks unless it is told not to."""
         size = f"{_ACTOR}.megatron.tensor_model_parallel_size"
-        if f"{_ACTOR}.megatron.sequence_parallel" not in self._values and self._values.get(size, 1) != 1:
+        if f"{_ACTOR}.megatron.sequence_parallel" not in self.values and self.values.get(size, 1) != 1:
             self._set("learner.sequence_parallel", True, size)
 
     def _micro_batches(self) -> None:
         dynamic_key, tokens_key = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"
         samples_key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
-        dynamic = self._values.get(dynamic_key)
+        dynamic = self.values.get(dynamic_key)
         if dynamic is not None:
             self._set("learner.use_dynamic_batch_size", dynamic, dynamic_key)
         if dynamic is False:
-            self._say(f"has no effect with {dynamic_key} false", tokens_key)
-            if samples_key in self._values:
+            self.note(f"has no effect with {dynamic_key} false", tokens_key)
+            if samples_key in self.values:
                 self._set("learner.micro_batch_size", self._number(samples_key, 1), samples_key)
         else:
-            self._say(f"has no effect: tokens limit a micro-batch, unless {dynamic_key} is false", samples_key)
-            if tokens_key in self._values:
+            self.note(f"has no effect: tokens limit a micro-batch, unless {dynamic_key} is false", samples_key)
+            if tokens_key in self.values:
                 self._set("learner.max_tokens_per_gpu", self._number(tokens_key, 1), tokens_key)
 
     def _optimizer(self) -> None:
@@ -260,50 +236,50 @@ class _Keys:
         batches = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
         for name in ("lr_warmup_steps", "lr_decay_steps"):
             key = f"{_ACTOR}.optim.{name}"
-            value = self._values.get(key)
+            value = self.values.get(key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                self._refuse(f"{key} {value!r} is not a whole number: write a number of batches")
+                self.refuse(f"{key} {value!r} is not a whole number: write a number of batches")
             elif value is not None and value > 0:
-                if name == "lr_decay_steps" and self._values.get(f"{_ACTOR}.optim.lr_decay_style") in (
+                if name == "lr_decay_steps" and self.values.get(f"{_ACTOR}.optim.lr_decay_style") in (
                     "constant",
                     None,
                 ):
-                    self._say("has no effect: the learning rate stays constant, as verl's default is", key)
+                    self.note("has no effect: the learning rate stays constant, as verl's default is", key)
                 else:
                     self._set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
-                self._say("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
+                self.note("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
         overrides = f"{_ACTOR}.optim.override_optimizer_config"
         part_key, offload_key = f"{overrides}.optimizer_offload_fraction", f"{overrides}.optimizer_cpu_offload"
-        if self._values.get(part_key) != 0:
-            if part_key in self._values:
-                self._set("learner.optimizer_offload_fraction", self._values[part_key], part_key)
-        elif self._values.get(offload_key) is True:
-            self._refuse(f"{part_key} 0 offloads nothing, but {offload_key} is true: set it to false")
+        if self.values.get(part_key) != 0:
+            if part_key in self.values:
+                self._set("learner.optimizer_offload_fraction", self.values[part_key], part_key)
+        elif self.values.get(offload_key) is True:
+            self.refuse(f"{part_key} 0 offloads nothing, but {offload_key} is true: set it to false")
         else:
-            self._say("has no effect: 0 offloads nothing", part_key)
+            self.note("has no effect: 0 offloads nothing", part_key)
         betas_key = f"{_ACTOR}.optim.betas"
-        match self._values.get(betas_key):
+        match self.values.get(betas_key):
             case None:
                 pass
             case [int() | float() as beta1, int() | float() as beta2]:
                 self._set("learner.adam_beta1", beta1, betas_key)
                 self._set("learner.adam_beta2", beta2, betas_key)
             case other:
-                self._refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
+                self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
     def _objective(self) -> None:
         """Clip ranges: `clip_ratio` stands for both bounds unless they are set."""
         both, low, high = (f"{_ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high"))
-        if given := self._given(low, both)[:1]:
-            self._set("algorithm.eps_clip", self._values[given[0]], given[0])
-        if given := self._given(high, both)[:1]:
-            self._set("algorithm.eps_clip_high", self._values[given[0]], given[0])
-        dual, mode = f"{_ACTOR}.clip_ratio_c", self._values.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
-        if mode == "vanilla" and dual in self._values:
-            self._set("algorithm.eps_clip_c", self._values[dual], dual)
+        if given := self.given(low, both)[:1]:
+            self._set("algorithm.eps_clip", self.values[given[0]], given[0])
+        if given := self.given(high, both)[:1]:
+            self._set("algorithm.eps_clip_high", self.values[given[0]], given[0])
+        dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+        if mode == "vanilla" and dual in self.values:
+            self._set("algorithm.eps_clip_c", self.values[dual], dual)
         else:
-            self._say(f"has no effect with policy_loss.loss_mode {mode}", dual)
+            self.note(f"has no effect with policy_loss.loss_mode {mode}", dual)
 
     def _correction(self) -> None:
         """How samples of other weights are corrected: by weights, by leaving tokens out, or by the ratio itself."""
@@ -314,50 +290,50 @@ class _Keys:
             f"{prefix}.bypass_mode",
         )
         # verl's configuration for fully asynchronous runs turns this on.
-        bypass = self._values.get(bypass_key, self._is_async)
-        if bypass is True and f"{prefix}.rollout_rs" in self._values:
+        bypass = self.values.get(bypass_key, self._is_async)
+        if bypass is True and f"{prefix}.rollout_rs" in self.values:
             # Rejection needs the learner's own log-probabilities, so the ratio to the engines becomes a weight.
             self._set("algorithm.off_policy_correction", "tis", bypass_key, f"{prefix}.rollout_rs")
-            self._say("has no effect beside rollout_rs: the ratio is a weight, off_policy_correction tis", bypass_key)
-        elif bypass_key in self._values or bypass is True:
-            keys = self._given(bypass_key) or [key for key in self._values if key.startswith("async_training.")]
+            self.note("has no effect beside rollout_rs: the ratio is a weight, off_policy_correction tis", bypass_key)
+        elif bypass_key in self.values or bypass is True:
+            keys = self.given(bypass_key) or [key for key in self.values if key.startswith("async_training.")]
             self._set("algorithm.use_rollout_logprobs", bypass, *keys)
-        level, threshold = self._values.get(level_key), self._values.get(threshold_key, 2.0)
+        level, threshold = self.values.get(level_key), self.values.get(threshold_key, 2.0)
         corrections = {"token": "tis", "sequence": "sequence"}
         if bypass is True:
-            self._say("has no effect: the policy ratio itself is to the engines' log-probabilities", level_key)
-            self._say("has no effect: the policy ratio itself is to the engines' log-probabilities", threshold_key)
-        elif level_key not in self._values:
-            self._say(f"has no effect without {level_key}", threshold_key)
+            self.note("has no effect: the policy ratio itself is to the engines' log-probabilities", level_key)
+            self.note("has no effect: the policy ratio itself is to the engines' log-probabilities", threshold_key)
+        elif level_key not in self.values:
+            self.note(f"has no effect without {level_key}", threshold_key)
         elif level not in corrections:
-            self._refuse(f"{level_key} {level!r} has no counterpart: set it to token or sequence")
+            self.refuse(f"{level_key} {level!r} has no counterpart: set it to token or sequence")
         elif (band := _band(threshold)) is not None and level == "token":
             self._set("algorithm.off_policy_correction", "icepop", level_key, threshold_key)
             self._set("algorithm.icepop_band", band, level_key, threshold_key)
         elif isinstance(threshold, int | float):
             self._set("algorithm.off_policy_correction", corrections[str(level)], level_key)
-            self._set("algorithm.tis_clip", threshold, *self._given(threshold_key) or [level_key])
+            self._set("algorithm.tis_clip", threshold, *self.given(threshold_key) or [level_key])
         else:
-            self._refuse(f"{threshold_key} {threshold!r} has no counterpart: write a number")
+            self.refuse(f"{threshold_key} {threshold!r} has no counterpart: write a number")
         self._rejection(prefix)
 
     def _rejection(self, prefix: str) -> None:
         """Which tokens are left out. verl bounds the inverse ratio, except under the older name `geometric`."""
         key, threshold_key, low_key = (f"{prefix}.rollout_rs{end}" for end in ("", "_threshold", "_threshold_lower"))
         levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric", "geometric": "geometric"}
-        level, threshold = self._values.get(key), self._values.get(threshold_key)
-        if key not in self._values:
-            self._say(f"has no effect without {key}", threshold_key, low_key)
+        level, threshold = self.values.get(key), self.values.get(threshold_key)
+        if key not in self.values:
+            self.note(f"has no effect without {key}", threshold_key, low_key)
         elif level not in levels:
-            self._refuse(f"{key} {level!r} has no counterpart: set it to {', '.join(levels)}, or set rejection_level")
+            self.refuse(f"{key} {level!r} has no counterpart: set it to {', '.join(levels)}, or set rejection_level")
         else:
             band = _band(threshold)
             if band is None and level == "geometric" and isinstance(threshold, int | float) and threshold > 0:
-                band = [self._values.get(low_key, 1 / threshold), threshold]
+                band = [self.values.get(low_key, 1 / threshold), threshold]
             elif band is not None:
                 band = [1 / band[1], 1 / band[0]]
             if band is None:
-                self._refuse(f"{threshold_key} {threshold!r} is not a band: write two ratios, such as 0.5_2.0")
+                self.refuse(f"{threshold_key} {threshold!r} is not a band: write two ratios, such as 0.5_2.0")
                 return
             self._set("algorithm.rejection_level", levels[str(level)], key)
             self._set("algorithm.rejection_band", band, key, threshold_key, low_key)
@@ -366,57 +342,57 @@ class _Keys:
         """The KL penalty on rewards, whose estimator is also that of the KL loss."""
         on_key, coef_key, kind_key = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
         kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
-        if self._values.get(on_key) is not True:
-            if on_key in self._values:
+        if self.values.get(on_key) is not True:
+            if on_key in self.values:
                 self._set("algorithm.kl_coef", 0.0, on_key)
-            self._say(f"has no effect without {on_key}", coef_key, kind_key)
+            self.note(f"has no effect without {on_key}", coef_key, kind_key)
             return
-        self._set("algorithm.kl_coef", self._values.get(coef_key, 0.001), on_key, coef_key)
-        kind = self._values.get(kind_key, "kl")
+        self._set("algorithm.kl_coef", self.values.get(coef_key, 0.001), on_key, coef_key)
+        kind = self.values.get(kind_key, "kl")
         if kind not in kinds:
-            self._refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
+            self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
         else:
-            self._set("algorithm.kl_loss_type", kinds[kind], *self._given(kind_key) or [on_key])
+            self._set("algorithm.kl_loss_type", kinds[kind], *self.given(kind_key) or [on_key])
 
     def _engines(self) -> None:
         """Arguments of the engines whose values have other units or signs there."""
         chunked, prefix = f"{_ROLLOUT}.enable_chunked_prefill", "engine.sglang_server_args"
-        if self._values.get(chunked) is False:
+        if self.values.get(chunked) is False:
             self._set(f"{prefix}.chunked_prefill_size", -1, chunked)
         else:
-            self._say("has no effect: SGLang computes long prompts in chunks", chunked)
+            self.note("has no effect: SGLang computes long prompts in chunks", chunked)
         for name, argument in (("data_parallel_size", "dp_size"), ("expert_parallel_size", "ep_size")):
-            if self._values.get(f"{_ROLLOUT}.{name}", 1) == 1:
-                self._say("has no effect: 1 divides nothing", f"{_ROLLOUT}.{name}")
+            if self.values.get(f"{_ROLLOUT}.{name}", 1) == 1:
+                self.note("has no effect: 1 divides nothing", f"{_ROLLOUT}.{name}")
             else:
-                self._set(f"{prefix}.{argument}", self._values[f"{_ROLLOUT}.{name}"], f"{_ROLLOUT}.{name}")
+                self._set(f"{prefix}.{argument}", self.values[f"{_ROLLOUT}.{name}"], f"{_ROLLOUT}.{name}")
         for section in ("override_config", "override_config.model_config"):
             key = f"actor_rollout_ref.model.{section}.max_position_embeddings"
-            if key in self._values:
-                self._set(f"{prefix}.context_length", self._values[key], key)
+            if key in self.values:
+                self._set(f"{prefix}.context_length", self.values[key], key)
                 self._set("engine.engine_env_vars.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1", key)
         bucket = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
-        if bucket in self._values:
+        if bucket in self.values:
             self._set("weights.update_weight_buffer_size", self._number(bucket, 2048) * _MiB, bucket)
 
     def _reference(self) -> None:
         """The learner runs the reference model in its own layout."""
-        for key, value in self._values.items():
-            if not key.startswith(f"{_REF}.megatron.") or not isinstance(self._translator.table.get(key), Combined):
+        for key, value in self.values.items():
+            if not key.startswith(f"{_REF}.megatron.") or not isinstance(self.translator.table.get(key), Combined):
                 continue
             actor = key.replace(f"{_REF}.", f"{_ACTOR}.", 1)
-            same = self._values.get(actor, 1 if key.endswith("_parallel_size") else value)
+            same = self.values.get(actor, 1 if key.endswith("_parallel_size") else value)
             if value == same:
-                self._say("has no effect: the reference model runs in the layout of the learner", key)
+                self.note("has no effect: the reference model runs in the layout of the learner", key)
             else:
-                self._refuse(f"{key} {value!r} differs from {actor} {same!r}: set both to the same value")
+                self.refuse(f"{key} {value!r} differs from {actor} {same!r}: set both to the same value")
 
     def _rewards(self) -> None:
         """Data of verl: the answer, and the name of the data set, which chooses the reward of a row."""
         files_key, manager_keys = "data.train_files", ("reward.reward_manager.name", "reward_model.reward_manager")
-        match self._values.get(files_key):
+        match self.values.get(files_key):
             case None:
-                self._say(f"has no effect without {files_key}: rm_type chooses the reward", *manager_keys)
+                self.note(f"has no effect without {files_key}: rm_type chooses the reward", *manager_keys)
                 return
             case str(file) | [str(file)]:
                 self._set("data.prompt_data", file, files_key)
@@ -425,64 +401,64 @@ class _Keys:
                 datasets = {name: {"prompt_data": file, "weight": _rows(file)} for name, file in _named(files).items()}
                 self._set("data.datasets", datasets, files_key)
             case other:
-                self._refuse(f"{files_key} {other!r} is not a list of files: write [one.parquet, other.parquet]")
+                self.refuse(f"{files_key} {other!r} is not a list of files: write [one.parquet, other.parquet]")
         self._set("data.label_key", _LABEL_KEY, files_key)
         self._set("data.metadata_key", "extra_info", files_key)
-        if "reward.custom_reward_function.path" not in self._values:
-            self._set("rollout.rm_type", "data_source", *self._given(*manager_keys), files_key)
+        if "reward.custom_reward_function.path" not in self.values:
+            self._set("rollout.rm_type", "data_source", *self.given(*manager_keys), files_key)
         self._overlong()
 
     def _overlong(self) -> None:
         """The penalty on long responses."""
         for section in OVERLONG:
             enable, length, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
-            if self._values.get(enable) is not True:
-                self._say(f"has no effect without {enable}", enable, length, factor)
+            if self.values.get(enable) is not True:
+                self.note(f"has no effect without {enable}", enable, length, factor)
                 continue
             self._set("algorithm.overlong_buffer_len", self._number(length, 4096), enable, length)
-            self._set("algorithm.overlong_penalty", self._values.get(factor, 1.0), enable, factor)
-        longest = self._values.get("data.max_response_length")
-        for key in self._given("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len"):
-            if longest is not None and self._values[key] != longest:
-                self._refuse(
-                    f"{key} {self._values[key]!r} differs from data.max_response_length {longest!r}, from which the "
+            self._set("algorithm.overlong_penalty", self.values.get(factor, 1.0), enable, factor)
+        longest = self.values.get("data.max_response_length")
+        for key in self.given("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len"):
+            if longest is not None and self.values[key] != longest:
+                self.refuse(
+                    f"{key} {self.values[key]!r} differs from data.max_response_length {longest!r}, from which the "
                     "penalty is counted: set both to the same value"
                 )
             else:
-                self._say("has no effect: the penalty is counted from data.max_response_length", key)
+                self.note("has no effect: the penalty is counted from data.max_response_length", key)
 
     def _evaluation(self) -> None:
         """The data sets of an evaluation, and how its responses are sampled: greedily, unless that is set."""
         files_key, frequency_key, before_key = "data.val_files", "trainer.test_freq", "trainer.val_before_train"
         sampling = {name: f"{_ROLLOUT}.val_kwargs.{name}" for name in ("n", "temperature", "top_p", "top_k")}
         all_keys = (*sampling.values(), f"{_ROLLOUT}.val_kwargs.do_sample")
-        frequency = self._values.get(frequency_key, -1)
+        frequency = self.values.get(frequency_key, -1)
         if isinstance(frequency, int) and frequency > 0:
             self._set("rollout.eval_interval", frequency * self._syncs, frequency_key)
         else:
-            self._say("has no effect: no evaluation comes between the first and the last", frequency_key)
-        self._say("has no effect: a run that evaluates does so before the first batch, too", before_key)
-        if files_key not in self._values:
-            self._say(f"has no effect without {files_key}", *all_keys)
+            self.note("has no effect: no evaluation comes between the first and the last", frequency_key)
+        self.note("has no effect: a run that evaluates does so before the first batch, too", before_key)
+        if files_key not in self.values:
+            self.note(f"has no effect without {files_key}", *all_keys)
             return
-        if frequency == -1 and self._values.get(before_key, True) is False:
-            self._say(f"has no effect, because {frequency_key} and {before_key} turn evaluations off", files_key)
-            self._say("has no effect without evaluations", *all_keys)
+        if frequency == -1 and self.values.get(before_key, True) is False:
+            self.note(f"has no effect, because {frequency_key} and {before_key} turn evaluations off", files_key)
+            self.note("has no effect without evaluations", *all_keys)
             return
-        files = self._values[files_key]
+        files = self.values[files_key]
         files = [files] if isinstance(files, str) else files
         if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-            self._refuse(f"{files_key} {files!r} is not a list of files: write [one.parquet, other.parquet]")
+            self.refuse(f"{files_key} {files!r} is not a list of files: write [one.parquet, other.parquet]")
             return
         fields = {
             "label_key": _LABEL_KEY,
-            "input_key": self._values.get("data.prompt_key", "prompt"),
-            "n_samples": self._values.get(sampling["n"], 1),
-            "temperature": self._values.get(sampling["temperature"], 0.0),
-            "top_p": self._values.get(sampling["top_p"], 1.0),
-            "top_k": self._values.get(sampling["top_k"], -1),
+            "input_key": self.values.get("data.prompt_key", "prompt"),
+            "n_samples": self.values.get(sampling["n"], 1),
+            "temperature": self.values.get(sampling["temperature"], 0.0),
+            "top_p": self.values.get(sampling["top_p"], 1.0),
+            "top_k": self.values.get(sampling["top_k"], -1),
         }
-        if self._values.get(f"{_ROLLOUT}.val_kwargs.do_sample") is False:
+        if self.values.get(f"{_ROLLOUT}.val_kwargs.do_sample") is False:
             fields["temperature"] = 0.0
         datasets = {name: {"path": path, **fields} for name, path in _named(files).items()}
         self._set("rollout.eval_datasets", datasets, files_key, *all_keys)
@@ -490,45 +466,45 @@ class _Keys:
     def _checkpoints(self) -> None:
         folder_key, frequency_key, mode_key = "trainer.default_local_dir", "trainer.save_freq", "trainer.resume_mode"
         kept_key, path_key = "trainer.max_actor_ckpt_to_keep", "trainer.resume_from_path"
-        frequency, mode = self._values.get(frequency_key), self._values.get(mode_key, "auto")
+        frequency, mode = self.values.get(frequency_key), self.values.get(mode_key, "auto")
         saves = isinstance(frequency, int) and frequency > 0
         if mode not in ("auto", "disable", "resume_path"):
-            self._refuse(f"{mode_key} {mode!r} has no counterpart: set it to auto, disable or resume_path")
-        if mode == "resume_path" and path_key in self._values:
-            self._set("learner.load", self._values[path_key], mode_key, path_key)
+            self.refuse(f"{mode_key} {mode!r} has no counterpart: set it to auto, disable or resume_path")
+        if mode == "resume_path" and path_key in self.values:
+            self._set("learner.load", self.values[path_key], mode_key, path_key)
         else:
-            self._say(f"has no effect: {mode_key} is {mode}", path_key)
-        if frequency_key in self._values and not saves:
-            self._say("has no effect: nothing is saved", frequency_key, folder_key, kept_key, mode_key)
+            self.note(f"has no effect: {mode_key} is {mode}", path_key)
+        if frequency_key in self.values and not saves:
+            self.note("has no effect: nothing is saved", frequency_key, folder_key, kept_key, mode_key)
             return
-        folder = self._values.get(folder_key)
+        folder = self.values.get(folder_key)
         if saves and not folder:
-            project, name = (self._values.get(f"trainer.{one}_name", "default") for one in ("project", "experiment"))
+            project, name = (self.values.get(f"trainer.{one}_name", "default") for one in ("project", "experiment"))
             folder = f"checkpoints/{project}/{name}"
         if folder:
-            self._set("learner.save", folder, *self._given(folder_key, frequency_key)[:1])
+            self._set("learner.save", folder, *self.given(folder_key, frequency_key)[:1])
         if saves and frequency is not None:
             self._set("learner.save_interval", frequency * self._syncs, frequency_key)
-        if kept_key in self._values:
+        if kept_key in self.values:
             self._set("learner.save_keep", self._number(kept_key, 1), kept_key)
         if mode == "auto" and saves:
             # A colocated run is continued from its checkpoints alone.
-            colocated = self._translator.translation.get("cluster.colocate")
+            colocated = self.translator.translation.get("cluster.colocate")
             setting, value = ("load", folder) if colocated is not None and colocated.value else ("resume", "auto")
-            self._set(f"learner.{setting}", value, *self._given(mode_key) or [frequency_key])
+            self._set(f"learner.{setting}", value, *self.given(mode_key) or [frequency_key])
         elif mode != "resume_path":
-            self._say("has no effect: the run starts from hf_checkpoint", mode_key)
+            self.note("has no effect: the run starts from hf_checkpoint", mode_key)
 
     def _trackers(self) -> None:
         key = "trainer.logger"
-        names = self._values.get(key, [])
+        names = self.values.get(key, [])
         for name in [names] if isinstance(names, str) else names:
             if name in ("wandb", "tensorboard"):
                 self._set(f"observability.use_{name}", True, key)
             elif name != "console":
-                self._refuse(f"{key} {name!r} has no counterpart: use console, wandb or tensorboard")
+                self.refuse(f"{key} {name!r} has no counterpart: use console, wandb or tensorboard")
         if names in ("console", ["console"]):
-            self._say("has no effect: every run writes to the console", key)
+            self.note("has no effect: every run writes to the console", key)
 
 
 def _band(threshold: Any) -> list[float] | None:
