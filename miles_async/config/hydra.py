@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Unresolved(Exception):
     """A value refers to something that the file does not define. The message continues a sentence about the key."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class References:
     """Replaces `${key}` by the value of another key, `${oc.env:NAME}` by a variable, and `${now:FORMAT}` by the time.
 
@@ -72,8 +72,6 @@ class References:
     """
 
     content: Mapping[str, Any]
-    used: set[str] = field(default_factory=set)
-    """The keys that values referred to so far."""
 
     def resolved(self, value: Any, including: Sequence[str] = ()) -> Any:
         """The value without references. Raises Unresolved if one cannot be replaced."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from miles_async.config.schema import Algorithm
-from miles_async.losses.sequences import sequence_mean, sequence_sum
+from miles_async.losses.sequences import at_level, sequence_mean, sequence_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,3 @@ class TokenMasks:
 
 
 NO_MASKS = TokenMasks()
-
-
-def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
-    """[m] the log-ratio of each `token`, of its `sequence`, or the mean over its sequence (`geometric`)."""
-    if level == "token":
-        return log_ratio
-    return sequence_sum(log_ratio, sequences) if level == "sequence" else sequence_mean(log_ratio, sequences)

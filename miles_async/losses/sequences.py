@@ -23,6 +23,13 @@ def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
     return _sums(values, sequences)[sequences]
 
 
+def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
+    """[m] the log-ratio of each `token`, of its `sequence`, or the mean over its sequence (`geometric`)."""
+    if level == "token":
+        return log_ratio
+    return sequence_sum(log_ratio, sequences) if level == "sequence" else sequence_mean(log_ratio, sequences)
+
+
 def _sums(values: Tensor, sequences: Tensor) -> Tensor:
     """[n] sums over each of n sequences."""
     count = int(sequences[-1]) + 1 if len(sequences) else 0

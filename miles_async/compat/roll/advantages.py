@@ -47,13 +47,19 @@ def _normalized(args: Any, samples: Sequence[Sample], rewards: list[float]) -> l
     ]
     for owner, reward in zip(owners, rewards, strict=True):
         groups[owner].append(reward)
+    of_batch = _statistics(rewards)
+    of_groups = {owner: _statistics(of_group) for owner, of_group in groups.items()}
     normalized = []
     for owner, reward in zip(owners, rewards, strict=True):
-        compared = {"group": groups[owner], "batch": rewards, None: []}
-        shift, spread = compared[args.norm_mean_type], compared[args.norm_std_type]
-        scale = stdev(spread) + EPSILON if len(spread) > 1 else 1.0
-        normalized.append((reward - (fmean(shift) if shift else 0.0)) / scale)
+        known = {"group": of_groups[owner], "batch": of_batch, None: (0.0, 1.0)}
+        shift, scale = known[args.norm_mean_type][0], known[args.norm_std_type][1]
+        normalized.append((reward - shift) / scale)
     return normalized
+
+
+def _statistics(rewards: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the standard deviation by which differences are divided; a single reward has none."""
+    return fmean(rewards), stdev(rewards) + EPSILON if len(rewards) > 1 else 1.0
 
 
 def _clipped(values: Sequence[float], limit: float | None) -> list[float]:

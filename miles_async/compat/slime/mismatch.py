@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_async.losses.masks import TokenMasks, at_level
+from miles_async.losses.masks import TokenMasks
 from miles_async.losses.mismatch import LARGEST, mismatch
-from miles_async.losses.sequences import sequence_mean
+from miles_async.losses.sequences import at_level, sequence_mean
 
 
 def compute_mis_weights_with_cp(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from miles_async.losses.corrections.correction import Correction
-from miles_async.losses.sequences import sequence_mean, sequence_sum
+from miles_async.losses.sequences import at_level
 from miles_async.section import Section
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ class Tis(Correction):
     """
 
     name = "tis"
+    level: ClassVar[str] = "token"
+    """Whose ratio is the weight, as in `at_level`."""
 
     class Settings(Section):
         """The bound of the weight."""
@@ -41,22 +43,21 @@ class Tis(Correction):
             )
 
     def weights(self, log_ratio: Tensor, sequences: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        """r between tis_clip_low and tis_clip."""
-        return _bounded(log_ratio.exp(), settings)
+        """The ratio r of the level, between tis_clip_low and tis_clip."""
+        ratio = at_level(log_ratio, sequences, self.level).exp()
+        weight = ratio.clamp(settings.tis_clip_low, settings.tis_clip)
+        return weight, (weight != ratio).to(ratio.dtype)
 
 
 class SequenceTis(Tis):
-    """The ratio of the whole sequence, truncated at tis_clip.
+    """The ratio of the whole sequence, which is the product over its tokens, truncated at tis_clip.
 
     The ratio of a sequence is unbiased but has a higher variance than that of a token.
     Source: Liu et al. 2025, "When speed kills stability".
     """
 
     name = "sequence"
-
-    def weights(self, log_ratio: Tensor, sequences: Tensor, settings: Tis.Settings) -> tuple[Tensor, Tensor]:
-        """The product r of the ratios of a sequence's tokens, between tis_clip_low and tis_clip."""
-        return _bounded(sequence_sum(log_ratio, sequences).exp(), settings)
+    level = "sequence"
 
 
 class GeometricTis(Tis):
@@ -67,12 +68,4 @@ class GeometricTis(Tis):
     """
 
     name = "geometric"
-
-    def weights(self, log_ratio: Tensor, sequences: Tensor, settings: Tis.Settings) -> tuple[Tensor, Tensor]:
-        """The geometric mean r of the ratios of a sequence's tokens, between tis_clip_low and tis_clip."""
-        return _bounded(sequence_mean(log_ratio, sequences).exp(), settings)
-
-
-def _bounded(ratio: Tensor, settings: Tis.Settings) -> tuple[Tensor, Tensor]:
-    weight = ratio.clamp(settings.tis_clip_low, settings.tis_clip)
-    return weight, (weight != ratio).to(ratio.dtype)
+    level = "geometric"
