@@ -18,12 +18,53 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 
 
-class RolloutSource:
+class PositionInData:
+    """What slime's functions read of a data source, under the names of slime's `RolloutDataSourceWithBuffer`."""
+
+    _data: SeekableSource
+
+    @property
+    def epoch_id(self) -> int:
+        """Number of passes over the data that are complete."""
+        return int(self._data.position()["epoch_id"])
+
+    @property
+    def sample_offset(self) -> int:
+        """Number of rows of this epoch that were read."""
+        return int(self._data.position()["sample_offset"])
+
+    @property
+    def sample_index(self) -> int:
+        """Index of the next sample; the numbering continues across epochs."""
+        return int(self._data.position()["sample_index"])
+
+    @property
+    def buffer(self) -> list[Group]:
+        """A new list of the groups that were returned and wait in front of the data. `add_samples` adds groups."""
+        return list(self._data.returned())
+
+    def get_buffer_length(self) -> int:
+        """Number of groups in `buffer`."""
+        return len(self._data.returned())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values of the rollout function, as JSON, which are stored with the position."""
+        return self._data.metadata
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The same as `metadata`, under slime's older name."""
+        return self.metadata
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Set some of the values in `metadata`."""
+        self.metadata.update(metadata)
+
+
+class RolloutSource(PositionInData):
     """Implements `ports.DataSource` and adds the pipeline's methods to collect a batch.
 
-    Rollout functions written for slime use `get_samples` and `add_samples`, and some read the position in the data:
-    `epoch_id`, `sample_offset`, `sample_index`, `buffer` and `metadata` are those of slime's
-    `RolloutDataSourceWithBuffer`.
+    Rollout functions written for slime use `get_samples` and `add_samples`, and some read the position in the data.
     """
 
     def __init__(
@@ -77,43 +118,6 @@ class RolloutSource:
     def version_when_taken(self, sample: Sample) -> int | None:
         """The live weight version when the sample's prompt was taken with `get_samples`; None if it was not taken."""
         return self._held.version_when_taken(sample)
-
-    @property
-    def epoch_id(self) -> int:
-        """Number of passes over the data that are complete."""
-        return int(self._data.position()["epoch_id"])
-
-    @property
-    def sample_offset(self) -> int:
-        """Number of rows of this epoch that were read."""
-        return int(self._data.position()["sample_offset"])
-
-    @property
-    def sample_index(self) -> int:
-        """Index of the next sample; the numbering continues across epochs."""
-        return int(self._data.position()["sample_index"])
-
-    @property
-    def buffer(self) -> list[Group]:
-        """A new list of the groups that were returned and wait in front of the data. `add_samples` adds groups."""
-        return list(self._data.returned())
-
-    def get_buffer_length(self) -> int:
-        """Number of groups in `buffer`."""
-        return len(self._data.returned())
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Values of the rollout function, as JSON, which checkpoints and the store contain with the position."""
-        return self._data.metadata
-
-    def get_metadata(self) -> dict[str, Any]:
-        """The same as `metadata`, under slime's older name."""
-        return self.metadata
-
-    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Set some of the values in `metadata`."""
-        self.metadata.update(metadata)
 
     def state_dict(self) -> dict[str, Any]:
         return self._data.state_dict()

@@ -6,22 +6,21 @@ import json
 from abc import ABC
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.atomic_files import write_atomically
 from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.schema import RunConfig
-from miles_async.pipeline.rollout_source import RolloutSource
+from miles_async.pipeline.rollout_source import PositionInData, RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
 
 
-class RolloutDataSource(ABC):  # noqa: B024  (another class is registered as a subclass)
+class RolloutDataSource(PositionInData, ABC):
     """A source of the run's data that belongs to a function of the user.
 
-    It reads the data from the beginning, and the run knows nothing of its position. The `data_source` that a rollout
-    function receives counts as an instance, too; its methods are in `pipeline/rollout_source.py`.
+    It reads the data from the beginning. The run does not know its position and its `metadata`; `save` writes both. The
+    `data_source` that a rollout function receives counts as an instance, too (`pipeline/rollout_source.py`).
 
     Example::
 
@@ -50,26 +49,6 @@ class RolloutDataSource(ABC):  # noqa: B024  (another class is registered as a s
     def add_samples(self, samples: Sequence[Group]) -> None:
         """Return groups. Raises UserError if one is incomplete."""
         self._data.add_samples(samples)
-
-    @property
-    def epoch_id(self) -> int:
-        """Number of passes over the data that are complete."""
-        return int(self._data.position()["epoch_id"])
-
-    @property
-    def sample_offset(self) -> int:
-        """Number of rows of this epoch that were read."""
-        return int(self._data.position()["sample_offset"])
-
-    @property
-    def sample_index(self) -> int:
-        """Index of the next sample."""
-        return int(self._data.position()["sample_index"])
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Values of the user that `save` writes."""
-        return self._data.metadata
 
     def save(self, rollout_id: int) -> None:
         """Write the position below the folder `save`, if it is set."""
