@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -128,8 +128,8 @@ _VERL_ROW = {
 
 
 @dataclass(frozen=True)
-class Script:
-    """One recorded launch script."""
+class Recording:
+    """One recorded launch script or configuration file."""
 
     name: str
     repository: str
@@ -139,11 +139,17 @@ class Script:
     checkpoint: str
     """The name of the model."""
     program: str
-    """`train.py`, `train_async.py`, or a module of verl."""
+    """`train.py`, `train_async.py`, or a module of verl or ROLL."""
+    files: Mapping[str, Any]
+    """The contents of YAML files, by path: those that a script passes, or a file of ROLL and those that it includes."""
+
+
+@dataclass(frozen=True)
+class Script(Recording):
+    """One recorded launch script."""
+
     arguments: Sequence[Sequence[str]]
     """Each flag and its values, in order."""
-    files: Mapping[str, Any]
-    """The contents of YAML files that the script passes."""
 
     def words(self, flag: str) -> Sequence[str]:
         """The values of a flag; none if the script does not have it. The last one counts if it is repeated."""
@@ -258,11 +264,16 @@ def _with_paths(content: Any, rows: str) -> Any:
     return [_with_paths(one, rows) for one in content] if isinstance(content, list) else content
 
 
+Recorded = TypeVar("Recorded", bound=Recording)
+
+
+def recordings(kind: type[Recorded], project: str) -> list[Recorded]:
+    """The recordings of a project, in the order of their names."""
+    names = {one.name for one in fields(kind)} - {"name"}
+    contents = {file.stem: json.loads(file.read_text()) for file in sorted((FOLDER / project).glob("*.json"))}
+    return [kind(name=stem, **{name: content[name] for name in names}) for stem, content in contents.items()]
+
+
 def scripts(project: str) -> list[Script]:
     """The recorded scripts of `slime`, `miles` or `verl`."""
-    found = []
-    for file in sorted((FOLDER / project).glob("*.json")):
-        content = json.loads(file.read_text())
-        names = ("repository", "path", "commit", "family", "checkpoint", "program", "arguments", "files")
-        found.append(Script(name=file.stem, **{name: content[name] for name in names}))
-    return found
+    return recordings(Script, project)

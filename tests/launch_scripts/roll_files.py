@@ -12,7 +12,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +24,7 @@ from miles_async.config.flags import parse_flags
 from miles_async.config.hydra import composed
 from miles_async.config.load import checked_config
 from miles_async.config.translation import Only, Outcome, Sets, entries, translate
-from tests.launch_scripts.replay import FOLDER, MODELS
+from tests.launch_scripts.replay import FOLDER, MODELS, Recording, recordings
 
 EXPECTED = FOLDER / "roll.json"
 """Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
@@ -86,19 +85,8 @@ _TAGS = {
 """A part of the name of a file of rows, and a tag of its rows. Rows of other files have a tag of `math_rule`."""
 
 
-@dataclass(frozen=True)
-class RollFile:
+class RollFile(Recording):
     """One recorded configuration file."""
-
-    name: str
-    repository: str
-    path: str
-    commit: str
-    family: str
-    checkpoint: str
-    program: str
-    files: Mapping[str, Any]
-    """The content of the file and of those that it includes, by path."""
 
     @property
     def entry(self) -> str:
@@ -182,12 +170,7 @@ class RollFile:
 
 def roll_files() -> list[RollFile]:
     """All recorded files."""
-    found = []
-    for file in sorted((FOLDER / "roll").glob("*.json")):
-        content = json.loads(file.read_text())
-        names = ("repository", "path", "commit", "family", "checkpoint", "program", "files")
-        found.append(RollFile(name=file.stem, **{name: content[name] for name in names}))
-    return found
+    return recordings(RollFile, "roll")
 
 
 def kinds(outcome: Outcome, content: Mapping[str, Any]) -> dict[str, str]:
