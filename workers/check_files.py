@@ -7,7 +7,7 @@ of Parquet files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -58,7 +58,7 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
     Raises UserError with a sentence per problem.
     """
     problems: list[str] = []
-    data, tokenizer = config.data, None
+    tokenizer = None
     with collected(problems):
         tokenizer = _tokenizer(config)
     if tokenizer is None and config.model.hf_checkpoint is not None:
@@ -73,26 +73,18 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
             groups = eval_groups(config, name, dataset, tokenizer=tokenizer, first=FIRST_ROWS)
             read.append(_FirstRows(dataset.path, config, dataset, groups))
     source = None
-    for name, of_training in data.datasets.items():
-        if (later := _downloaded_later(of_training.prompt_data)) is not None:
+    for title, alone, of_set in _training_data(config, full):
+        if (later := _downloaded_later(title)) is not None:
             rows.append(later)
             continue
-        alone = with_settings(config, datasets={name: of_training})
         with collected(problems):
-            opened = open_data(alone, tokenizer=tokenizer, first=FIRST_ROWS)
-            check_prompts(alone, opened, tokenizer)
-            groups = list(islice(first_epoch(opened), FIRST_ROWS))
-            read.append(_FirstRows(of_training.prompt_data, with_dataset(config, of_training), None, groups))
-    if data.datasets and not problems and not rows:
-        source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS)
-    title = data.prompt_data or (data.reasoning_gym_task if full else None)
-    if title is not None and (later := _downloaded_later(title)) is not None:
-        rows.append(later)
-    elif title is not None:
-        with collected(problems):
-            source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS)
-            check_prompts(config, source, tokenizer)
-            read.append(_FirstRows(title, config, None, list(islice(first_epoch(source), FIRST_ROWS))))
+            source = open_data(alone, tokenizer=tokenizer, first=FIRST_ROWS)
+            check_prompts(alone, source, tokenizer)
+            read.append(_FirstRows(title, of_set, None, list(islice(first_epoch(source), FIRST_ROWS))))
+    if config.data.datasets:
+        # A saved position is that of all data sets together.
+        comparable = config.learner.load is not None and not problems and not rows
+        source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS) if comparable else None
     rows += [_data_row(one, tokenizer) for one in read]
     with collected(problems):
         rows += _load_rows(config, source)
@@ -101,6 +93,16 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
             rows += asyncio.run(_score_empty_answers(config, read))
     raise_collected(problems)
     return rows
+
+
+def _training_data(config: RunConfig, full: bool) -> Iterator[tuple[str, RunConfig, RunConfig]]:
+    """Yield the file or the task of each data set, and two configurations of a run with only this data set: one that
+    names the data set, and one with its settings in place of those of the run."""
+    data = config.data
+    for name, dataset in data.datasets.items():
+        yield dataset.prompt_data, with_settings(config, datasets={name: dataset}), with_dataset(config, dataset)
+    if (title := data.prompt_data or (data.reasoning_gym_task if full else None)) is not None:
+        yield title, config, config
 
 
 def check_prompts(config: RunConfig, source: BufferedSource, tokenizer: CheckpointTokenizer | None) -> None:
