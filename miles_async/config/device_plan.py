@@ -126,7 +126,7 @@ def check_cards(plan: Plan, config: RunConfig) -> None:
     """Raise UserError if learner ranks, or the ranks of an engine, would get cards with too different memory.
 
     Ranks of the learner need equally much memory, so their cards may differ if the memory plan is for the smallest.
-    SGLang refuses cards of which one has less than nine tenths of the memory of another.
+    SGLang refuses an engine if one of its cards has less than nine tenths of the memory of another.
     """
     for number, engine in enumerate(plan.engines):
         if _differ(engine):

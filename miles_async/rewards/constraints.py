@@ -1,6 +1,6 @@
 """The constraints of RLVR-IFeval (Tülu 3, arXiv 2411.15124), whose rows name one function and its arguments.
 
-They count otherwise than IFEval's instructions (`rewards/instructions.py`), which have other names and arguments, too.
+They differ from IFEval's instructions (`rewards/instructions.py`) in their names, their arguments and what they count.
 The rules are those of ROLL's reward. Two things differ: the frequency of a keyword counts the keyword, not all words,
 and langid identifies languages. Responses are read in linear time, as there.
 """

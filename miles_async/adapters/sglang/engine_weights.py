@@ -100,7 +100,7 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
 
 
 def leave_out_draft(draft_worker: Any) -> None:
-    """Replace SGLang's `_get_draft_model_runner`, so that a draft model is not asked for its weights, too.
+    """Replace SGLang's `_get_draft_model_runner`, so that a draft model is not also asked for its weights.
 
     It does not have the parameters that a publish writes and verifies.
     """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULTS: Mapping[str, Any] = {
-    # Sizes and names, of which None has to be set.
+    # Sizes and names. The user has to set those with None.
     "num_rollout": None,
     "rollout_batch_size": None,
     "n_samples_per_prompt": 1,

@@ -95,7 +95,7 @@ class _Keys(CombinedKeys):
         self._syncs = self._number("async_training.trigger_parameter_sync_step", 4) if self._is_async else 1
         """Batches between two publishes. verl's fully asynchronous trainer counts in them."""
         self._steps = 1
-        """Optimizer steps per batch, in each of which verl keeps the learning rate."""
+        """Optimizer steps per batch. verl does not change the learning rate between them."""
 
     def translate(self) -> None:
         self._batches()

@@ -36,8 +36,8 @@ def _reference(config: RunConfig, entry: str) -> Iterator[str]:
         yield "ref_load has no effect, because no reference model is used: set use_kl_loss or kl_coef, or unset it"
     elif folder is not None and is_of_megatron(folder):
         yield (
-            f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint, of which it is "
-            "taken to be a conversion: set ref_load to a Hugging Face checkpoint if it is another model"
+            f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint; ref_load "
+            "should be a conversion of it: set ref_load to a Hugging Face checkpoint if it is another model"
         )
 
 

@@ -289,19 +289,20 @@ class Instruments:
             "learner_idle_seconds",
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
-        of_set = "of a data set in a run with several."
         self.dataset_reward = BoundedLabels(
-            gauge("dataset_reward", f"Mean reward of the last groups {of_set}", "dataset")
+            gauge("dataset_reward", "Mean reward of the last groups of a data set.", "dataset")
         )
-        self.dataset_trained = BoundedLabels(gauge("dataset_trained_groups", f"Trained groups {of_set}", "dataset"))
+        self.dataset_trained = BoundedLabels(
+            gauge("dataset_trained_groups", "Groups of a data set that were trained.", "dataset")
+        )
         self.dataset_filtered = BoundedLabels(
-            gauge("dataset_filtered_groups", f"Groups that a filter dropped, {of_set}", "dataset")
+            gauge("dataset_filtered_groups", "Groups of a data set that a filter dropped.", "dataset")
         )
         self.dataset_share = BoundedLabels(
-            gauge("dataset_share_ratio", f"Fraction of all trained groups: those {of_set}", "dataset")
+            gauge("dataset_share_ratio", "Fraction of all trained groups that are from a data set.", "dataset")
         )
         self.dataset_epochs = BoundedLabels(
-            gauge("dataset_epochs", f"How often the prompts were used up {of_set}", "dataset")
+            gauge("dataset_epochs", "Number of times that the prompts of a data set were used.", "dataset")
         )
         self.eval_accuracy = BoundedLabels(
             gauge("eval_accuracy_ratio", "Fraction of samples with the full reward on a data set.", "name")

@@ -80,4 +80,4 @@ def _verdict(answer: Any) -> float:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             return float(re.search(r"(?i)\byes\b", after_reasoning(text)) is not None)
     said = ", ".join(map(str, answer)) if isinstance(answer, Mapping) else type(answer).__name__
-    raise ValueError(f"rm_url answered no chat completion but {said:.80}: set it to that of a judge")
+    raise ValueError(f"rm_url answered {said:.80} instead of a chat completion: set it to the address of a judge")

@@ -33,7 +33,7 @@ class RollIfeval(Reward):
 
         asked = json.loads(sample.label) if isinstance(sample.label, str) else sample.label
         if not isinstance(asked, dict) or not isinstance(name := asked.get("func_name"), str):
-            raise ValueError(f"the label {sample.label!r:.80} is no object with func_name")
+            raise ValueError(f"the label {sample.label!r:.80} is not an object with func_name")
         acc = float(satisfies(after_reasoning(sample.response), name, asked))
         return {"score": acc - _repetition(sample.response), "acc": acc}
 

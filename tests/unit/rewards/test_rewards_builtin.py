@@ -237,7 +237,7 @@ async def test_a_judge_is_asked_for_a_completion_and_its_yes_is_the_reward(text:
 
 async def test_a_server_that_is_no_judge_is_an_error_of_its_samples() -> None:
     with pytest.raises(
-        TrajectoryError, match="rm_url answered no chat completion but float: set it to that of a judge"
+        TrajectoryError, match="rm_url answered float instead of a chat completion: set it to the address of a judge"
     ):
         await Judge((200, 0.5)).score(rm_type="llm_judge")
 

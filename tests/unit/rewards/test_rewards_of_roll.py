@@ -64,7 +64,7 @@ async def test_an_ifeval_row_of_roll_is_scored_after_the_reasoning_without_speci
         ('{"func_name": "verify_taste"}', "constraint 'verify_taste' is unknown; known are validate_choice, "),
         ('{"func_name": "validate_end", "end_phrase": null}', "constraint validate_end needs end_phrase"),
         ('{"func_name": "validate_word_constraint", "N": 1, "quantifier": "over"}', "quantifier 'over' is unknown"),
-        ("{}", "the label '{}' is no object with func_name"),
+        ("{}", "the label '{}' is not an object with func_name"),
         ("B", "JSONDecodeError"),
     ],
 )

@@ -149,7 +149,7 @@ def window_on_gpu(size: int) -> Window:
 
     def seen_by(rank: RankMemory, size: int) -> Call:
         shape = torch.Size([size]), (1,), data.storage_offset()
-        # The number of the rank's own GPU: CUDA opens memory of other GPUs, too, also if the process does not see them.
+        # The rank's own GPU: CUDA also opens memory of GPUs that the process does not see.
         device = torch.device(rank.device).index
         memory = device, handle, length, offset
         # The last argument: the rank need not wait for this GPU, because `_send_bucket` has waited.
