@@ -21,8 +21,8 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
     Rewards are shifted by the mean and divided by the standard deviation of `norm_mean_type` and `norm_std_type`
     ("group", "batch" or None), and clipped to ±`reward_clip`. With `whiten_advantages`, they then get mean 0 and
     variance 1 over the trained tokens of the batch. They are clipped to ±`advantage_clip` in the end. With several data
-    sets, each of them is treated as a batch of its own. If a reward is not finite, all advantages are NaN, so that the
-    learner skips the step.
+    sets, all of this is done for each of them separately. If a reward is not finite, all advantages are NaN, so that
+    the learner skips the step.
     """
     raw = [sample.scalar_reward for sample in samples]
     if not all(map(isfinite, raw)):
