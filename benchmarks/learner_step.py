@@ -10,16 +10,15 @@ Without a download: a model of random weights with the shape of SmolLM2-135M, in
     half_of_32
            the same with 32 groups, where the part of a step that does not depend on the batch matters less
 
-Each job runs as the learner runs it and, with `--before`, also in a checkout of an earlier commit (such as 5d6f210, the
-last one that computed every token of every sample). Each variant is a process, so that its peak memory is its own;
-the variants take turns, and the medians are compared. `half` and `half_of_32` are compared with the same batch of
-which every sample is computed. Writes benchmarks/results/learner-step.json.
+Each job runs as the learner runs it and, with `--before`, also in a checkout of an earlier commit, not older than
+b283c48f. Each variant is a process, so that its peak memory is its own; the variants take turns, and the medians are
+compared. `half` and `half_of_32` are compared with the same batch of which every sample is computed. Writes
+benchmarks/results/learner-step.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -136,20 +135,13 @@ def work(job: str, variant: str, model: str) -> None:
     training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
     loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
     config = RunConfig.model_validate({"algorithm": loss, "learner": training})
-    if variant == "before":
-        # The names of these modules and functions in the commit that is compared.
-        importlib.import_module("miles_async.cpu_compat").register()
-        learner_class = importlib.import_module("miles_async.adapters.megatron.learner").MegatronLearner
-        [steps] = importlib.import_module("miles_async.adapters.megatron.batch").rank_shares(groups, config, 1)
-    else:
-        # This process runs a script, and therefore not `benchmarks/__init__.py`.
-        cpu_compat.install()
-        from miles_async.adapters.megatron.training.learner import MegatronLearner
-        from miles_async.batching.batch import policy_steps
+    # This process runs a script, and therefore not `benchmarks/__init__.py`.
+    cpu_compat.install()
+    from miles_async.adapters.megatron.training.learner import MegatronLearner
+    from miles_async.batching.batch import policy_steps
 
-        learner_class = MegatronLearner
-        [steps] = policy_steps(groups, config, ranks=1, share_prefixes=True, computes_all=variant == "all")
-    learner = learner_class(config, model, 0, 1, "127.0.0.1", free_port())
+    [steps] = policy_steps(groups, config, ranks=1, share_prefixes=True, computes_all=variant == "all")
+    learner = MegatronLearner(config, model, 0, 1, "127.0.0.1", free_port())
     learner.train(0, steps)
     started = time.perf_counter()
     learner.train(1, steps)
