@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers.waits PROJECT CHECKOUT URL LIMIT SEED SECONDS
 
-Each sample is a turn of 16 tokens, a tool call of `seconds_of_call`, and another turn. Groups have 4 samples, batches
+Each sample is a turn of 16 tokens, a tool call of
+`examples/slow_sandbox.py`, and another turn. Groups have 4 samples, batches
 16 groups. The fake engine answers after 50 ms and reports the weight version. The learner takes 0.5 s for a batch and
 then publishes. All workers may have the same number of samples in progress: the greatest number with which the window
 of this project is greedy under the staleness limit. For a limit of 2 it is one batch, the default here and in Miles.
@@ -19,9 +20,7 @@ import asyncio
 import importlib
 import itertools
 import json
-import math
 import os
-import random
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ import uvloop
 
 from benchmarks.peers.workers import EndlessPrompts, peer_settings
 from benchmarks.rollout_worker import FixedTokenizer, GroupTimes, Instant, fake_engine, worker
+from examples.slow_sandbox import seconds_of_call
 from miles_async.adapters.sglang.client import JsonClient
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -50,11 +50,6 @@ Collect = Callable[[int], Awaitable[Any]]
 IN_PROGRESS = {2: 64, 8: 256}
 """Samples in progress by staleness limit."""
 STEP_SECONDS, WARM_UP_SECONDS, SECONDS, SEEDS = 0.5, 15.0, 30.0, 3
-
-
-def seconds_of_call(seed: int, index: int, call: int) -> float:
-    """Return the duration of a tool call in seconds: log-normal with a median of 0.5 and sigma 1.2, at most 20."""
-    return min(20.0, 0.5 * math.exp(1.2 * random.Random(f"{seed} {index} {call}").gauss()))
 
 
 class Step(NamedTuple):
