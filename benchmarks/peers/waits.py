@@ -75,6 +75,8 @@ class Job(Instant):
         self.steps: list[Step] = []
         self.discarded: Callable[[], int] = lambda: 0
         self.seed = seed
+        self.turns: list[float] = []
+        """Seconds that each turn took: those of the engine, unless the worker had too little of the processors."""
         self._url, self._client = url, JsonClient()
         self._began: dict[int, int] = {}
         """The live version when a sample began, by the index of the sample."""
@@ -110,13 +112,19 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     """The generate function of all projects; `args.turn` is what they have for one turn."""
     args.job.began(sample)
     try:
-        await args.turn(sample, {**sampling_params, "max_new_tokens": TURN_TOKENS})
+        await _turn(args, sample, sampling_params, TURN_TOKENS)
         await asyncio.sleep(seconds_of_call(args.job.seed, sample.index, 0))
         sample.status = sample.Status.PENDING
-        await args.turn(sample, {**sampling_params, "max_new_tokens": 2 * TURN_TOKENS})
+        await _turn(args, sample, sampling_params, 2 * TURN_TOKENS)
     finally:
         args.job.count(-1)
     return sample
+
+
+async def _turn(args: Any, sample: Any, sampling_params: dict[str, Any], tokens: int) -> None:
+    began = time.perf_counter()
+    await args.turn(sample, {**sampling_params, "max_new_tokens": tokens})
+    args.job.turns.append(time.perf_counter() - began)
 
 
 def summary(steps: Sequence[Step]) -> dict[str, float]:
@@ -192,7 +200,8 @@ async def measure(project: str, args: Namespace, url: str, limit: int, seed: int
     with suppress(TimeoutError):
         async with asyncio.timeout(WARM_UP_SECONDS + seconds):
             await (run_ours(job, url, limit) if project == "ours" else run_peer(project, job, args))
-    return summary([step for step in job.steps if step.at >= measured_from])
+    figures = summary([step for step in job.steps if step.at >= measured_from])
+    return figures | {"seconds per turn": fmean(job.turns)}
 
 
 def measure_waits(checkouts: dict[str, Path]) -> dict[str, list[dict[str, float]]]:
@@ -200,12 +209,14 @@ def measure_waits(checkouts: dict[str, Path]) -> dict[str, list[dict[str, float]
     results: dict[str, list[dict[str, float]]] = {}
     workers = [("ours", Path()), *((name.lower(), path) for name, path in checkouts.items())]
     with fake_engine("--latency", "0.05", "--tokens", str(TURN_TOKENS)) as url:
-        for limit, (project, checkout) in itertools.product(IN_PROGRESS, workers):
-            name = f"{project}, limit {limit}"
-            results[name] = [_run(project, str(checkout), url, limit, seed) for seed in range(SEEDS)]
-            for figure in results[name][0]:
-                values = [run[figure] for run in results[name]]
-                print(f"{name}: {figure} {fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})", flush=True)
+        # All workers with one seed after the other, so that other load on the machine affects them alike.
+        for seed, limit, (project, checkout) in itertools.product(range(SEEDS), IN_PROGRESS, workers):
+            runs = results.setdefault(f"{project}, limit {limit}", [])
+            runs.append(_run(project, str(checkout), url, limit, seed))
+    for name, runs in results.items():
+        for figure in runs[0]:
+            values = [run[figure] for run in runs]
+            print(f"{name}: {figure} {fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})")
     return results
 
 
