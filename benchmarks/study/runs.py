@@ -50,6 +50,14 @@ LOSSES = {
     "dppo": ("--policy-objective", "dppo", "--off-policy-correction", "none"),
     "m2po": ("--policy-objective", "m2po", "--off-policy-correction", "none"),
 }
+STALE = "stale "
+"""The beginning of the variants in which samples are really stale."""
+STALE_GROUPS = 48
+"""Groups in flight per version of the limit, which are three quarters of a batch; at least a whole batch. See
+`slow_grader.py`."""
+LEAST_SHARE = 0.6
+"""Of the staleness limit, the mean age of the samples that are really stale."""
+RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
@@ -70,6 +78,11 @@ class Cell:
     def path(self) -> Path:
         job = "" if self.config == MAIN else f"{self.config.stem} "
         return STORE / f"{job}{self.schedule} {self.variant} seed {self.seed}.json".replace(" ", "-")
+
+    def is_too_fresh(self, outcome: Outcome) -> bool:
+        """Whether samples should have been really stale and were not."""
+        least = LEAST_SHARE * int(self.schedule.removeprefix("limit ")) if self.variant.startswith(STALE) else 0.0
+        return outcome.staleness < least
 
     def command(self, run_dir: Path) -> list[str]:
         entry, schedule = ("train.py", []) if self.schedule == "in turns" else ("train_async.py", self._asynchronous())
@@ -143,6 +156,13 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
             for limit in (1, 2, 4, 8, 16):
                 for name, flags in CORRECTIONS.items():
                     yield Cell(f"limit {limit}", name, seed, flags)
+    if "stale" in parts:
+        main = ("default", "recommended")
+        for limits, names in (((4, 16), main), ((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
+            for seed in SEEDS[:seeds]:
+                for limit in limits:
+                    for name in names:
+                        yield _stale(limit, name, seed)
     if "waits" in parts:
         for seed in SEEDS:
             # Over-sampling would not train in turns: the surplus of a batch would be trained in the next one.
@@ -157,6 +177,12 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
             for limit in (2, 8):
                 for name, flags in LOSSES.items():
                     yield Cell(f"limit {limit}", name, seed, flags)
+
+
+def _stale(limit: int, name: str, seed: int) -> Cell:
+    flags = ["--over-sampling-batch-size", str(max(STALE_GROUPS * limit, 64))]
+    flags += ["--rollout-sample-hook-path", "benchmarks.study.slow_grader.wait"]
+    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | LOSSES | RATES)[name]))
 
 
 def stored(cell: Cell) -> Outcome | None:
