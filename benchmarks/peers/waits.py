@@ -146,13 +146,29 @@ async def run_ours(job: Job, url: str, limit: int) -> None:
         tokenizer: Any = FixedTokenizer()  # it needs no text of turns here
         turns = MultiTurnSampler(engine, tokenizer)
         args: Any = Namespace(job=job, turn=turns.sample)
-        sampling, limits = SamplingParams(max_new_tokens=tokens), {"timeout_seconds": 600.0, "max_attempts": 3}
-        return FunctionGenerator(generate, args, sampling, engine, turns, live_version=lambda: job.live, **limits)
+        return FunctionGenerator(
+            generate,
+            args,
+            SamplingParams(max_new_tokens=2 * TURN_TOKENS),
+            engine,
+            turns,
+            live_version=lambda: job.live,
+            timeout_seconds=600,
+            max_attempts=3,
+        )
 
     tune_memory()
-    tokens, most = 2 * TURN_TOKENS, IN_PROGRESS[limit]
-    sizes = {"group": GROUP, "batch": BATCH, "tokens": tokens, "staleness": limit}
-    service, _ = worker(url, most, GroupTimes(), outside=job, generator_of=with_tool, **sizes)
+    service, _ = worker(
+        url,
+        IN_PROGRESS[limit],
+        GroupTimes(),
+        group=GROUP,
+        tokens=2 * TURN_TOKENS,
+        outside=job,
+        generator_of=with_tool,
+        batch=BATCH,
+        staleness=limit,
+    )
     job.discarded = lambda: service.lifecycle.recycled
     await service.run()
 
