@@ -11,7 +11,10 @@ of this project is greedy under the staleness limit. For a limit of 2 it is one 
 Other settings are defaults, and the code of slime and Miles is unchanged. In their runs, the next batch is collected
 during a step and before its publish, as in their `train_async.py`. slime has no limit of staleness. Its setting
 `sglang_server_concurrency` limits samples in progress and, with the same number, the groups that it has taken and those
-that wait for the learner. Prints the result of the worker as JSON.
+that wait for the learner.
+
+Prints the result of the worker as JSON. `seconds per turn` shows whether the machine was idle enough: a turn takes
+little more than 50 ms unless the worker or the engine waits for a processor, and the other figures are then too low.
 """
 
 from __future__ import annotations
