@@ -10,7 +10,7 @@ baseline:  the row with whose seconds per batch the printed speed-up compares
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -80,7 +80,7 @@ class Tally:
     training: float = 0.0
     drains: int = 0
     ages: int = 0
-    blocked: Counter[str] = field(default_factory=Counter)
+    blocked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds in which admission was blocked, by the limit."""
     view: RunView = field(default_factory=lambda: RunView(recent=False))
 
