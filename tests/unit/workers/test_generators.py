@@ -103,13 +103,13 @@ async def says_whether(args: Any, sample: Sample, sampling_params: dict[str, Any
 
 async def test_a_generate_function_that_takes_evaluation_is_told_whether_it_generates_for_one() -> None:
     settings = {"custom_generate_function_path": f"{__name__}.says_whether"}
-    told = []
+    seen = []
     async with generators(eval_interval=1, eval_size=1, **settings) as made:
         for generator in made.training(), made.evaluation(greedy_of(made._config)):
             group = Group([Sample(index=0, prompt="a")])
             await generator.generate(group)
-            told.append(group[0].metadata["evaluation"])
-    assert told == [False, True]
+            seen.append(group[0].metadata["evaluation"])
+    assert seen == [False, True]
 
 
 async def opens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
