@@ -147,10 +147,10 @@ def _close_span(request: Request) -> None:
 
     SGLang ends a span with each event, merges spans of the same version, and leaves out spans without tokens.
     """
-    from sglang.srt.utils.weight_versions import WeightVersionEvent
-
     version, oldest = _live_version(), _oldest_version(request)
     if version is not None and oldest is not None and request.output_ids:
+        from sglang.srt.utils.weight_versions import WeightVersionEvent
+
         label = str(version) if oldest == version else f"{version}/{oldest}"
         request.weight_version_events.append(WeightVersionEvent(label, len(request.output_ids)))
 
