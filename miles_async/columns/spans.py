@@ -76,13 +76,7 @@ class Spans(Column):
         return {"": array if any(span.oldest_keys is not None for span in value) else array[:, :3].copy()}
 
     def restored(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        rows = arrays[""].tolist()
-        if arrays[""].shape[1] == 3:
-            return [VersionSpan(*row) for row in rows]
-        return [
-            VersionSpan(version, start, end, None if oldest == version else oldest, reused)
-            for version, start, end, oldest, reused in rows
-        ]
+        return [_restored(*row) for row in arrays[""].tolist()]
 
     def packed(self, sample: Sample, value: Any, positions: NDArray[np.int64]) -> Any:
         versions = np.full(sample.response_length, NO_VERSION, np.int32)
@@ -98,6 +92,10 @@ class Spans(Column):
             np.concatenate([empty, *(part.versions for part in parts)]),
             np.concatenate([empty, *(part.counts for part in parts)]),
         )
+
+
+def _restored(version: int, start: int, end: int, oldest: int | None = None, reused: int = 0) -> VersionSpan:
+    return VersionSpan(version, start, end, None if oldest == version else oldest, reused)
 
 
 def check_version(version: int, newest: int | None, name: str) -> None:

@@ -35,7 +35,7 @@ VARIABLE = "MILES_ASYNC_MAX_KV_STALENESS"
 """The environment variable of an engine with the setting."""
 UNLIMITED = -1
 LOOKUPS = 64
-"""Most versions in which a request looks for a prefix; each of them takes some microseconds."""
+"""Most older versions in which a request looks for a prefix; each of them takes some microseconds."""
 _TAG = "|keys="
 
 
@@ -93,10 +93,10 @@ def enter_queue(scheduler: Scheduler, request: Request, *_: Any, **__: Any) -> N
     if version is None:
         return
     _close_span(request)
-    reach = LOOKUPS if staleness_limit() == UNLIMITED else min(staleness_limit(), LOOKUPS)
+    back = LOOKUPS if staleness_limit() == UNLIMITED else min(staleness_limit(), LOOKUPS)
     own = (request.extra_key or "").partition(_TAG)[0]
     needed = (len(request.origin_input_ids) + len(request.output_ids)) / 2
-    candidates = range(version, max(version - reach, 0) - 1, -1)
+    candidates = range(version, max(version - back, 0) - 1, -1)
     chosen = next((one for one in candidates if _cached(scheduler, request, f"{own}{_TAG}{one}") >= needed), version)
     request.extra_key = f"{own}{_TAG}{chosen}"
 
