@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -67,6 +67,9 @@ run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a 
 
 run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 	@$(VENV_PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
+
+run-agents: $(READY) ## Train an agent whose tools take as long as a real sandbox; compare with train.py (see the file)
+	@$(VENV_PYTHON) train_async.py --config configs/slow-tools-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 # Only tests need a browser, so `make run` does not install one.
 browser: ## Install Debian's Chromium, for the tests of the live page and the run report

@@ -6,7 +6,7 @@ Answers `/generate` like SGLang 0.5 after `latency` seconds. Each sample has 256
 log-probabilities, packed if the request asks for that, and a weight version. With `--text TEXT`, an answer is that text
 with one token per byte, and the end-of-sequence token of tiny models. `/abort_request` ends all waiting requests. The
 latency can be changed at any time: after `POST /latency {"seconds": 0.2, "spread": 0.5}`, requests take between 0.5 and
-1.5 times 0.2 seconds.
+1.5 times 0.2 seconds. After `POST /update_weight_version {"new_version": "3"}`, new requests are answered by version 3.
 """
 
 from __future__ import annotations
@@ -72,17 +72,19 @@ class FakeEngine:
         self._aborted = asyncio.Event()
         # The responses are serialised only once, so that this process is not the bottleneck of the measurement.
         completed = answer("fake", 64, tokens, token_text=token_text) if text is None else _saying(text)
-        self._bodies = [_bodies(one) for one in (completed, answer("fake", 64, 0, "abort"))]
+        self._answers = (completed, answer("fake", 64, 0, "abort"))
+        self._bodies = [_bodies(one) for one in self._answers]
 
     async def generate(self, http: web.Request) -> web.Response:
         request = orjson.loads(await http.read())
         prompts = request["input_ids"]
         packed = str(request.get("rid")).startswith(PACKED)
-        aborted, body = self._aborted, self._bodies[0][packed]
+        aborted, bodies = self._aborted, self._bodies
+        body = bodies[0][packed]
         try:
             factor = 1 + self._spread * self._random.uniform(-1, 1)
             await asyncio.wait_for(aborted.wait(), self._latency * factor)
-            body = self._bodies[1][packed]
+            body = bodies[1][packed]
         except TimeoutError:
             pass
         is_list = isinstance(prompts[0], list)
@@ -99,6 +101,14 @@ class FakeEngine:
         self._latency, self._spread = order["seconds"], order["spread"]
         return web.Response(body=b"{}", content_type="application/json")
 
+    async def version(self, http: web.Request) -> web.Response:
+        version = orjson.loads(await http.read())["new_version"]
+        for meta in (one["meta_info"] for one in self._answers):
+            meta["weight_version"] = version
+            meta["weight_versions"] = [{**span, "version": version} for span in meta["weight_versions"]]
+        self._bodies = [_bodies(one) for one in self._answers]
+        return web.Response(body=b"{}", content_type="application/json")
+
     async def health(self, http: web.Request) -> web.Response:
         return web.Response()
 
@@ -107,6 +117,7 @@ class FakeEngine:
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_post("/latency", self.latency)
+        app.router.add_post("/update_weight_version", self.version)
         app.router.add_get("/health", self.health)
         return app
 

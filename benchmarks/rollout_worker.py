@@ -24,7 +24,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
@@ -258,30 +258,37 @@ def worker(
     tokens: int = TOKENS,
     store: RunStore | None = None,
     rewards: RunRewards | None = None,
-    learner: Any = None,
+    outside: Instant | None = None,
+    generator_of: Callable[[SGLangGenerator], Any] = lambda engine: engine,
+    batch: int = BATCH,
+    staleness: int | None = None,
 ) -> tuple[Service, SGLangGenerator]:
-    """The pipeline of a rollout worker with the engine at `url`, and its generator."""
+    """The pipeline of a rollout worker with the engine at `url`, and its generator.
+
+    `generator_of` returns the generator of the pipeline, which may call the given one several times for each sample.
+    """
     rollout = Rollout(
         rollout_function_path=Stream.function,
         num_rollout=10**6,
-        rollout_batch_size=BATCH,
+        rollout_batch_size=batch,
         n_samples_per_prompt=group,
         over_sampling_batch_size=in_flight // group,
         rollout_max_response_len=tokens,
+        max_weight_staleness=staleness,
     )
     config = RunConfig(rollout=rollout)
     sampling = SamplingParams(max_new_tokens=tokens)
     generator = SGLangGenerator(
         url, FixedTokenizer(), sampling, limit=lambda: in_flight, engines=lambda: [EngineInfo("stand-in", url, 0, 1)]
     )
-    instant: Any = Instant()  # it has only those calls of the ports that this run makes
+    instant: Any = outside or Instant()  # it has only those calls of the ports that this run makes
     ports = Ports(
         clock=SystemClock(),
         journal=Journal(store or NullStore(), outbox, SystemClock()),
         data=EndlessPrompts(group, ANSWER if rewards else "7" * tokens),
-        generator=generator,
+        generator=generator_of(generator),
         rewarder=rewards or Rewarder(Exact().score, None, name="exact", timeout_seconds=60, changes_samples=False),
-        learner=learner or instant,
+        learner=instant,
         channel=instant,
         fleet=instant,
         dead_letters=instant,

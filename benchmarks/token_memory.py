@@ -82,7 +82,7 @@ async def fill_queue(url: str, groups: int, samples: int, tokens: int, folder: P
         process, learner = psutil.Process(), NeverTrains()
         before = process.memory_info().rss
         service, generator = worker(
-            url, 8 * samples, finished, group=samples, tokens=tokens, store=store, learner=learner
+            url, 8 * samples, finished, group=samples, tokens=tokens, store=store, outside=learner
         )
         run, watching = asyncio.create_task(service.run()), asyncio.create_task(watch(lags, [], generator))
         began = time.monotonic()

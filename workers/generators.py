@@ -24,7 +24,7 @@ from miles_async.adapters.system.clock import SystemClock
 from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
-from miles_async.config.user_functions import load_function
+from miles_async.config.user_functions import load_function, with_keywords
 from miles_async.events import AgentSessionExpired, SampleDiscarded
 from miles_async.guests import GUESTS
 from miles_async.pipeline.journal import Journal
@@ -186,14 +186,16 @@ class GeneratorFactory:
 
     def training(self) -> RunGenerator:
         """The generator of the training data."""
-        generator = self._with_user_function(self.engine_client, self.limits, self._report_discarded)
+        generator = self._with_user_function(
+            self.engine_client, self.limits, evaluation=False, on_discarded=self._report_discarded
+        )
         return self._with_hooks(generator, self.limits, evaluation=False)
 
     def evaluation(self, sampling: SamplingParams) -> RunGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks.
         engine, limits = self._evaluation.with_sampling(sampling), replace(self.limits, sampling_masks=None)
-        return self._with_hooks(self._with_user_function(engine, limits), limits, evaluation=True)
+        return self._with_hooks(self._with_user_function(engine, limits, evaluation=True), limits, evaluation=True)
 
     def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
@@ -230,7 +232,12 @@ class GeneratorFactory:
         return HookedGenerator(generator, paths, self.args, limits, evaluation=evaluation) if paths else generator
 
     def _with_user_function(
-        self, engine: SGLangGenerator, limits: SampleLimits, on_discarded: OnDiscarded | None = None
+        self,
+        engine: SGLangGenerator,
+        limits: SampleLimits,
+        *,
+        evaluation: bool,
+        on_discarded: OnDiscarded | None = None,
     ) -> SGLangGenerator | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
         path = self._config.rollout.custom_generate_function_path
@@ -239,7 +246,7 @@ class GeneratorFactory:
         turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
         return FunctionGenerator(
-            load_function(path, setting="custom_generate_function_path"),
+            with_keywords(load_function(path, setting="custom_generate_function_path"), {"evaluation": evaluation}),
             self.args.with_values(turns=turns, agents=agents),
             engine.sampling,
             engine,

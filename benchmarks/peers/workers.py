@@ -18,6 +18,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,8 +72,9 @@ async def exact(args: Any, sample: Any) -> float:
 class EndlessPrompts:
     """A data source of the peer's samples that never ends."""
 
-    def __init__(self, sample_class: type[Any]) -> None:
+    def __init__(self, sample_class: type[Any], group: int = GROUP) -> None:
         self._sample = sample_class
+        self._group_size = group
         self._fed = 0
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
@@ -83,11 +85,10 @@ class EndlessPrompts:
 
     def _group(self) -> list[Any]:
         self._fed += 1
+        first = self._fed * self._group_size
         return [
-            self._sample(
-                group_index=self._fed, index=self._fed * GROUP + i, prompt="7" * len(PROMPT), label="7" * TOKENS
-            )
-            for i in range(GROUP)
+            self._sample(group_index=self._fed, index=first + i, prompt="7" * len(PROMPT), label="7" * TOKENS)
+            for i in range(self._group_size)
         ]
 
 
@@ -187,11 +188,12 @@ async def miles_rate(args: Namespace, seconds: float) -> float:
     return meter.rate
 
 
-def main() -> None:
+@contextmanager
+def peer_settings(checkout: str, url: str) -> Iterator[Namespace]:
+    """Let the peer's packages be imported from `checkout`, and yield its settings with a tiny model."""
     from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
     from miles_async.config.schema import TinyModel
 
-    project, checkout, url, seconds = sys.argv[1:]
     sys.path.insert(0, checkout)
     latex = ModuleType("pylatexenc")
     latex.latex2text = ModuleType("pylatexenc.latex2text")  # type: ignore[attr-defined]
@@ -199,7 +201,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = f"{folder}/model"
         create_tiny_model(TinyModel(num_layers=1, hidden_size=64, ffn_hidden_size=64), Path(model), seed=0)
-        args = settings(url, model)
+        yield settings(url, model)
+
+
+def main() -> None:
+    project, checkout, url, seconds = sys.argv[1:]
+    with peer_settings(checkout, url) as args:
         rate = slime_rate(args, float(seconds)) if project == "slime" else asyncio.run(miles_rate(args, float(seconds)))
     print(rate, flush=True)
     # slime's worker thread still waits for answers, and ending the interpreter under it can abort the process.

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import SEEDS, Cell, Outcome
+from benchmarks.study.runs import SEEDS, STALE, Cell, Outcome, cells
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -58,11 +58,17 @@ class Interval:
         return f"{self.mean:+.3f}" + (f" ± {self.half:.3f}" if self.half < float("inf") else " (one seed)")
 
 
-def page(runs: Runs) -> str:
-    """The page in Markdown. `runs` holds at least one run in turns."""
-    return "\n".join(
-        section for section in (INTRODUCTION, _same_samples(runs), _limits(runs), _signals(runs)) if section
+def page(runs: Runs, waits: Runs) -> str:
+    """The page in Markdown. `runs` holds at least one run in turns, and `waits` those of the job whose tools wait."""
+    sections = (
+        INTRODUCTION,
+        _really_stale(runs),
+        _waits(waits),
+        _same_samples(runs),
+        _limits(runs),
+        _signals(runs),
     )
+    return "\n".join(section for section in sections if section)
 
 
 def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
@@ -81,14 +87,13 @@ def difference(runs: Runs, name: tuple[str, str]) -> Interval:
 def seconds_to(accuracy: float, runs: Iterable[Outcome]) -> float | None:
     """When the mean accuracy of `runs` first reaches `accuracy`, interpolated; None if it never does."""
     curves = [run.curve for run in runs]
-    means = [
-        (fmean(point[1] for point in points), fmean(point[2] for point in points))
-        for points in zip(*curves, strict=True)
-    ]
-    for (earlier, low), (later, high) in itertools.pairwise(means):
-        if low < accuracy <= high:
-            return earlier + (later - earlier) * (accuracy - low) / (high - low)
-    return None
+    return _reached(
+        accuracy,
+        [
+            (fmean(point[1] for point in points), fmean(point[2] for point in points))
+            for points in zip(*curves, strict=True)
+        ],
+    )
 
 
 def repeats(runs: Runs, schedule: str) -> list[Outcome]:
@@ -120,6 +125,108 @@ def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
         "| run | seeds | accuracy | gain, lowest to highest | difference to in turns, 95 % | mean staleness | seconds |"
     )
     return "\n".join([head, "|---" * 7 + "|", *(_row(runs, name) for name in names if name in runs)])
+
+
+def _really_stale(runs: Runs) -> str:
+    names = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
+    if not any(name in runs for name in names):
+        return ""
+    return f"""
+## When samples are really stale
+
+In these runs, a hook waits before each reward, as a slow grader does, so that 48 groups per version of the limit are in
+flight beside batches of 64 ([slow_grader.py](../../benchmarks/study/slow_grader.py)). The samples are then on average
+nearly as old as the limit allows. The tables below have the same job without the waits, where generation is the
+bottleneck and the mean staleness is about 1 at every limit.
+
+| run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
+{"|---" * 7}|
+{chr(10).join(_stale_row(runs, name) for name in names)}
+"""
+
+
+def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
+    title = ", ".join(name).replace(STALE, "")
+    if name not in runs:
+        return f"| {title} | not run |" + " |" * 5
+    found = list(runs[name].values())
+    numbers = [str(len(found)), _spread([run.after for run in found]), str(difference(runs, name))]
+    numbers += [f"{fmean(run.staleness for run in found):.2f}", str(max(run.max_staleness for run in found))]
+    return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
+
+
+def _waits(runs: Runs) -> str:
+    if IN_TURNS not in runs:
+        return ""
+    turns = runs[IN_TURNS]
+    rows = [_wait_row(turns, turns, "in turns")]
+    rows += [
+        _wait_row(turns, runs[name], name[0]) for limit in LIMITS if (name := (f"limit {limit}", "default")) in runs
+    ]
+    loads = [run.load for found in runs.values() for run in found.values()]
+    return f"""
+## Tools that wait
+
+`make run-agents` trains an agent with a calculator that takes the time of a real sandbox: half a second in the median,
+and up to 20 seconds (`configs/slow-tools-cpu.yaml`). Each batch has 16 groups of four samples, and there are 20
+batches. In turns, a batch waits for the slowest of its 64 calls. Asynchronous runs keep 32 groups in flight. By
+Little's law, a group is then trained about two versions after its first token, whatever the limit is. The limit decides
+how long training can go on beside one slow call.
+
+Evaluations do not count as time of the runs in turns. In asynchronous runs they take place beside training, and an
+accuracy is reached when its evaluation has ended. Two runs shared the machine at a time, and the mean load at their
+start was {fmean(loads):.1f} processes. Ratios and differences are those of runs with the same seed, with their 95 %
+intervals.
+
+| schedule | seeds | accuracy | difference | mean staleness | oldest | seconds | times as fast | 95 % of the gain |
+{"|---" * 9}|
+{chr(10).join(rows)}
+
+The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns.
+"""
+
+
+def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) -> str:
+    runs = list(found.values())
+    columns = [str(len(runs)), _spread([run.after for run in runs])]
+    pairs = [(turns[seed], found[seed]) for seed in found if seed in turns and found is not turns]
+    columns.append(str(Interval.of([run.after - base.after for base, run in pairs])) if pairs else "")
+    columns += [f"{fmean(run.staleness for run in runs):.2f}", str(max(run.max_staleness for run in runs))]
+    seconds = [_training_seconds(run) if found is turns else run.seconds for run in runs]
+    columns.append(f"{fmean(seconds):.0f}")
+    columns.append(_ratio([_training_seconds(base) / run.seconds for base, run in pairs]))
+    sooner = []
+    for base, run in pairs:
+        target = base.before + 0.95 * (base.after - base.before)
+        waited = list(itertools.accumulate([0.0, *base.evaluation_seconds[1:]]))
+        first = _reached(
+            target, [(time - held, score) for (_, time, score), held in zip(base.curve, waited, strict=True)]
+        )
+        second = _reached(target, [(time, score) for _, time, score in run.curve])
+        if first is not None and second is not None:
+            sooner.append(first / second)
+    columns.append(_ratio(sooner) + (f" ({len(sooner)} of {len(pairs)})" if len(sooner) < len(pairs) else ""))
+    return f"| {title} | " + " | ".join(columns) + " |"
+
+
+def _training_seconds(run: Outcome) -> float:
+    """The time of a run in turns without its evaluations."""
+    return run.seconds - sum(run.evaluation_seconds[1:-1])
+
+
+def _ratio(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    found = Interval.of(values)
+    return f"{found.mean:.2f} ± {found.half:.2f}" if len(values) > 1 else f"{found.mean:.2f} (one seed)"
+
+
+def _reached(accuracy: float, points: Sequence[tuple[float, float]]) -> float | None:
+    """When `(seconds, accuracy)` points first reach an accuracy, interpolated; None if they never do."""
+    for (earlier, low), (later, high) in itertools.pairwise(points):
+        if low < accuracy <= high:
+            return earlier + (later - earlier) * (accuracy - low) / (high - low)
+    return None
 
 
 def _same_samples(runs: Runs) -> str:
@@ -190,7 +297,7 @@ def _limits(runs: Runs) -> str:
     others = sorted(
         name
         for name in runs
-        if name not in {IN_TURNS, *names} and name[1] != "shuffled" and not name[1].startswith("repeat ")
+        if name not in {IN_TURNS, *names} and name[1] != "shuffled" and not name[1].startswith(("repeat ", STALE))
     )
     if not compares_limits(runs):
         return ""

@@ -22,13 +22,14 @@ from miles_async.atomic_files import write_atomically
 from miles_async.events import Evaluated, RunEnded, StepEnded, StepStarted
 from miles_async.observability.trace.event_log import read_events
 
-CONFIG = Path("configs/arithmetic-cpu.yaml")
+MAIN = Path("configs/arithmetic-cpu.yaml")
+SLOW_TOOLS = Path("configs/slow-tools-cpu.yaml")
 FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 STORE = RESULTS / "study"
 SEEDS = (42, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 REPEATS = 10
 """Runs of the first seed in each of two schedules, the one of `seeds` among them."""
-EVAL_INTERVAL = 30
+EVAL_INTERVALS = {MAIN: 30, SLOW_TOOLS: 4}
 """Rollouts between two evaluations."""
 WINDOW = 10
 """Optimizer steps that one stored point of a metric averages."""
@@ -49,6 +50,14 @@ LOSSES = {
     "dppo": ("--policy-objective", "dppo", "--off-policy-correction", "none"),
     "m2po": ("--policy-objective", "m2po", "--off-policy-correction", "none"),
 }
+STALE = "stale "
+"""The beginning of the variants in which samples are really stale."""
+STALE_GROUPS = 48
+"""Groups in flight per version of the limit, which are three quarters of a batch; at least a whole batch. See
+`slow_grader.py`."""
+LEAST_SHARE = 0.6
+"""Of the staleness limit, the mean age of the samples that are really stale."""
+RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
@@ -63,22 +72,29 @@ class Cell:
     seed: int
     flags: tuple[str, ...] = ()
     """Flags in addition to the configuration, the schedule and the seed."""
+    config: Path = MAIN
 
     @property
     def path(self) -> Path:
-        return STORE / f"{self.schedule} {self.variant} seed {self.seed}.json".replace(" ", "-")
+        job = "" if self.config == MAIN else f"{self.config.stem} "
+        return STORE / f"{job}{self.schedule} {self.variant} seed {self.seed}.json".replace(" ", "-")
+
+    def is_too_fresh(self, outcome: Outcome) -> bool:
+        """Whether samples should have been really stale and were not."""
+        least = LEAST_SHARE * int(self.schedule.removeprefix("limit ")) if self.variant.startswith(STALE) else 0.0
+        return outcome.staleness < least
 
     def command(self, run_dir: Path) -> list[str]:
         entry, schedule = ("train.py", []) if self.schedule == "in turns" else ("train_async.py", self._asynchronous())
         shared = [
             "--config",
-            str(CONFIG),
+            str(self.config),
             "--seed",
             str(self.seed),
             "--rollout-seed",
             str(self.seed),
             "--eval-interval",
-            str(EVAL_INTERVAL),
+            str(EVAL_INTERVALS[self.config]),
         ]
         return [sys.executable, entry, *shared, *schedule, *self.flags, "--run-dir", str(run_dir)]
 
@@ -87,7 +103,7 @@ class Cell:
 
     def key(self) -> str:
         """A hash of all settings. A stored run with another hash is run again."""
-        settings = [yaml.safe_load(CONFIG.read_text()), *self.command(Path())[1:]]
+        settings = [yaml.safe_load(self.config.read_text()), *self.command(Path())[1:]]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
@@ -101,9 +117,10 @@ class Outcome:
     after: float
     """The same after training."""
     curve: list[tuple[int, float, float]]
-    """Trained samples, seconds since the first batch was requested, and greedy held-out accuracy."""
+    """Trained groups, seconds since the first batch was requested until the evaluation ended, and greedy held-out
+    accuracy."""
     seconds: float
-    """From the first batch to the last optimizer step."""
+    """From the first batch to the last optimizer step. In turns, evaluations before the last step are part of it."""
     load: float
     """Load of the machine at the start of the run, in processes that want a core."""
     staleness: float
@@ -114,6 +131,10 @@ class Outcome:
     """Means of `ess`, `logprob_gap_mean` and `token_share` over the steps, by staleness in weight versions.
 
     The highest age also covers all greater ones."""
+    max_staleness: int = 0
+    """The greatest age of a trained group, in weight versions."""
+    evaluation_seconds: list[float] = field(default_factory=list)
+    """The length of each evaluation in `curve`. In turns, training waits for them."""
     stamp: dict[str, Any] = field(default_factory=stamp)
 
 
@@ -135,11 +156,33 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
             for limit in (1, 2, 4, 8, 16):
                 for name, flags in CORRECTIONS.items():
                     yield Cell(f"limit {limit}", name, seed, flags)
+    if "stale" in parts:
+        main = ("default", "recommended")
+        for limits, names in (((4, 16), main), ((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
+            for seed in SEEDS[:seeds]:
+                for limit in limits:
+                    for name in names:
+                        yield _stale(limit, name, seed)
+    if "waits" in parts:
+        for seed in SEEDS:
+            # Over-sampling would not train in turns: the surplus of a batch would be trained in the next one.
+            yield Cell("in turns", "default", seed, ("--over-sampling-batch-size", "16"), SLOW_TOOLS)
+            for limit in (2, 8):
+                yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
+        for limit in (1, 4, 16):
+            for seed in SEEDS[:seeds]:
+                yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
     if "losses" in parts:
         for seed in SEEDS[:seeds]:
             for limit in (2, 8):
                 for name, flags in LOSSES.items():
                     yield Cell(f"limit {limit}", name, seed, flags)
+
+
+def _stale(limit: int, name: str, seed: int) -> Cell:
+    flags = ["--over-sampling-batch-size", str(max(STALE_GROUPS * limit, 64))]
+    flags += ["--rollout-sample-hook-path", "benchmarks.study.slow_grader.wait"]
+    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | LOSSES | RATES)[name]))
 
 
 def stored(cell: Cell) -> Outcome | None:
@@ -150,9 +193,13 @@ def stored(cell: Cell) -> Outcome | None:
     return outcome if outcome.key == cell.key() else None
 
 
-def store(cell: Cell, outcome: Outcome) -> None:
-    STORE.mkdir(parents=True, exist_ok=True)
-    write_atomically(cell.path, msgspec.json.encode(outcome) + b"\n")
+def stored_or_run(cell: Cell) -> Outcome:
+    outcome = stored(cell)
+    if outcome is None:
+        outcome = run(cell)
+        STORE.mkdir(parents=True, exist_ok=True)
+        write_atomically(cell.path, msgspec.json.encode(outcome) + b"\n")
+    return outcome
 
 
 def run(cell: Cell) -> Outcome:
@@ -197,6 +244,8 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
         staleness=round(fmean(ages), 4),
         points=[_point(pairs[index : index + WINDOW]) for index in range(0, len(pairs), WINDOW)],
         by_age=_by_age(steps),
+        max_staleness=max(ages),
+        evaluation_seconds=[round(point.seconds, 2) for point in evaluations],
     )
 
 

@@ -7,8 +7,9 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ class Form(NamedTuple):
     """Whether the run awaits what the function returns."""
     may_yield: bool = False
     """Whether the function may yield what it returns."""
+    offered: tuple[str, ...] = ()
+    """Keyword arguments that the run adds if the function takes them."""
 
 
 FORMS = {
@@ -37,7 +40,7 @@ FORMS = {
     "custom_advantage_function_path": Form("args, rollout_data"),
     "custom_convert_samples_to_train_data_path": Form("args, samples"),
     "custom_eval_rollout_log_function_path": Form("rollout_id, args, data, extra_metrics"),
-    "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True),
+    "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True, offered=("evaluation",)),
     "custom_loss_function_path": Form("args, tokens"),
     "custom_megatron_before_log_prob_hook_path": Form("args, model, store_prefix"),
     "custom_megatron_before_train_step_hook_path": Form(
@@ -62,7 +65,7 @@ FORMS = {
     "rollout_data_postprocess_path": Form("args, rollout_id, rollout_data"),
     "rollout_function_path": Form(_ROLLOUT, may_be_async=True),
     "rollout_sample_filter_path": Form("args, groups"),
-    "rollout_sample_hook_path": Form("args, sample", may_be_async=True),
+    "rollout_sample_hook_path": Form("args, sample", may_be_async=True, offered=("rollout_id", "evaluation")),
     "warm_start_examples_path": Form("sample", may_yield=True),
 }
 """By setting. With group_rm, a reward gets the samples of a group instead of one sample."""
@@ -172,13 +175,27 @@ def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return
-    error = _binding_error(signature, form.parameters)
+    error = _binding_error(signature, form.parameters, _taken(signature, form.offered))
     if error is None or (setting == "custom_loss_function_path" and takes_logits(function)):
         return
     forms = f"fn({form.parameters})"
     if setting == "custom_loss_function_path":
         forms += f" or fn({LOGITS_PARAMETERS})"
     raise UserError(f"{name} has the signature {signature} ({error}): write {forms}")
+
+
+def with_keywords(function: Callable[..., Any], offered: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with those of the `offered` keyword arguments that it takes, as slime calls it."""
+    try:
+        taken = _taken(inspect.signature(function), offered)
+    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
+        return function
+    return partial(function, **{name: offered[name] for name in taken})
+
+
+def _taken(signature: inspect.Signature, offered: Iterable[str]) -> list[str]:
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return [name for name in offered if takes_all or name in signature.parameters]
 
 
 def takes_logits(function: Callable[..., Any]) -> bool:
@@ -190,12 +207,13 @@ def takes_logits(function: Callable[..., Any]) -> bool:
     return _binding_error(signature, LOGITS_PARAMETERS) is None
 
 
-def _binding_error(signature: inspect.Signature, parameters: str) -> TypeError | None:
-    """Why a function with this signature cannot be called with `parameters`; None if it can."""
+def _binding_error(signature: inspect.Signature, parameters: str, added: Sequence[str] = ()) -> TypeError | None:
+    """Why a function with this signature cannot be called with `parameters` and `added` keywords; None if it can."""
     by_position, _, by_name = parameters.rpartition("*, ") if "*, " in parameters else (parameters, "", "")
     names = by_position.split(", ") if by_position else []
     positional = [one for one in names if "=" not in one]
     keywords = [one.partition("=")[0] for one in names if "=" in one] + (by_name.split(", ") if by_name else [])
+    keywords += added
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.columns.column import SampleLimits
-from miles_async.config.user_functions import load_function
+from miles_async.config.user_functions import load_function, with_keywords
 from miles_async.errors import EngineLostError, InfrastructureError, TrajectoryError, is_infrastructure
 from miles_async.identity import identity_set
 from miles_async.json_values import shown, shown_type
@@ -38,7 +38,9 @@ class HookedGenerator:
         self._generator = generator
         self._args = args
         self._limits = limits
-        self._hooks = [(path, _with_keywords(load_function(path, setting=SETTING), evaluation)) for path in paths]
+        # A sample belongs to no batch yet.
+        keywords = {"rollout_id": None, "evaluation": evaluation}
+        self._hooks = [(path, with_keywords(load_function(path, setting=SETTING), keywords)) for path in paths]
 
     @property
     def in_flight(self) -> int:
@@ -106,15 +108,3 @@ class HookedGenerator:
                 raise
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: {SETTING} {path} raised {shown(error)}", [sample]) from error
-
-
-def _with_keywords(hook: Callable[..., Any], evaluation: bool) -> Callable[..., Any]:
-    """The hook with those of slime's keyword arguments that it takes."""
-    try:
-        parameters = inspect.signature(hook).parameters
-    except (TypeError, ValueError):  # a callable without a signature, such as one written in C
-        return hook
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    offered = {"rollout_id": None, "evaluation": evaluation}
-    taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
-    return lambda args, sample: hook(args, sample, **taken)

@@ -8,6 +8,7 @@ turn. The result, `<result>408</result>`, is appended and not trained on; then t
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +22,21 @@ CALL_ENDS = [f"</{name}>" for name in sorted(TOOLS)]
 """Stop strings: the closing tags of tool calls."""
 
 
+Tool = Callable[[str, str], Awaitable[str]]
+"""`(name, input) -> output`: runs a tool."""
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate a response with at most `tool_max_turns` tool calls; `metadata["tool_calls"]` counts them."""
+
+    async def run(name: str, text: str) -> str:
+        return run_tool(name, text, args.tool_search_corpus)
+
+    return await generate_with(run, args, sample, sampling_params)
+
+
+async def generate_with(run: Tool, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The same with tools of the caller."""
     params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *CALL_ENDS]}
     longest = sampling_params["max_new_tokens"]
     while (calls := count_observations(sample)) < args.tool_max_turns:
@@ -31,7 +45,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         call = parse_call(args.turns.latest_text(sample))
         if sample.status is not SampleStatus.COMPLETED or call is None:
             return sample
-        result = f"<result>{run_tool(*call, args.tool_search_corpus)}</result>"
+        result = f"<result>{await run(*call)}</result>"
         if args.turns.observe(sample, result, room=longest - sample.response_length):
             break
     sample.metadata["tool_calls"] = count_observations(sample)

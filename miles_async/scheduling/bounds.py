@@ -44,7 +44,7 @@ class Bounds:
     generation_batch: int
     """N: the most groups in flight."""
     window: int
-    """W: 1 is strict FIFO, N is greedy."""
+    """W: 1 is strict FIFO; from N on, it is greedy unless groups wait for the learner."""
     requested_window: int
     """W before it was reduced to leave slots for one publish (`B >= P`)."""
     publish_groups: int
@@ -74,10 +74,11 @@ class Bounds:
     ) -> Bounds:
         """Derive the bounds from settings, which may contradict each other: `config/checks` reports contradictions.
 
-        Without a window ratio, collection is as greedy as the staleness limit allows: W = N, reduced until the slots
-        suffice for N groups in flight beside the P groups that are being trained. With a limit of 1 and N = P this is
-        strict FIFO; a larger window would make generation wait for training. Raises WindowError for a ratio outside
-        [0, 1].
+        Without a window ratio, collection is as greedy as the staleness limit allows. The slots suffice for N groups
+        in flight beside the P groups that are being trained: a larger window would make generation wait for training.
+        With a limit of 1 and N = P this is strict FIFO. A higher limit first adds slots for another P groups, which
+        wait for the learner, and then widens the window: more slots would only let groups grow old in the queue.
+        Raises WindowError for a ratio outside [0, 1].
         """
         generation_batch = over_sampling_batch_size or rollout_batch_size
         publish_groups = rollout_batch_size * update_weights_interval
@@ -86,8 +87,10 @@ class Bounds:
         limit = None if max_weight_staleness is None else max(max_weight_staleness - key_age, 0)
         if limit is not None:
             # W <= S * P - N + 1 is the same as B >= N + P.
-            greediest = min(greediest, max(1, limit * publish_groups - generation_batch + 1))
-            held = min(held, (limit + 1) * publish_groups - (greediest - 1))
+            widest = max(1, limit * publish_groups - generation_batch + 1)
+            held = min(held, (limit + 1) * publish_groups - (min(greediest, widest) - 1))
+            # B >= N + 2 P
+            greediest = min(max(greediest, widest - publish_groups), widest)
         if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC:
             window = requested = greediest
         else:

@@ -18,8 +18,6 @@ from tests.sim.engines import Engines, Latency
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import World
 
-TOKENS_PER_SECOND = 100
-
 
 @dataclass(frozen=True, kw_only=True)
 class AgentModel:
@@ -32,8 +30,10 @@ class AgentModel:
     mean_tokens: float = 200.0
     sigma: float = 0.5
     """Of the log-normal distribution of the response lengths."""
-    tool_seconds: float = 0.0
-    """How long a call of the tool server takes."""
+    tokens_per_second: float = 100.0
+    """Of each request."""
+    tool_seconds: Latency = lambda group, rng: 0.0
+    """How long the call of a sample takes: as long in each attempt, and under each schedule."""
 
 
 class AgentEngines(Engines):
@@ -90,7 +90,7 @@ class AgentWorld(World):
     whole_groups: bool = False
     """A failed sample costs its group."""
     engine_kind: type[Engines] = AgentEngines
-    latency: Latency = lambda group, rng: group[0].metadata["length"] / TOKENS_PER_SECOND
+    latency: Latency = lambda group, rng: group[0].metadata["seconds"]
     sampled_tokens: int = 0
     """Tokens of all responses that ended, also of those that failed."""
 
@@ -115,6 +115,7 @@ class AgentWorld(World):
         model, rng = self.agents, self._rng
         length = max(20, round(model.mean_tokens * rng.lognormvariate(-(model.sigma**2) / 2, model.sigma)))
         length = sample.metadata.setdefault("length", length)
+        sample.metadata["seconds"] = length / model.tokens_per_second
         await args.turns.sample(sample, sampling_params)
         if sample.status is SampleStatus.ABORTED:
             return sample
@@ -123,8 +124,11 @@ class AgentWorld(World):
         sample.spans = [*first, VersionSpan(last.version, last.start, length)]
         sample.tokens, sample.response_length, sample.rollout_log_probs = [0] * (1 + length), length, [0.0] * length
         self.sampled_tokens += length
-        if model.tool_seconds:
-            await self._clock.sleep(model.tool_seconds)
+        if seconds := model.tool_seconds(Group([sample]), random.Random(f"{self.seed} {sample.index} 0")):
+            await self._clock.sleep(seconds)
+            if args.turns.stopped(sample):
+                sample.status = SampleStatus.ABORTED  # the model would continue after the answer of the tool
+                return sample
         fault = rng.random()
         if fault < model.failure_rate:
             raise ConnectionError("the tool server is down")

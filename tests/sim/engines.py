@@ -126,9 +126,7 @@ class Engines:
         loop = asyncio.get_running_loop()
         ticket = _Ticket(loop.create_future(), loop.create_future(), len(lengths), waiting=lengths)
         self._tickets[group] = ticket
-        if self.in_flight == 0:
-            self._busy_since = self._clock.monotonic()
-        self.in_flight += len(lengths)
+        self._count(len(lengths))
         self._line.append(ticket)
         self._fill()
         try:
@@ -142,12 +140,18 @@ class Engines:
             raise
         finally:
             del self._tickets[group]
-            self.in_flight -= ticket.unfinished
-            if self.in_flight == 0:
-                self.busy_seconds += self._clock.monotonic() - self._busy_since
+            self._count(-ticket.unfinished)
         if status is SampleStatus.ABORTED:
             self._left[group.feed_index] = self._stop(ticket)
         return status, ticket.born
+
+    def _count(self, requests: int) -> None:
+        """Add requests to those in flight, or take some away if `requests` is negative."""
+        now = self._clock.monotonic()
+        if self.in_flight:
+            self.busy_seconds += now - self._busy_since
+        self._busy_since = now
+        self.in_flight += requests
 
     async def abort(self, group: Group | None = None) -> None:
         tickets = list(self._tickets.values())
@@ -215,7 +219,7 @@ class Engines:
             if ticket.ends.pop(serial, None) is None:
                 continue  # it was stopped
             self._occupy(-1)
-            self.in_flight -= 1
+            self._count(-1)
             ticket.unfinished -= 1
             if not ticket.unfinished and not ticket.done.done():
                 ticket.done.set_result(SampleStatus.COMPLETED)

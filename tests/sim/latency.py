@@ -16,9 +16,10 @@ def constant(mean: float) -> Latency:
     return lambda group, rng: mean
 
 
-def log_normal(mean: float, sigma: float) -> Latency:
+def log_normal(mean: float, sigma: float, longest: float = math.inf) -> Latency:
+    """`mean` is that of the distribution before it is cut at `longest`."""
     median = math.log(mean) - sigma * sigma / 2
-    return lambda group, rng: rng.lognormvariate(median, sigma)
+    return lambda group, rng: min(longest, rng.lognormvariate(median, sigma))
 
 
 def pareto(mean: float, shape: float, longest: float = math.inf) -> Latency:

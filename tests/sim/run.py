@@ -72,7 +72,11 @@ def _run(scenario: Scenario, pool: ProcessPoolExecutor, figures: Path | None) ->
     rows = {name: combine(several) for name, several in parts.items()}
     took = time.monotonic() - started
     print(f"\n{scenario.title}\n({scenario.name}, {scenario.seeds} seed(s), {took:.1f} s of real time)")
-    print_table({name: {column: asdict(row)[column] for column in scenario.columns} for name, row in rows.items()})
+    table = {name: {column: asdict(row)[column] for column in scenario.columns} for name, row in rows.items()}
+    if scenario.baseline is not None:
+        unit = rows[scenario.baseline].batch_seconds
+        table = {name: {"speed-up": unit / rows[name].batch_seconds, **columns} for name, columns in table.items()}
+    print_table(table)
     failed = broken(scenario.claims, rows)
     record(
         f"sim-{scenario.name}",

@@ -4,23 +4,25 @@ base:      sections of the configuration, and `world`
 variants:  by name, what each changes
 quick:     what the tests change, so that they take seconds
 claims:    {row: window, column: age, at_most: 4}, or at_most: 0.5 `of` another row
+baseline:  the row with whose seconds per batch the printed speed-up compares
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mode
 from typing import Any
 from zlib import crc32
 
 import yaml
 
 from miles_async.config.schema import RunConfig
-from miles_async.events import BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
+from miles_async.events import AdmissionBlocked, BatchDrained, Event, PublishEnded, StepEnded, StepStarted, encode
 from miles_async.observability.view import RunView
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group
@@ -39,9 +41,17 @@ class Row:
 
     wall: float
     """Seconds of the run, on the virtual clock."""
+    batch_seconds: float
+    """`wall` per batch trained."""
     stall: float
     """Seconds the trainer waited for groups, its first batch left out."""
     stall_share: float
+    engines_idle: float
+    """Fraction of the time in which no request is at the engines."""
+    learner_does: str
+    """What the learner spends most of its time with: `step`, or what it waits for (`diagnosis/verdict.py`)."""
+    blocked_by: str
+    """The limit that blocks admission for most of the time (`scheduling/admission.py`)."""
     rollout: float
     """Seconds that the engines would need with all permits in use all the time; 0 without a limit."""
     training: float
@@ -70,6 +80,8 @@ class Tally:
     training: float = 0.0
     drains: int = 0
     ages: int = 0
+    blocked: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds in which admission was blocked, by the limit."""
     view: RunView = field(default_factory=lambda: RunView(recent=False))
 
     def emit(self, event: Event) -> None:
@@ -82,6 +94,8 @@ class Tally:
                 self.ages += sum(event.staleness)
             case StepEnded():
                 self.training += event.seconds
+            case AdmissionBlocked():
+                self.blocked[event.cause] += event.seconds
             case _:
                 pass
 
@@ -107,6 +121,7 @@ class Scenario:
     variants: Mapping[str, Mapping[str, Any]]
     claims: list[dict[str, Any]]
     columns: list[str]
+    baseline: str | None
 
     @staticmethod
     def load(path: Path, *, quick: bool = False) -> Scenario:
@@ -119,6 +134,7 @@ class Scenario:
             variants={name: merge(merge(text["base"], over or {}), changes) for name, over in text["variants"].items()},
             claims=text.get("claims", []),
             columns=text["columns"],
+            baseline=text.get("baseline"),
         )
 
 
@@ -139,7 +155,10 @@ def world_of(settings: Mapping[str, Any], seed: int, *sinks: Any) -> World:
     kept, window, slots = world.pop("kept", 1.0), world.pop("window", None), world.pop("slots", None)
     kind: type[World] = World
     if "agents" in world:
-        kind, world["agents"] = AgentWorld, AgentModel(**world["agents"])
+        agents = dict(world["agents"])
+        if "tool_seconds" in agents:
+            agents["tool_seconds"] = latency_of(agents["tool_seconds"])
+        kind, world["agents"] = AgentWorld, AgentModel(**agents)
     else:
         world["latency"] = latency_of(world["latency"], world.pop("stuck", None))
 
@@ -179,10 +198,15 @@ def play(settings: Mapping[str, Any], seed: int) -> Row:
     world = world_of(settings, seed, tally).run()
     audit, concurrency = world.audit, world.engines.concurrency
     rollout = world.fleet.worked_seconds / concurrency if concurrency else 0.0
+    learner = tally.view.learner.seconds
     return Row(
         wall=world.seconds,
+        batch_seconds=world.seconds / tally.drains,
         stall=tally.waited,
         stall_share=tally.waited / world.seconds,
+        engines_idle=1 - world.fleet.busy_seconds / world.seconds,
+        learner_does=max(learner, key=lambda label: learner[label]),
+        blocked_by=max(tally.blocked, key=lambda cause: tally.blocked[cause], default=""),
         rollout=rollout,
         training=tally.training,
         over_ideal=world.seconds / max(rollout, tally.training) - 1,
@@ -207,7 +231,8 @@ def jobs(scenario: Scenario) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 def combine(rows: list[Row]) -> Row:
     """Combines rows of the same variant: sums of counts, the worst of bounded values, means of all others."""
     values = {column: [asdict(row)[column] for row in rows] for column in asdict(rows[0])}
-    folds = dict.fromkeys(("bypasses", "age"), max) | dict.fromkeys(("trained", "lost", "violations"), sum)
+    folds: dict[str, Any] = {"bypasses": max, "age": max, "trained": sum, "lost": sum, "violations": sum}
+    folds |= {"learner_does": mode, "blocked_by": mode}
     folded: dict[str, Any] = {column: folds.get(column, fmean)(several) for column, several in values.items()}
     return Row(**folded)
 

@@ -16,6 +16,7 @@ from miles_async.types import Group
 from tests.configuration import run_config
 from tests.sim.agents import AgentModel, AgentWorld
 from tests.sim.engines import EngineModel
+from tests.sim.latency import constant
 from tests.sim.world import World
 
 CONFIG: dict[str, Any] = {
@@ -87,8 +88,11 @@ CASES = {
     ),
     "tools": Case(
         bottleneck=Bottleneck.TOOLS,
-        world={"agents": AgentModel(failure_rate=0.0, mean_tokens=20.0, tool_seconds=4.0), "train_seconds": 0.2},
-        changed_world={"agents": AgentModel(failure_rate=0.0, mean_tokens=20.0, tool_seconds=2.0)},
+        world={
+            "agents": AgentModel(failure_rate=0.0, mean_tokens=20.0, tool_seconds=constant(4.0)),
+            "train_seconds": 0.2,
+        },
+        changed_world={"agents": AgentModel(failure_rate=0.0, mean_tokens=20.0, tool_seconds=constant(2.0))},
     ),
     "processors": Case(
         bottleneck=Bottleneck.MACHINE,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def test_a_warm_start_ends_when_the_accuracy_is_in_range_and_its_model_is_reused
     again, no_looks = started(config(tmp_path))
     assert (again.path, again.cached, again.accuracy) == (made.path, True, made.accuracy)
     assert no_looks == []
+
+
+def test_a_run_takes_the_model_that_another_run_has_created_at_the_same_time(tmp_path: Path) -> None:
+    other, _ = started(config(tmp_path / "other"))
+    settings = config(tmp_path / "shared")
+    there = tmp_path / "shared" / Path(other.path).name
+
+    def other_run_ends(step: int, loss: float, accuracy: float) -> None:
+        shutil.copytree(other.path, there, dirs_exist_ok=True)
+
+    made = warm_start(settings, COPYING, COPYING, other_run_ends)
+    assert (made.path, made.cached, made.accuracy) == (str(there), True, other.accuracy)
 
 
 def test_a_warm_started_model_is_reused_only_for_the_same_settings(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ class Rollout(Section):
     """Size of the collection window as a fraction of N: W = max(1, floor(ratio * N)) (windowed FIFO, MiniMax Forge,
     arXiv 2605.26494, section 6.2.4). Only the W oldest groups may be collected, so long responses are not crowded out
     by short ones. 0 is strict FIFO, 1 is greedy. If unset, collection is as greedy as max_weight_staleness
-    allows without making generation wait for training."""
+    allows without making generation wait for training; with a high limit, W is then larger than N."""
     max_weight_staleness: int | None = Field(None, ge=0)
     """Maximum age of a group when its training step begins, in weight versions, counted from the version that sampled
     the group's oldest token. Older groups are recycled. If unset, only queue_capacity limits the age."""

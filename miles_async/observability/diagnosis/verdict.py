@@ -53,7 +53,7 @@ KNOBS = {
     Bottleneck.TOOLS: "make tools and environments faster, or generate more groups at once "
     "(--over-sampling-batch-size) while they work",
     Bottleneck.IN_FLIGHT: "generate more groups at once (--over-sampling-batch-size)",
-    Bottleneck.STALENESS: "let more groups start before new weights are live (--max-weight-staleness)",
+    Bottleneck.STALENESS: "let more groups start before new weights are live (train_async.py, --max-weight-staleness)",
     Bottleneck.TRAINER: "give the learner more ranks (--actor-num-gpus-per-node) or fuller micro-batches "
     "(--max-tokens-per-gpu), or use fewer engines",
     Bottleneck.PUBLISH: "publish less often (--update-weights-interval) or faster (--weight-transfer p2p)",
@@ -90,7 +90,8 @@ REASONS = {
     Bottleneck.ROLLOUT: "the learner waited {share} for groups that were still being generated",
     Bottleneck.TOOLS: "the learner waited {share} for groups that mostly waited for tools, not for the engines",
     Bottleneck.IN_FLIGHT: "the learner waited {share} for groups, while the engines had room for more",
-    Bottleneck.STALENESS: "the learner waited {share} for groups, while the staleness limit let no more groups start",
+    Bottleneck.STALENESS: "the learner waited {share} for groups, while no more of them could start before new weights "
+    "are live",
     Bottleneck.TRAINER: "generation waited for the learner {held_back:.0%} of the time",
     Bottleneck.PUBLISH: "the learner waited {share} for weights to be published",
     Bottleneck.WINDOW: "the learner waited {share} for groups that the window held back",
@@ -132,12 +133,17 @@ def _widest_window(model: Model) -> Model:
     if model.slots is None:
         return replace(model, window=model.in_flight)
     # A wider window leaves fewer slots, because the staleness limit holds. Those of the groups in flight must remain.
-    wider = min(max(0, model.slots - model.in_flight), model.in_flight - model.window)
+    wider = max(0, min(model.slots - model.in_flight, model.in_flight - model.window))
     return replace(model, window=model.window + wider, slots=model.slots - wider)
 
 
 def _higher_limit(model: Model) -> Model:
-    return model if model.slots is None else replace(model, slots=model.slots + model.batch)
+    if model.slots is None:
+        return model
+    # As in `Bounds.derive`: slots for two batches beside the groups in flight, and then a wider window.
+    if model.window >= model.in_flight and model.slots >= model.in_flight + 2 * model.batch:
+        return replace(model, window=model.window + model.batch)
+    return replace(model, slots=model.slots + model.batch)
 
 
 def _twice_as_fast(model: Model) -> Model:

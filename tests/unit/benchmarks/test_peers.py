@@ -1,8 +1,9 @@
-"""How `benchmarks.peers` reads the steps of a run."""
+"""How `benchmarks.peers` reads the steps of a run, and what its learner sees of a worker."""
 
 from __future__ import annotations
 
 from benchmarks.peers.jobs import Steps, parity
+from benchmarks.peers.waits import Step, summary
 from miles_async.types import Sample
 
 
@@ -23,3 +24,19 @@ def test_a_run_that_never_reaches_the_goal_has_no_time() -> None:
 def test_the_reward_of_a_sample_is_the_parity_of_its_first_sampled_token() -> None:
     assert parity(None, Sample(index=0, tokens=[4, 4, 7, 2], response_length=2)) == 1.0
     assert parity(None, Sample(index=0, tokens=[4, 4, 2, 7], response_length=2)) == 0.0
+
+
+def test_a_worker_with_waits_is_measured_from_its_first_step_to_its_last() -> None:
+    steps = [
+        Step(at=10.0, ages=[7, 7], calls=[9.0, 9.0], discarded=5, busy=100.0),
+        Step(at=12.0, ages=[0, 1], calls=[1.0, 2.0], discarded=6, busy=108.0),
+        Step(at=14.0, ages=[2, 1], calls=[2.0, 3.0], discarded=6, busy=116.0),
+    ]
+    assert summary(steps) == {
+        "groups per second": 1.0,
+        "mean age": 1.0,
+        "greatest age": 2,
+        "discarded per trained group": 0.25,
+        "samples in progress": 4.0,
+        "seconds per trained call": 2.0,
+    }

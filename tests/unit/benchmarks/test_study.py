@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,9 @@ def test_the_time_to_an_accuracy_is_interpolated_on_the_mean_curve(store: Path) 
 def test_a_stored_run_is_not_repeated_unless_its_settings_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("limit 2", "default", 1)
     assert runs.stored(cell) is None
-    runs.store(cell, outcome(cell, 0.8))
-    assert runs.stored(cell) == outcome(cell, 0.8)
-    changed = store / "job.yaml"
-    changed.write_text("learner: {lr: 1.0}\n")
-    monkeypatch.setattr(runs, "CONFIG", changed)
+    monkeypatch.setattr(runs, "run", lambda cell: outcome(cell, 0.8))
+    assert runs.stored_or_run(cell) == runs.stored(cell) == outcome(cell, 0.8)
+    monkeypatch.setitem(runs.EVAL_INTERVALS, runs.MAIN, 7)
     assert runs.stored(cell) is None
 
 
@@ -81,7 +80,7 @@ def test_an_interrupted_study_has_all_schedules_of_the_first_seeds() -> None:
 
 
 def test_every_run_of_the_study_is_started_by_a_valid_command(store: Path) -> None:
-    for cell in runs.cells(["seeds", "control", "limits", "losses"], 1):
+    for cell in runs.cells(["seeds", "control", "limits", "losses", "stale", "waits"], 1):
         _, entry, *flags = cell.command(store)
         config = parse_or_exit(flags, entry=entry)
         assert config.data.rollout_seed == config.learner.seed == cell.seed
@@ -93,7 +92,7 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
         stored.append((cell := Cell("in turns", "default", seed), outcome(cell, accuracy, seconds=150)))
         stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, accuracy + 0.01)))
         stored.append((cell := Cell("limit 8", "none", seed), outcome(cell, accuracy - 0.2)))
-    text = page.page(page.by_name(stored))
+    text = page.page(page.by_name(stored), {})
     assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
     assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 ± 0.000 |" in text
     assert "(0.820) after" in text
@@ -104,7 +103,7 @@ def test_times_are_compared_only_within_one_commit(store: Path) -> None:
     for seed, commit, seconds in ((1, "older", 400), (2, "newer", 150), (3, "newer", 150)):
         stored.append((cell := Cell("in turns", "default", seed), outcome(cell, 0.8, seconds=seconds, commit=commit)))
         stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, 0.82, commit=commit)))
-    text = page.page(page.by_name(stored))
+    text = page.page(page.by_name(stored), {})
     assert "Times are of the 2 pairs at commit newer, which started at a mean load of 1.0" in text
     assert "`train.py` needs 150 s" in text
 
@@ -119,6 +118,32 @@ def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(s
         stored.append((cell := Cell("limit 8", "default", seed), outcome(cell, accuracy - 0.2)))
     # A single seed has no interval.
     stored.append((cell := Cell("limit 4", "default", 1), outcome(cell, 0.7)))
-    text = page.page(page.by_name(stored))
+    text = page.page(page.by_name(stored), {})
     assert "With the default correction, no difference to training in turns was found at limit 2." in text
     assert "With the default correction, accuracy differs from training in turns by -0.200 ± 0.000 at limit 8." in text
+
+
+def test_runs_that_are_too_fresh_are_told_from_those_that_are_really_stale() -> None:
+    cell = next(runs.cells(["stale"], 1))
+    assert cell.schedule == "limit 4"
+    assert cell.is_too_fresh(replace(outcome(cell, 0.8), staleness=2.39))
+    assert not cell.is_too_fresh(replace(outcome(cell, 0.8), staleness=2.41))
+
+
+def test_the_page_names_the_cells_that_were_not_run(store: Path) -> None:
+    cells = [Cell("in turns", "default", runs.SEEDS[0]), next(runs.cells(["stale"], 1))]
+    text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {})
+    assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
+    assert "| limit 16, sapo | not run |" in text
+
+
+def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: Path) -> None:
+    turns, limit = (Cell(schedule, "default", 1, (), runs.SLOW_TOOLS) for schedule in ("in turns", "limit 2"))
+    stored = [
+        (turns, replace(outcome(turns, 0.9, seconds=110), evaluation_seconds=[7.0, 10.0, 20.0])),
+        (limit, replace(outcome(limit, 0.9, seconds=50), evaluation_seconds=[7.0, 10.0, 20.0])),
+    ]
+    text = page.page(page.by_name([(cell := Cell("in turns", "default", 1), outcome(cell, 0.8))]), page.by_name(stored))
+    # 100 s of training in turns. The target of 0.88 lies 14/15 of the way between the evaluations that ended after 45
+    # and 80 s of training, and after 25 and 50 s.
+    assert f"| 2.00 (one seed) | {(45 + 35 * 14 / 15) / (25 + 25 * 14 / 15):.2f} (one seed) |" in text

@@ -75,6 +75,16 @@ def test_a_function_that_exists_is_accepted(
     assert "is async: write it with a plain def" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("keyword, code", [("evaluation", 0), ("rollout_id", 2)])
+def test_a_generate_function_may_require_the_keyword_that_the_run_adds(
+    keyword: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"generates_{keyword}"
+    (tmp_path / f"{module}.py").write_text(f"async def mine(args, sample, sampling_params, {keyword}): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check("custom_generate_function_path", f"{module}.mine") == code, capsys.readouterr().err
+
+
 @pytest.fixture
 def other_modules() -> Iterator[None]:
     """Removes the modules of slime and Miles for the test, and those of the test after it."""

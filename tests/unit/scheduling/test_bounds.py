@@ -60,6 +60,12 @@ def test_without_a_ratio_generation_need_not_wait_for_training(limit: int, gener
     assert bounds.slots >= min(generated, limit * 8) + 8
 
 
+@pytest.mark.parametrize("limit", [3, 4, 8, 16])
+def test_without_a_ratio_a_higher_limit_widens_the_window_and_adds_no_slots(limit: int) -> None:
+    bounds = Bounds.derive(rollout_batch_size=8, max_weight_staleness=limit)
+    assert (bounds.window, bounds.slots, bounds.staleness) == ((limit - 1) * 8 - 8 + 1, 8 + 2 * 8, limit)
+
+
 def test_without_a_limit_only_the_queue_bounds_the_groups_in_the_pipeline() -> None:
     bounds = Bounds.derive(rollout_batch_size=32, queue_capacity=100)
     assert (bounds.slots, bounds.staleness, bounds.room) == (None, None, 100)

@@ -92,6 +92,26 @@ async def test_agents_are_served_at_the_configured_port() -> None:
         assert made._endpoint.url == f"http://127.0.0.1:{port}"
 
 
+async def says_whether(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
+    """Named by its path in a test below."""
+    sample.tokens, sample.response_length = [1, 2], 1
+    sample.rollout_log_probs, sample.spans = [-0.5], [VersionSpan(0, 0, 1)]
+    sample.metadata["evaluation"] = evaluation
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+
+async def test_a_generate_function_that_takes_evaluation_is_told_whether_it_generates_for_one() -> None:
+    settings = {"custom_generate_function_path": f"{__name__}.says_whether"}
+    seen = []
+    async with generators(eval_interval=1, eval_size=1, **settings) as made:
+        for generator in made.training(), made.evaluation(greedy_of(made._config)):
+            group = Group([Sample(index=0, prompt="a")])
+            await generator.generate(group)
+            seen.append(group[0].metadata["evaluation"])
+    assert seen == [False, True]
+
+
 async def opens(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Named by its path in a test below."""
     async with args.agents.session(sample, sampling_params):

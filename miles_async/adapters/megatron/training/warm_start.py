@@ -58,7 +58,13 @@ def warm_start(config: RunConfig, problems: Problems, check: Problems, report: R
         return cached
     started = time.monotonic()
     path = cached_checkpoint(config, problems, check)
-    steps, accuracy = _create_checkpoint(config, problems, check, path, report)
+    try:
+        steps, accuracy = _create_checkpoint(config, problems, check, path, report)
+    except OSError:
+        # Another run may have created the same checkpoint at the same time.
+        if (cached := find_warm_start(config, problems, check)) is None:
+            raise
+        return cached
     if not on_cpu():
         # The engines, which may share this device, start next and divide the memory that is free.
         gc.collect()
