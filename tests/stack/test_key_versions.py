@@ -32,13 +32,23 @@ Publish = Callable[[], Awaitable[int]]
 """Makes other weights live, and returns their version."""
 
 
-@pytest.fixture(scope="module")
-def lenient(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """An engine that keeps keys and values of the version before."""
+@pytest.fixture(scope="module", params=[True, False], ids=["one batch after the other", "overlapping batches"])
+def lenient(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """An engine that keeps keys and values of the version before.
+
+    Engines with a GPU launch a batch before they read the tokens of the one before.
+    """
     logs = tmp_path_factory.mktemp("logs")
-    engine = EngineServer(
-        EngineSpec(name="e0", model_path=str(checkpoint), log_path=logs / "engine.log", max_kv_staleness=1)
+    spec = EngineSpec(
+        name="e0",
+        model_path=str(checkpoint),
+        log_path=logs / "engine.log",
+        max_kv_staleness=1,
+        server_args={"disable_overlap_schedule": request.param},
     )
+    engine = EngineServer(spec)
     router = RouterServer(RouterSpec(log_path=logs / "router.log"))
     try:
         router_url = router.start()

@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def end_batch(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
-    """Wrap `Scheduler.flush_cache`, which each pause and each commit call: a paused engine keeps its cache.
+    """Wrap `Scheduler.flush_cache`, which every pause and every commit calls: a paused engine keeps its cache.
 
     Instead, the last batch ends before weights are written: its tokens are counted as those of the weights that sampled
     them, and its requests join those that decode, as at the beginning of SGLang's next batch.
