@@ -1,11 +1,22 @@
 """Measures how publishes delay requests in flight: the gaps between tokens with and without publishes.
 
     python -m benchmarks.publish_gap [--publishes 20] [--streams 32] [--new-tokens 32] [--mode retract] [--every 0.5]
+    python -m benchmarks.publish_gap --max-kv-staleness 0 1 2 -1 [--new-tokens 256] [--change 0.01]
 
 Streams requests for a tiny model from a real SGLang server behind a real router, once for each weight transport, and
 without publishes before and after. A publish has the steps of the pipeline: stage, pause, send, commit, resume. After a
 pause in the mode `retract`, the engine computes the keys and values of all requests again, so the gap grows with the
 number of their tokens. Prints a table in milliseconds and writes benchmarks/results/publish-gap.json.
+
+With `--max-kv-staleness`, the weights change at each publish, and an engine with each of these limits is measured with
+the transport `memory`, in milliseconds, tokens per publish and nats:
+
+    computed   tokens of prompts and of requests in flight that the engine computed, without those that it sampled
+    reused     tokens whose keys and values of older versions it did not compute again
+    gap        mean difference between the log-probability of a token that was sampled after a publish and the one that
+               the weights of its version compute without older keys
+
+It writes benchmarks/results/kv-staleness.json.
 """
 
 from __future__ import annotations
@@ -14,11 +25,12 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 import aiohttp
 import orjson
@@ -29,11 +41,13 @@ from benchmarks.records import record
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
+from miles_async.adapters.sglang.response import extend
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.server_key import authorization
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import TinyModel, Weights
+from miles_async.types import Sample, VersionSpan
 
 TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
 
@@ -45,6 +59,9 @@ class Load:
     mode: str
     every: float
     """Seconds between the end of a publish and the start of the next one."""
+    prompt_tokens: int = 12
+    change: float = 0.0
+    """How far weights move at a publish, in standard deviations of their tensor."""
 
 
 class Bench:
@@ -55,8 +72,10 @@ class Bench:
         self._router = router
         self._load = load
         self._fleet = SGLangFleet(router.url, router_key=router.spec.key)
-        model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self._weights = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        self._model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._weights = [(name, parameter.data) for name, parameter in self._model.named_parameters()]
+        self._versions = {0: [weight.clone() for _, weight in self._weights]}
+        self._answers: list[Sample] = []
         named = describe(self._weights)
         self._source = WeightSource(named, folder, Weights())
         self._source.connect([engine], {})
@@ -80,10 +99,13 @@ class Bench:
             streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._load.streams)]
             await asyncio.sleep(1.0)
             gaps.clear()
+            self._answers.clear()
+            computed = await self._computed_tokens(session)
             for _ in range(publishes):
                 if transport is not None:
                     pauses.append(await self._publish(transport))
                 await asyncio.sleep(self._load.every)
+            computed = await self._computed_tokens(session) - computed
             over.set()
             seen = list(gaps)
             await asyncio.gather(*streams)
@@ -95,11 +117,36 @@ class Bench:
             "p99": 1e3 * percentiles[98],
             "max": 1e3 * max(seen),
             "pause": 1e3 * median(pauses) if pauses else 0.0,
+            **({"computed": computed / publishes, **self._reuse(publishes)} if self._load.change else {}),
         }
+
+    async def _computed_tokens(self, session: aiohttp.ClientSession) -> int:
+        """Tokens that the engine has computed in prefills since its start."""
+        async with session.get(f"{self._engine.url}/metrics", headers=authorization(self._engine.key)) as response:
+            lines = (await response.text()).splitlines()
+        counters = [line for line in lines if line.startswith("sglang:realtime_tokens_total")]
+        return round(sum(float(line.rsplit(maxsplit=1)[1]) for line in counters if "prefill_compute" in line))
+
+    def _reuse(self, publishes: int) -> dict[str, float]:
+        """Reused tokens per publish, and the mean gap in nats over tokens that followed a publish in their request."""
+        spans = [(sample, span) for sample in self._answers for span in sample.spans]
+        gaps: list[float] = []
+        model = deepcopy(self._model)
+        for version in {span.version for _, span in spans}:
+            for parameter, then in zip(model.parameters(), self._versions[version], strict=True):
+                parameter.data.copy_(then)
+            for sample, span in spans:
+                if span.version == version and span is not sample.spans[0]:
+                    gaps += gaps_of(model, sample, span)
+        return {"reused": sum(span.reused for _, span in spans) / publishes, "gap": fmean(gaps) if gaps else 0.0}
 
     async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
+        if self._load.change:
+            for _, weight in self._weights:
+                weight.add_(self._load.change * weight.std() * torch.randn_like(weight))
+            self._versions[self._version] = [weight.clone() for _, weight in self._weights]
         await asyncio.to_thread(self._source.stage, self._version, self._weights, [transport])
         began = time.perf_counter()
         await self._fleet.pause(self._load.mode)
@@ -112,15 +159,16 @@ class Bench:
 
     async def _stream(self, session: aiohttp.ClientSession, k: int, gaps: list[float], over: asyncio.Event) -> None:
         """Send one request after the other, and append the seconds between any two tokens to `gaps`."""
+        prompt = [(3 * k + i) % 250 for i in range(self._load.prompt_tokens)]
         request = {
-            "input_ids": [(3 * k + i) % 250 for i in range(12)],
+            "input_ids": prompt,
             "sampling_params": {"max_new_tokens": self._load.new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "stream": True,
         }
         headers = {"content-type": "application/json", **authorization(self._router.spec.key)}
         while not over.is_set():
-            last = None
+            last, answer = None, b""
             url = f"{self._router.url}/generate"
             async with session.post(url, data=orjson.dumps(request), headers=headers) as response:
                 async for line in response.content:
@@ -128,20 +176,31 @@ class Bench:
                         now = time.perf_counter()
                         if last is not None:
                             gaps.append(now - last)
-                        last = now
+                        last, answer = now, line
+            if self._load.change:
+                sample = Sample(tokens=list(prompt))
+                extend(sample, orjson.loads(answer.removeprefix(b"data: ")), lambda _: "")
+                self._answers.append(sample)
+
+
+@torch.no_grad()
+def gaps_of(model: Qwen3ForCausalLM, sample: Sample, span: VersionSpan) -> list[float]:
+    """Differences in nats between the model's log-probabilities of the span's tokens and the reported ones."""
+    first, end = (sample.prompt_length + position for position in (span.start, span.end))
+    tokens = torch.tensor(list(sample.tokens[:end]))
+    logits = model(tokens[None]).logits[0, first - 1 : end - 1].log_softmax(-1)
+    computed = logits.gather(-1, tokens[first:, None])[:, 0]
+    reported = torch.tensor(list(sample.rollout_log_probs[span.start : span.end]))
+    return [float(gap) for gap in (computed - reported).abs()]
 
 
 async def measure(
-    make_bench: Callable[[], Bench], transports: Sequence[str], publishes: int
+    make_bench: Callable[[], Bench], plays: Mapping[str, str | None], publishes: int
 ) -> dict[str, dict[str, float]]:
     bench = make_bench()
     await bench.ready()
     try:
-        results = {"no publishes": await bench.play(None, publishes)}
-        for transport in transports:
-            results[transport] = await bench.play(transport, publishes)
-        results["no publishes, again"] = await bench.play(None, publishes)
-        return results
+        return {name: await bench.play(transport, publishes) for name, transport in plays.items()}
     finally:
         await bench.close()
 
@@ -156,25 +215,45 @@ def main() -> None:
     parser.add_argument(
         "--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="transports to measure (default: all)"
     )
+    parser.add_argument("--prompt-tokens", type=int, default=12, help="tokens per prompt (default: 12)")
+    parser.add_argument("--max-kv-staleness", type=int, nargs="+", help="limits to compare; -1 is no limit")
+    parser.add_argument(
+        "--change", type=float, default=0.01, help="of the weights, in standard deviations (default: 0.01)"
+    )
     arguments = parser.parse_args()
-    load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every)
+    load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every, arguments.prompt_tokens)
+    name, results = "publish-gap", {}
+    if arguments.max_kv_staleness is None:
+        plays = {name: name for name in arguments.transports}
+        results = run(load, 0, {"no publishes": None, **plays, "no publishes, again": None}, arguments.publishes)
+    else:
+        name, load = "kv-staleness", replace(load, change=arguments.change)
+        for limit in arguments.max_kv_staleness:
+            paused = replace(load, mode=Weights(max_kv_staleness=limit).engine_pause)
+            results |= run(paused, limit, {f"K = {limit}": "memory"}, arguments.publishes)
+    columns = list(dict.fromkeys(column for row in results.values() for column in row))
+    print(f"{'':22}" + "".join(f"{column:>10}" for column in columns))
+    for label, row in results.items():
+        print(f"{label:22}" + "".join(f"{row[column]:10.4g}" for column in columns))
+    record(name, {**asdict(load), "runs": results})
+
+
+def run(load: Load, limit: int, plays: Mapping[str, str | None], publishes: int) -> dict[str, dict[str, float]]:
+    """Measure transports, by the name of their row, with an engine of `--max-kv-staleness` `limit`."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, logs = Path(folder) / "tiny", Path(folder)
         create_tiny_model(TinyModel(), checkpoint, seed=1)
-        engine = EngineServer(EngineSpec(name="engine-0", model_path=str(checkpoint), log_path=logs / "engine.log"))
-        router = RouterServer(RouterSpec(log_path=logs / "router.log"))
+        spec = EngineSpec(
+            name="engine-0", model_path=str(checkpoint), log_path=logs / "engine.log", max_kv_staleness=limit
+        )
+        engine, router = EngineServer(spec), RouterServer(RouterSpec(log_path=logs / "router.log"))
         try:
             router.start()
             make_bench = partial(Bench, engine.start(), router, checkpoint, logs / "weights", load)
-            results = asyncio.run(measure(make_bench, arguments.transports, arguments.publishes))
+            return asyncio.run(measure(make_bench, plays, publishes))
         finally:
             engine.stop()
             router.stop()
-    columns = list(next(iter(results.values())))
-    print(f"{'milliseconds':22}" + "".join(f"{column:>10}" for column in columns))
-    for name, row in results.items():
-        print(f"{name:22}" + "".join(f"{row[column]:10.1f}" for column in columns))
-    record("publish-gap", {**asdict(load), "runs": results})
 
 
 if __name__ == "__main__":

@@ -232,6 +232,20 @@ QUEUE_AND_STALENESS = Dashboard(
                     "stack",
                 ),
                 Panel(
+                    "Age of the oldest keys",
+                    "Versions by which the oldest keys and values of generated groups were older than the weights. It "
+                    "is 0 without --max-kv-staleness.",
+                    "short",
+                    {"mean": mean("key_age_versions")},
+                ),
+                Panel(
+                    "Reused tokens",
+                    "Tokens per second whose keys and values of older weights engines did not compute again after a "
+                    "publish.",
+                    "short",
+                    {"reused": rate("reused_tokens_total")},
+                ),
+                Panel(
                     "Parts of staleness in seconds",
                     "Faster publishes shorten publish_lag, more engines shorten sampling, and a smaller queue shortens "
                     "waiting.",

@@ -51,6 +51,8 @@ class RunStarted(Event, frozen=True):
     """B, in groups; None without a staleness limit."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
+    max_kv_staleness: int = 0
+    """`--max-kv-staleness`."""
     in_flight: int = 0
     """N, in groups; 0 in event logs of earlier versions."""
     longest_response: int = 0
@@ -127,7 +129,7 @@ class GroupGenerated(Event, frozen=True):
     reward_seconds: float
     """From then until the rewards were complete, at `time`."""
     versions: tuple[int, int]
-    """Oldest and newest weight version of the group's tokens."""
+    """Oldest and newest of `Group.versions`."""
     response_tokens: int
     """Sum over the samples."""
     reward: float
@@ -146,6 +148,10 @@ class GroupGenerated(Event, frozen=True):
     """Name of the data set that the prompt is from; empty in a run with one data set."""
     epochs: float = 0.0
     """How often the data set had been used up before the prompt was taken, with the fraction of the current epoch."""
+    reused_tokens: int = 0
+    """Tokens whose keys and values of older weights were not computed again; see `VersionSpan.reused`."""
+    key_age: int = 0
+    """Versions by which the oldest keys and values were older than the weights that sampled with them."""
 
     @property
     def generated(self) -> float:

@@ -162,9 +162,10 @@ def shift_versions(spans: Iterable[VersionSpan], by: int) -> list[VersionSpan]:
     result: list[VersionSpan] = []
     for span in spans:
         version, start = max(0, span.version + by), span.start
-        if result and result[-1].version == version and result[-1].end == start:
+        keys = None if (oldest := max(0, span.oldest + by)) == version else oldest
+        if result and (result[-1].version, result[-1].oldest_keys, result[-1].end) == (version, keys, start):
             start = result.pop().start
-        result.append(VersionSpan(version, start, span.end))
+        result.append(VersionSpan(version, start, span.end, keys))
     return result
 
 

@@ -54,6 +54,8 @@ class ReportedSpan(Struct):
     version: str
     start: _Natural
     end: _Natural
+    oldest_keys: str | None = None
+    """The oldest version whose keys and values they were sampled with (`adapters/sglang/key_versions.py`)."""
 
 
 class OutputToken(Struct, array_like=True, gc=False):
@@ -69,6 +71,8 @@ class AnswerMeta(Struct):
     output_token_logprobs: list[OutputToken] | bytes
     """As float32 in base64 if the engine packs them (`adapters/sglang/plugin.py`)."""
     weight_versions: list[ReportedSpan] | None = None
+    cached_tokens: _Natural = 0
+    """Number of tokens of the request that were in the prefix cache when it began."""
     output_token_sampling_mask: list[list[_TokenId]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
 
@@ -111,6 +115,7 @@ class PostedSpan(Struct):
     version: int | str
     start: _Natural
     end: _Natural
+    oldest_keys: int | str | None = None
 
 
 class PostedSample(Struct, kw_only=True):

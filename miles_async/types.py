@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from itertools import chain, pairwise
 from statistics import fmean
@@ -72,6 +72,15 @@ class VersionSpan:
     version: int
     start: int
     end: int
+    oldest_keys: int | None = None
+    """The oldest version whose keys and values they were sampled with; None if that is `version`."""
+    reused: int = 0
+    """Number of tokens before `start` whose keys and values of older versions were not computed again for the span."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that the tokens come from: that of the keys, or else of the weights."""
+        return self.version if self.oldest_keys is None else self.oldest_keys
 
 
 class Turn(NamedTuple):
@@ -238,7 +247,7 @@ class Sample:
             values[name] = None if values[name] is None else list(values[name])
         values["columns"] = {name: list(column) for name, column in self.columns.items()}
         values["sampling_mask"] = None if self.sampling_mask is None else self.sampling_mask.to_dict()
-        values["spans"] = [{"version": span.version, "start": span.start, "end": span.end} for span in self.spans]
+        values["spans"] = [asdict(span) for span in self.spans]
         return values
 
     def prompt_dict(self) -> dict[str, Any]:
@@ -476,7 +485,7 @@ class Group(list[Sample]):
 
     @property
     def versions(self) -> set[int]:
-        """The weight versions that sampled tokens of the group.
+        """The weight versions that sampled tokens of the group, and those of the oldest keys that they used.
 
         Raises TrajectoryError that names the samples without a span, because a group of unknown age must not pass as a
         fresh one.
@@ -487,7 +496,7 @@ class Group(list[Sample]):
                 "the generator must record the version that sampled each token",
                 [sample for sample in self if not sample.spans],
             )
-        return {span.version for sample in self for span in sample.spans}
+        return {version for sample in self for span in sample.spans for version in (span.version, span.oldest)}
 
     @property
     def oldest_version(self) -> int:

@@ -322,6 +322,7 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         slots=bounds.slots,
         in_flight=bounds.generation_batch,
         staleness_limit=config.rollout.max_weight_staleness,
+        max_kv_staleness=config.weights.max_kv_staleness,
         longest_response=config.rollout.rollout_max_response_len,
         model=model,
         configuration=configuration_id(config, entry),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, leave_unchanged
+from miles_async.recording import shift_versions
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import accept_group, check_columns, check_stored
@@ -387,4 +387,4 @@ def limit_versions(groups: list[Group], version: int) -> None:
         return
     for group in groups:
         for sample in group:
-            sample.spans = [replace(span, version=max(0, span.version - newest + version)) for span in sample.spans]
+            sample.spans = shift_versions(sample.spans, version - newest)

@@ -151,6 +151,7 @@ def engine_spec(
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
         colocated=config.cluster.colocate,
         p2p=TRANSPORTS.needs_transfer_engine(weight_transport(config, on_gpus=bool(devices))),
+        max_kv_staleness=config.weights.max_kv_staleness,
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

@@ -24,6 +24,8 @@ class _Span(Struct):
     version: _Natural
     start: _Natural
     end: _Natural
+    oldest_keys: _Natural | None = None
+    reused: _Natural = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Spans(Column):
 
     def accept(self, given: Any, name: str) -> Any:
         spans = parse(given, list[_Span], name)
-        return [VersionSpan(span.version, span.start, span.end) for span in spans]
+        return [VersionSpan(span.version, span.start, span.end, span.oldest_keys, span.reused) for span in spans]
 
     def appended(self, value: Any, count: int, entries: Any, name: str) -> Any:
         return value if entries is None else entries
@@ -63,14 +65,18 @@ class Spans(Column):
                     f"{sample.response_length} tokens"
                 )
             end = span.end
+            if span.oldest > span.version:
+                raise TrajectoryError(f"{name}: keys of version {span.oldest} are newer than version {span.version}")
             check_version(span.version, limits.newest_version, f"sample {sample.index}")
 
     def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
-        rows = [(span.version, span.start, span.end) for span in value]
-        return {"": np.array(rows, np.int64).reshape(-1, 3)}
+        rows = [(span.version, span.start, span.end, span.oldest, span.reused) for span in value]
+        array = np.array(rows, np.int64).reshape(-1, 5)
+        # Without older keys, the last two columns say nothing. Earlier versions of this project read the first three.
+        return {"": array if any(span.oldest_keys is not None for span in value) else array[:, :3].copy()}
 
     def restored(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
-        return [VersionSpan(*row) for row in arrays[""].tolist()]
+        return [_restored(*row) for row in arrays[""].tolist()]
 
     def packed(self, sample: Sample, value: Any, positions: NDArray[np.int64]) -> Any:
         versions = np.full(sample.response_length, NO_VERSION, np.int32)
@@ -86,6 +92,10 @@ class Spans(Column):
             np.concatenate([empty, *(part.versions for part in parts)]),
             np.concatenate([empty, *(part.counts for part in parts)]),
         )
+
+
+def _restored(version: int, start: int, end: int, oldest: int | None = None, reused: int = 0) -> VersionSpan:
+    return VersionSpan(version, start, end, None if oldest == version else oldest, reused)
 
 
 def check_version(version: int, newest: int | None, name: str) -> None:

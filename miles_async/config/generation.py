@@ -111,6 +111,7 @@ def bounds_of(config: RunConfig, entry: str) -> Bounds:
         over_sampling_batch_size=rollout.over_sampling_batch_size,
         windowed_fifo_ratio=rollout.windowed_fifo_ratio if rollout_mode(config).uses_window else None,
         max_weight_staleness=rollout.max_weight_staleness,
+        max_kv_staleness=config.weights.max_kv_staleness,
         update_weights_interval=config.weights.update_weights_interval,
         queue_capacity=rollout.queue_capacity,
         schedule=schedule_of(config, entry),

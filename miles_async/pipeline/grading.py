@@ -139,6 +139,8 @@ def generated_event(
         missing=len(trajectories_of(group.missing)),
         unfinished_rewards=len(group.unfinished_rewards),
         by_worker=by_worker,
+        reused_tokens=sum(span.reused for sample in group for span in sample.spans),
+        key_age=max(span.version - span.oldest for sample in group for span in sample.spans),
         dataset=group.dataset,
         epochs=group[0].origin.get("epochs", 0.0),
     )

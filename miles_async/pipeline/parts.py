@@ -95,7 +95,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         tasks=tasks,
         channel=ports.channel,
         fleet=ports.fleet,
-        pause_mode=config.weights.pause_generation_mode,
+        pause_mode=config.weights.engine_pause,
         queue_depth=lambda: len(producer.queue),
         on_live=collector.sweep_queue,
     )

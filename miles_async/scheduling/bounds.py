@@ -10,6 +10,11 @@ Staleness is measured when a group's batch enters the optimizer step: the number
 version that sampled any of the group's tokens and the trainer's version (`scheduling/lineage.py`). Admission makes a
 group past the limit rare (recycled and continued groups can exceed it); `StalenessGate` makes training on one
 impossible.
+
+With `--max-kv-staleness` K, a token may be sampled with keys and values of a version that is up to K older than the
+weights (`adapters/sglang/key_versions.py` proves it), so the oldest version of a group is that of its oldest keys.
+`B = (S - K + 1) * P - (W - 1)` keeps the weights within S - K versions, and therefore the keys within S. Without a
+limit for keys, only the gate enforces S.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ class Bounds:
     slots: int | None
     """B; None if nothing limits the groups between admission and live weights."""
     staleness: int | None
-    """The greatest staleness of a freshly sampled group; None if only `room` bounds it."""
+    """The greatest staleness of a freshly sampled group, including that of its keys; None if only `room` bounds it, or
+    if nothing bounds the age of the keys."""
     room: int
     """The effective capacity of the queue: groups in flight, blocked by the window and queued together."""
     held: int
@@ -61,6 +67,7 @@ class Bounds:
         over_sampling_batch_size: int | None = None,
         windowed_fifo_ratio: float | None = None,
         max_weight_staleness: int | None = None,
+        max_kv_staleness: int = 0,
         update_weights_interval: int = 1,
         queue_capacity: int = 1000,
         schedule: Schedule = Schedule.FULLY_ASYNC,
@@ -76,10 +83,12 @@ class Bounds:
         generation_batch = over_sampling_batch_size or rollout_batch_size
         publish_groups = rollout_batch_size * update_weights_interval
         held, greediest = queue_capacity, generation_batch
-        if max_weight_staleness is not None:
+        key_age = max(max_kv_staleness, 0)
+        limit = None if max_weight_staleness is None else max(max_weight_staleness - key_age, 0)
+        if limit is not None:
             # W <= S * P - N + 1 is the same as B >= N + P.
-            widest = max(1, max_weight_staleness * publish_groups - generation_batch + 1)
-            held = min(held, (max_weight_staleness + 1) * publish_groups - (min(greediest, widest) - 1))
+            widest = max(1, limit * publish_groups - generation_batch + 1)
+            held = min(held, (limit + 1) * publish_groups - (min(greediest, widest) - 1))
             # B >= N + 2 P
             greediest = min(max(greediest, widest - publish_groups), widest)
         if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC:
@@ -88,11 +97,13 @@ class Bounds:
             window = requested = window_size(windowed_fifo_ratio, generation_batch)
         slots = None
         staleness = {Schedule.FULLY_ASYNC: None, Schedule.ONE_STEP_OFF: 1, Schedule.SYNCHRONOUS: 0}[schedule]
-        if schedule is Schedule.FULLY_ASYNC and max_weight_staleness is not None:
+        if schedule is Schedule.FULLY_ASYNC and limit is not None:
             # W <= S * P + 1 is the same as B >= P: with fewer slots than one publish needs, the run would deadlock.
-            window = min(requested, max_weight_staleness * publish_groups + 1)
-            slots = (max_weight_staleness + 1) * publish_groups - (window - 1)
+            window = min(requested, limit * publish_groups + 1)
+            slots = (limit + 1) * publish_groups - (window - 1)
             staleness = (slots + window - 2) // publish_groups
+        if staleness is not None:
+            staleness = None if max_kv_staleness < 0 else staleness + key_age
         return cls(
             generation_batch=generation_batch,
             window=window,
@@ -127,5 +138,5 @@ class StalenessGate:
     """`--max-weight-staleness` in weight versions; None accepts every group."""
 
     def too_old(self, age: int) -> bool:
-        """Whether a group whose oldest token is `age` weight versions old exceeds the limit."""
+        """Whether a group whose oldest token, or its oldest keys, is `age` weight versions old exceeds the limit."""
         return self.limit is not None and age > self.limit

@@ -411,6 +411,7 @@ class World:
             window=self.bounds.window,
             slots=self.bounds.slots,
             in_flight=self.bounds.generation_batch,
+            max_kv_staleness=self.config.weights.max_kv_staleness,
             longest_response=self.config.rollout.rollout_max_response_len,
         )
 

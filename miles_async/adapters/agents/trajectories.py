@@ -210,7 +210,12 @@ def _sample(entry: PostedSample, index: int) -> Sample:
     if not 0 < covered <= length:
         raise InvalidRequestError(f"sample {index} has weight_versions for {covered} of its {length} response tokens")
     try:
-        spans = [VersionSpan(int(span.version), span.start, span.end) for span in entry.weight_versions]
+        spans = [
+            VersionSpan(
+                int(span.version), span.start, span.end, None if span.oldest_keys is None else int(span.oldest_keys)
+            )
+            for span in entry.weight_versions
+        ]
     except ValueError as error:
         raise InvalidRequestError(f"sample {index}: a weight version is not a number: {error}") from error
     return Sample(

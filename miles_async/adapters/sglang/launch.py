@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from miles_async.adapters.sglang import key_versions
 from miles_async.adapters.sglang.process import ServerProcess, release, start_on_free_ports
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.system import rdma
@@ -56,6 +57,8 @@ class EngineSpec:
     On a CPU the dtype is always float32."""
     p2p: bool = True
     """Register the weights for one-sided writes by Mooncake."""
+    max_kv_staleness: int = 0
+    """See the setting of this name."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Other arguments of `sglang.launch_server`, with dashes or underscores. They override all arguments set here."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -246,6 +249,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "PYTHONUNBUFFERED": "1",
+        key_versions.VARIABLE: str(spec.max_kv_staleness),
         "MOONCAKE_PROTOCOL": mooncake_protocol(),
         **interface_variables(spec.host),
     }

@@ -3,12 +3,12 @@
     [project.entry-points."sglang.srt.plugins"]
     miles_async = "miles_async.adapters.sglang.plugin:register"
 
-On all machines: no prefix that was cached under older weights is used after a publish, answers contain sampling masks
-and packed log-probabilities,
-the engine gives access to its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and
-to clients without the key (`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a
-faster start, attention for a whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and
-a paused scheduler that does not occupy a core.
+On all machines: no prefix that was cached under older weights is used after a publish, unless `--max-kv-staleness`
+allows it (`key_versions.py`), answers contain sampling masks and packed log-probabilities, the engine gives access to
+its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and to clients without the key
+(`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a faster start, attention for a
+whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and a paused scheduler that does
+not occupy a core.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, lockdown
+    from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, key_versions, lockdown
     from miles_async.adapters.system.matrix_products import has_slow_mkl
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -48,8 +48,11 @@ def register() -> None:
     bootstrap = "sglang.srt.entrypoints.engine_info_bootstrap_server.EngineInfoBootstrapServer"
     HookRegistry.register(f"{bootstrap}.__init__", lockdown.remember_bootstrap_server, HookType.AFTER)
     HookRegistry.register(f"{scheduler}.__init__", lockdown.confine_scheduler, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}._add_request_to_queue", tag_prefix, HookType.BEFORE)
+    if key_versions.staleness_limit():
+        key_versions.register()
+    else:
+        HookRegistry.register(f"{scheduler}.flush_cache", flush_cache, HookType.AROUND)
+        HookRegistry.register(f"{scheduler}._add_request_to_queue", tag_prefix, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )

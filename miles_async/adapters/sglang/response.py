@@ -88,21 +88,29 @@ def _mask(sample: Sample, meta: AnswerMeta, tokens: int) -> tuple[list[float], S
 
 
 def _spans(sample: Sample, meta: AnswerMeta, tokens: int) -> list[VersionSpan]:
-    """Return the sample's spans followed by those of `tokens` new tokens; adjacent spans of one version are merged."""
+    """Return the sample's spans followed by those of `tokens` new tokens.
+
+    Adjacent spans of the same weights and keys are merged.
+    """
     spans = list(sample.spans)
-    covered = 0
+    covered, before = 0, None
     for entry in meta.weight_versions or ():
         version, start, end = entry.version, entry.start, entry.end
         if start == end:
             continue
         if not version.isdecimal() or start != covered:
             break
-        covered = end
+        keys = None if entry.oldest_keys is None else int(entry.oldest_keys)
+        reused = 0
+        if keys is not None and version != before:
+            # A request that was running at the publish kept all of its tokens, a new one those that it found cached.
+            reused = meta.cached_tokens if before is None else len(sample.tokens) + start
+        covered, before = end, version
         # SGLang counts from the start of its answer; spans count from the start of the response.
         start, end = start + sample.response_length, end + sample.response_length
-        if spans and spans[-1].version == int(version) and spans[-1].end == start:
-            start = spans.pop().start
-        spans.append(VersionSpan(int(version), start, end))
+        if spans and (spans[-1].version, spans[-1].oldest_keys, spans[-1].end) == (int(version), keys, start):
+            start, reused = spans[-1].start, spans.pop().reused + reused
+        spans.append(VersionSpan(int(version), start, end, keys, reused))
     if covered != tokens:
         raise TrajectoryError(
             f"sample {sample.index}: weight versions {meta.weight_versions} do not name an integer version for "

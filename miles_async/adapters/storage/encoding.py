@@ -106,9 +106,10 @@ def parts_of(samples: SampleValues) -> Iterator[SampleValues]:
 
 
 def versions(samples: SampleValues) -> list[int]:
-    """The weight versions of a group in ascending order. Empty if a sample has none."""
+    """See `Group.versions`; in ascending order. Empty if a sample has none."""
     spans = [values[_SPANS] for values in samples]
-    return sorted({span.version for one in spans for span in one}) if all(spans) else []
+    sampled = {version for one in spans for span in one for version in (span.version, span.oldest)}
+    return sorted(sampled) if all(spans) else []
 
 
 def response_tokens(samples: SampleValues) -> int:

@@ -47,6 +47,8 @@ def problems(config: RunConfig, entry: str) -> list[str]:
             "max_weight_staleness 0 does not allow generation and training to overlap: use train.py, which alternates "
             "between the two, or set it to 1 or more"
         )
+    elif (problem := sizes.key_age_problem(config, overlaps=schedule is not Schedule.SYNCHRONOUS)) is not None:
+        found.append(problem)
     elif schedule is Schedule.FULLY_ASYNC:
         found += sizes.fully_async_problems(config, bounds_of(config, entry))
     return found

@@ -81,6 +81,21 @@ def _transport(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _key_versions(config: RunConfig) -> Iterator[str]:
+    keys, mode = config.weights.max_kv_staleness, config.weights.pause_generation_mode
+    if keys and config.cluster.colocate:
+        yield (
+            f"max_kv_staleness {keys} has no effect with colocate, because engines release their keys and values "
+            "before each step: set max_kv_staleness to 0"
+        )
+    elif keys and mode != "retract":
+        kept = "keeps all requests in flight" if mode == "in_place" else "ends all requests in flight"
+        yield (
+            f"pause_generation_mode {mode} {kept}, and max_kv_staleness {keys} would choose among them: set "
+            "pause_generation_mode to retract, or max_kv_staleness to 0"
+        )
+
+
 def _faults(config: RunConfig) -> Iterator[str]:
     others = {fault.process for fault in config.faults.inject_faults if fault.process != "rollout_worker"}
     if others and config.cluster.ray_address is not None:
@@ -90,4 +105,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _faults)

@@ -137,6 +137,17 @@ def _profiled_steps(config: RunConfig) -> Iterator[str]:
         )
 
 
+def key_age_problem(config: RunConfig, *, overlaps: bool) -> str | None:
+    """Why the limit of staleness leaves no room for keys of older versions, if it does not."""
+    limit, keys = config.rollout.max_weight_staleness, config.weights.max_kv_staleness
+    if limit is None or keys <= 0 or keys + overlaps <= limit:
+        return None
+    return (
+        f"max_weight_staleness {limit} counts keys that are max_kv_staleness {keys} versions older than the weights, "
+        f"which leaves no version to overlap with: set max_weight_staleness to {keys + overlaps} or more"
+    )
+
+
 def fully_async_problems(config: RunConfig, bounds: Bounds) -> Iterator[str]:
     """Problems of the queue and the slots that would keep a fully asynchronous run from ever completing a batch."""
     rollout = config.rollout

@@ -35,6 +35,16 @@ class Weights(Section):
     """What happens to running requests while weights are written: retract recomputes their keys and values under the
     new weights and continues, in_place continues with the keys and values of the old weights, abort ends the requests
     and sends them again, from the first token unless partial_rollout is set."""
+    max_kv_staleness: int = Field(0, ge=-1)
+    """How many weight versions older than the weights the keys and values may be that engines go on with after a
+    publish. Requests and cached prefixes with older ones are computed again. 0 computes everything again, -1 nothing.
+    Other values than 0 need pause_generation_mode retract. max_weight_staleness counts the age of the keys."""
+
+    @property
+    def engine_pause(self) -> str:
+        """How a publish pauses the engines (`Fleet.pause`): with max_kv_staleness, an engine itself removes requests
+        when it gets the version."""
+        return "in_place" if self.max_kv_staleness else self.pause_generation_mode
 
 
 class Engine(Section):

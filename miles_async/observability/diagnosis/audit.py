@@ -87,6 +87,8 @@ class Audit:
         self._windowed = windowed
         self._trains_off_lineage = trains_off_lineage
         self._lines = [_Line(0, None, 0)]
+        self._key_age = 0
+        """Versions by which keys may be older than the weights; negative without a limit."""
         self._window: int | None = None
         self._slots: int | None = None
         self._live: dict[int, _Life] = {}
@@ -115,7 +117,7 @@ class Audit:
             return
         match event:
             case RunStarted():
-                self._window, self._slots = event.window, event.slots
+                self._window, self._slots, self._key_age = event.window, event.slots, event.max_kv_staleness
             case GroupMoved():
                 self._moved(event)
             case GroupReplayed():
@@ -232,7 +234,8 @@ class Audit:
             return
         oldest, _ = life.versions = event.versions
         # The worker of a rollout function generates a group before the group is admitted.
-        if oldest < life.admitted_at and not life.replayed and not event.by_worker:
+        before_attempt = self._key_age >= 0 and oldest < life.admitted_at - self._key_age
+        if before_attempt and not life.replayed and not event.by_worker:
             self._violated(
                 f"group {event.sequence} has tokens of version {oldest}, but was admitted at {life.admitted_at}"
             )

@@ -245,6 +245,17 @@ class Instruments:
             "groups",
         )
         self.staleness_limit = self._unknown_gauge("staleness_limit_versions", "--max-weight-staleness; NaN if unset.")
+        self.key_age_versions = self._histogram(
+            "key_age_versions",
+            "Versions by which the oldest keys and values of a generated group were older than the weights "
+            "(--max-kv-staleness).",
+            VERSIONS,
+        )
+        self.reused_tokens = self._counter(
+            "reused_tokens",
+            "Tokens of prompts and responses whose keys and values of older weights engines did not compute again "
+            "after a publish (--max-kv-staleness), in generated groups.",
+        )
         self.staleness_part_versions = histograms(
             "staleness_part_versions",
             "Staleness of trained groups in versions, by part: publish_lag, sampling and waiting. The parts add up.",

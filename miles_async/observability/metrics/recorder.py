@@ -325,6 +325,8 @@ class MetricsRecorder:
         self._metrics.reward_seconds.observe(event.reward_seconds)
         self._metrics.group_reward.observe(event.reward)
         self._metrics.group_response_tokens.observe(event.response_tokens)
+        self._metrics.reused_tokens.inc(event.reused_tokens)
+        self._metrics.key_age_versions.observe(event.key_age)
         samples = self._view.run.samples_per_group if self._view.run is not None else 1
         self._metrics.generated_samples.inc(samples - event.missing)
         self._metrics.truncated_samples.inc(event.truncated)

@@ -106,6 +106,17 @@ def test_a_limit_of_zero_is_refused_when_generation_and_training_overlap() -> No
     assert refusals("train.py", **ASYNC, max_weight_staleness=0) == []
 
 
+def test_engines_that_release_their_memory_cannot_keep_keys() -> None:
+    assert "max_kv_staleness 1 has no effect with colocate" in refusal("train.py", max_kv_staleness=1, colocate=True)
+
+
+def test_keys_of_older_versions_leave_the_staleness_limit_room_for_overlap() -> None:
+    assert refusals(max_kv_staleness=1, max_weight_staleness=2) == []
+    assert refusals("train.py", max_kv_staleness=2, max_weight_staleness=2) == []
+    assert refusals(max_kv_staleness=-1, max_weight_staleness=1) == []
+    assert "set max_weight_staleness to 2 or more" in refusal("train.py", max_kv_staleness=2, max_weight_staleness=1)
+
+
 def test_over_sampling_below_the_batch_is_refused() -> None:
     assert "over_sampling_batch_size 8 is below rollout_batch_size 32" in refusal(over_sampling_batch_size=8)
 
@@ -163,6 +174,9 @@ def test_a_checkpoint_is_a_folder_with_a_config(tmp_path: Path) -> None:
         ({"rollout_max_response_len": 512}, "leaves no room for a prompt"),
         ({"warm_start_accuracy": [0.5, 0.2]}, "is not a range within [0, 1]"),
         ({"no_progress_abort_seconds": 5}, "stops the run before no_progress_warn_seconds 30 warns"),
+        ({"max_kv_staleness": 1, "pause_generation_mode": "in_place"}, "set pause_generation_mode to retract"),
+        ({"max_kv_staleness": -1, "pause_generation_mode": "abort"}, "set pause_generation_mode to retract"),
+        ({"max_kv_staleness": 2, "max_weight_staleness": 2}, "set max_weight_staleness to 3 or more"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -277,6 +277,7 @@ OBSERVED: dict[str, Change] = {
     # weights
     "weight_transfer": change(engine, "disk"),
     "update_weights_interval": change(simulated(), 2, **SMALL),
+    "max_kv_staleness": change(engine, 1),
     # engines and cluster
     "rollout_num_gpus": change(plan, 2),
     "rollout_num_gpus_per_engine": change(engine, 2),

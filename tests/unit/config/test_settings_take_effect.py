@@ -550,6 +550,17 @@ def test_engines_are_paused_in_the_configured_mode(monkeypatch: pytest.MonkeyPat
     assert modes == [mode] * 3
 
 
+def test_engines_that_remove_old_requests_themselves_are_paused_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = set()
+
+    async def note(engines: Engines, mode: str) -> None:
+        modes.add(mode)
+
+    monkeypatch.setattr(Engines, "pause", note)
+    World(config=run_config(max_kv_staleness=1, rollout_batch_size=4, num_rollout=2)).run()
+    assert modes == {"in_place"}
+
+
 def test_the_learners_processes_get_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_DEBUG", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCHDYNAMO_DISABLE"):
         monkeypatch.setenv(name, "of before")

@@ -109,6 +109,22 @@ def test_the_bound_never_exceeds_the_limit_and_a_publish_always_has_its_slots(se
     assert bounds.window == bounds.requested_window or wider < bounds.publish_groups
 
 
+@given(sizes, st.integers(1, 4))
+def test_keys_of_older_versions_take_part_of_the_limit(settings: dict[str, Any], keys: int) -> None:
+    limit = settings["max_weight_staleness"] + keys
+    bounds = Bounds.derive(**settings | {"max_weight_staleness": limit, "max_kv_staleness": keys})
+    of_weights = Bounds.derive(**settings)
+    assert of_weights.staleness is not None
+    assert bounds.staleness == of_weights.staleness + keys <= limit
+    assert (bounds.slots, bounds.window, bounds.held) == (of_weights.slots, of_weights.window, of_weights.held)
+
+
+def test_keys_without_a_limit_leave_staleness_to_the_gate() -> None:
+    bounds = Bounds.derive(rollout_batch_size=32, max_weight_staleness=2, max_kv_staleness=-1)
+    assert bounds.staleness is None
+    assert bounds.slots == Bounds.derive(rollout_batch_size=32, max_weight_staleness=2).slots
+
+
 @given(sizes, st.integers(0, 2**32))
 def test_no_order_of_finishing_and_publishing_makes_a_group_older_than_the_bound(
     settings: dict[str, Any], seed: int

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from benchmarks.fake_engine import answer as fake_answer
 from miles_async.adapters.sglang.plugin import PACKED, pack_logprobs
 from miles_async.adapters.sglang.response import continued_text, extend
+from miles_async.adapters.storage.encoding import pack_samples, sample_values, unpack_samples
 from miles_async.errors import TrajectoryError
+from miles_async.recording import shift_versions
 from miles_async.sample_schema import decode_answers
-from miles_async.types import Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 
 
 def answer(ids: list[int], versions: list[tuple[str, int, int]], finish: str = "stop") -> dict[str, Any]:
@@ -57,6 +59,25 @@ def test_a_continuation_shifts_its_spans_and_joins_those_of_one_version() -> Non
     assert sample.spans == [VersionSpan(3, 0, 3), VersionSpan(5, 3, 4)]
     assert sample.response == "ABCD"
     assert (aborted, sample.status) == (SampleStatus.ABORTED, SampleStatus.COMPLETED)
+
+
+def test_an_answer_says_which_tokens_were_sampled_with_keys_of_older_versions() -> None:
+    sample = Sample(tokens=[1] * 10)
+    kept = answer([65, 66, 67], [("3", 0, 1), ("4", 1, 2), ("5", 2, 3)])
+    kept["meta_info"]["weight_versions"][1]["oldest_keys"] = "3"
+    extend(sample, kept, decode)
+    # The request kept its prompt and one token at the publish of version 4, and was computed again by version 5.
+    assert sample.spans == [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, 3, 11), VersionSpan(5, 2, 3)]
+
+    next_turn = answer([68], [("6", 0, 1)])
+    next_turn["meta_info"] |= {"cached_tokens": 9}
+    next_turn["meta_info"]["weight_versions"][0]["oldest_keys"] = "5"
+    extend(sample, next_turn, decode)
+    assert sample.spans[3:] == [VersionSpan(6, 3, 4, 5, 9)]
+    group = Group([sample])
+    assert group.versions == {3, 4, 5, 6}
+    assert unpack_samples(bytes(pack_samples([sample_values(sample)]))) == group
+    assert shift_versions(sample.spans, -1)[1:3] == [VersionSpan(3, 1, 2, 2), VersionSpan(4, 2, 3)]
 
 
 @given(text=st.binary(max_size=100), cut=st.integers(0, 100))

@@ -288,6 +288,13 @@ def generated(sequence: int, started: float, ended: float, versions: tuple[int, 
     )
 
 
+def test_reused_keys_are_counted_with_their_age() -> None:
+    group = replace(generated(0, 101.0, 105.0, (3, 5)), reused_tokens=70, key_age=2)
+    see = Watched(RUN, moved("fed"), group)
+    assert see("reused_tokens_total") == 70
+    assert (see("key_age_versions_sum"), see("key_age_versions_count")) == (2, 1)
+
+
 def pulse(time: float, **changes: Any) -> Pulse:
     figures: dict[str, Any] = {
         "generating": 0,
