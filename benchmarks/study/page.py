@@ -19,8 +19,8 @@ INTRODUCTION = """\
 
 <!-- `make study` writes this page and its plots. Change the text in benchmarks/study/page.py. -->
 
-A fully asynchronous run trains on samples that older weights generated. This page shows what that costs, measured on
-the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
+{summary}A fully asynchronous run trains on samples that older weights generated. This page shows what that costs,
+measured on the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
 trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates, trains and
 publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch uses.
 `make study` repeats the measurement. It continues where it was interrupted, and the results are in
@@ -61,7 +61,7 @@ class Interval:
 def page(runs: Runs, waits: Runs) -> str:
     """The page in Markdown. `runs` holds at least one run in turns, and `waits` those of the job whose tools wait."""
     sections = (
-        INTRODUCTION,
+        INTRODUCTION.format(summary=_summary(runs, waits)),
         _really_stale(runs),
         _waits(waits),
         _same_samples(runs),
@@ -127,6 +127,36 @@ def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
     return "\n".join([head, "|---" * 7 + "|", *(_row(runs, name) for name in names if name in runs)])
 
 
+def _summary(runs: Runs, waits: Runs) -> str:
+    """Which limit to choose and what it costs, as far as that was measured."""
+    sentences = []
+    for limit in (2, 8):
+        if IN_TURNS in waits and (name := (f"limit {limit}", "default")) in waits:
+            pairs = _pairs(waits[IN_TURNS], waits[name])
+            faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
+            found = Interval.of([run.after - base.after for base, run in pairs])
+            sentences.append(
+                f"Where samples wait for tools, a limit of {limit} was {faster} times as fast as training in turns, "
+                f"and accuracy at the same number of samples differed by {found}."
+            )
+    for limit in LIMITS:
+        for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
+            name = (f"limit {limit}", STALE + variant)
+            if name in runs:
+                age = fmean(run.staleness for run in runs[name].values())
+                sentences.append(
+                    f"With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
+                    f"differed by {difference(runs, name)}."
+                )
+    if not sentences:
+        return ""
+    return (
+        "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
+        "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
+        "are on average about N / P versions old, whatever the limit is. " + " ".join(sentences) + "\n\n"
+    )
+
+
 def _really_stale(runs: Runs) -> str:
     names = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
     if not any(name in runs for name in names):
@@ -182,14 +212,16 @@ intervals.
 {"|---" * 9}|
 {chr(10).join(rows)}
 
-The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns.
+The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns, among the
+runs that reach it with the same number of samples. `make sim ARGS="waiting"` predicts the
+[speed-ups](scheduling.md#samples-that-wait-for-tools) of longer runs.
 """
 
 
 def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) -> str:
     runs = list(found.values())
     columns = [str(len(runs)), _spread([run.after for run in runs])]
-    pairs = [(turns[seed], found[seed]) for seed in found if seed in turns and found is not turns]
+    pairs = _pairs(turns, found) if found is not turns else []
     columns.append(str(Interval.of([run.after - base.after for base, run in pairs])) if pairs else "")
     columns += [f"{fmean(run.staleness for run in runs):.2f}", str(max(run.max_staleness for run in runs))]
     seconds = [_training_seconds(run) if found is turns else run.seconds for run in runs]
@@ -207,6 +239,10 @@ def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) 
             sooner.append(first / second)
     columns.append(_ratio(sooner) + (f" ({len(sooner)} of {len(pairs)})" if len(sooner) < len(pairs) else ""))
     return f"| {title} | " + " | ".join(columns) + " |"
+
+
+def _pairs(turns: dict[int, Outcome], found: dict[int, Outcome]) -> list[tuple[Outcome, Outcome]]:
+    return [(turns[seed], found[seed]) for seed in found if seed in turns]
 
 
 def _training_seconds(run: Outcome) -> float:
