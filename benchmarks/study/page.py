@@ -20,10 +20,10 @@ INTRODUCTION = """\
 <!-- `make study` writes this page and its plots. Change the text in benchmarks/study/page.py. -->
 
 {summary}A fully asynchronous run trains on samples that older weights generated. This page shows what that costs,
-measured on the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real stack. Every run
-trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates, trains and
-publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch uses.
-`make study` repeats the measurement. It continues where it was interrupted, and the results are in
+measured on the job of `make run-tiny` (`configs/arithmetic-cpu.yaml`): a tiny model adds three numbers on the real
+stack. Every run trains the same number of samples. Accuracy is greedy, on 512 held-out problems. `train.py` generates,
+trains and publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch
+uses. `make study` repeats the measurement. It continues where it was interrupted, and the results are in
 `benchmarks/results/study/`.
 
 These runs divided the advantages of a group by the standard deviation with n in its denominator. GRPO now takes n - 1,
