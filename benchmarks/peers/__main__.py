@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--trl-steps", type=int, default=4, help="steps of TRL in `step` (default: 4)")
     parser.add_argument("--steps", type=int, default=9, help="steps of this project in `step` (default: 9)")
     parser.add_argument("--seconds", type=float, default=10.0, help="duration of each worker in `worker` (default: 10)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each worker in `waits` (default: 3)")
     parser.add_argument(
         "--small", action="store_true", help="a small model in `step`, few steps in `reward`; record nothing"
     )
@@ -45,7 +46,7 @@ def main() -> None:
     checkouts = {name: path for name, path in (("slime", options.slime), ("Miles", options.miles)) if path is not None}
     parts = options.parts or list(UNITS)
     if "waits" in parts:
-        record("peers-waits", measure_waits(checkouts))
+        record("peers-waits", measure_waits(checkouts, options.seeds))
         parts.remove("waits")
     if not parts:
         return

@@ -52,7 +52,7 @@ Collect = Callable[[int], Awaitable[Any]]
 """Returns the batch with a number."""
 IN_PROGRESS = {2: 64, 8: 256}
 """Samples in progress by staleness limit."""
-STEP_SECONDS, WARM_UP_SECONDS, SECONDS, SEEDS = 0.5, 15.0, 30.0, 3
+STEP_SECONDS, WARM_UP_SECONDS, SECONDS = 0.5, 15.0, 30.0
 
 
 class Step(NamedTuple):
@@ -223,13 +223,13 @@ async def measure(project: str, args: Namespace, url: str, limit: int, seed: int
     return figures | {"seconds per turn": fmean(job.turns)}
 
 
-def measure_waits(checkouts: dict[str, Path]) -> dict[str, list[dict[str, float]]]:
+def measure_waits(checkouts: dict[str, Path], seeds: int) -> dict[str, list[dict[str, float]]]:
     """The figures of each worker under each limit, for each seed; prints their means and ranges."""
     results: dict[str, list[dict[str, float]]] = {}
     workers = [("ours", Path()), *((name.lower(), path) for name, path in checkouts.items())]
     with fake_engine("--latency", "0.05", "--tokens", str(TURN_TOKENS)) as url:
         # All workers with one seed after the other, so that other load on the machine affects them alike.
-        for seed, limit, (project, checkout) in itertools.product(range(SEEDS), IN_PROGRESS, workers):
+        for seed, limit, (project, checkout) in itertools.product(range(seeds), IN_PROGRESS, workers):
             runs = results.setdefault(f"{project}, limit {limit}", [])
             runs.append(_run(project, str(checkout), url, limit, seed))
     for name, runs in results.items():
