@@ -164,10 +164,10 @@ def _really_stale(runs: Runs) -> str:
     return f"""
 ## When samples are really stale
 
-In these runs, a hook waits before each reward, as a slow grader does, so that 48 groups per version of the limit are in
-flight beside batches of 64 ([slow_grader.py](../../benchmarks/study/slow_grader.py)). The samples are then on average
-nearly as old as the limit allows. The tables below have the same job without the waits, where generation is the
-bottleneck and the mean staleness is about 1 at every limit.
+In these runs, a hook waits before each reward, as a slow grader does, and many groups are in flight: 192 under a limit
+of 4, and 896 under a limit of 16, with batches of 64 (`benchmarks/study/slow_grader.py`). The samples are then on
+average at least 60 % as old as the limit allows. The tables below have the same job without the waits, where generation
+is the bottleneck and the mean staleness is about 1 at every limit.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|

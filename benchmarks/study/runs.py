@@ -52,9 +52,10 @@ LOSSES = {
 }
 STALE = "stale "
 """The beginning of the variants in which samples are really stale."""
-STALE_GROUPS = 48
-"""Groups in flight per version of the limit, which are three quarters of a batch; at least a whole batch. See
-`slow_grader.py`."""
+STALE_GROUPS = {1: 64, 2: 96, 4: 192, 8: 448, 16: 896}
+"""Groups in flight by staleness limit, in batches of 64. See `slow_grader.py`."""
+STALE_RATIO = {8: 0.1, 16: 0.1}
+"""A narrow window where the slots would otherwise not suffice for so many groups in flight."""
 LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
@@ -180,7 +181,9 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
 
 
 def _stale(limit: int, name: str, seed: int) -> Cell:
-    flags = ["--over-sampling-batch-size", str(max(STALE_GROUPS * limit, 64))]
+    flags = ["--over-sampling-batch-size", str(STALE_GROUPS[limit])]
+    if limit in STALE_RATIO:
+        flags += ["--windowed-fifo-ratio", str(STALE_RATIO[limit])]
     flags += ["--rollout-sample-hook-path", "benchmarks.study.slow_grader.wait"]
     return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | LOSSES | RATES)[name]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from miles_async.config.checks.unused import unused_settings
-from miles_async.config.generation import rollout_mode, schedule_of, takes_from_queue, trains_only
+from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
@@ -13,6 +13,8 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.untested import noted_arguments
 from miles_async.scheduling.bounds import Schedule
 
+MEASURED_AGE = 3
+"""The greatest mean age of samples, in weight versions, at which `docs/explanation/staleness.md` compares accuracy."""
 _COMPARE_WHOLE_TEXTS = ("exact", "f1", "reasoning_gym")
 
 
@@ -27,6 +29,18 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
+        )
+
+
+def _old_samples(config: RunConfig, entry: str) -> Iterator[str]:
+    bounds = bounds_of(config, entry)
+    groups = min(bounds.generation_batch, bounds.room)
+    age = groups / bounds.publish_groups
+    if schedule_of(config, entry) is Schedule.FULLY_ASYNC and age > MEASURED_AGE:
+        yield (
+            f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are "
+            f"trained; accuracy was measured up to {MEASURED_AGE} (docs/explanation/staleness.md): lower "
+            "over_sampling_batch_size unless the engines or tools need so many groups"
         )
 
 
@@ -218,6 +232,7 @@ NOTES = (
     _unused_all_samples_function,
     _unused_skip,
     _policy_notes,
+    _old_samples,
     _reference,
     _kl_loss,
     _unlike_the_paper,

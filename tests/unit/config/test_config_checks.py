@@ -193,6 +193,13 @@ def test_batches_that_are_saved_under_the_suffix_of_torch_are_noted() -> None:
     assert notes(config(save_debug_rollout_data="dump/{rollout_id}.safetensors"), "train_async.py") == []
 
 
+def test_groups_in_flight_that_make_samples_older_than_was_measured_are_noted() -> None:
+    settings = {**ASYNC, "rollout_batch_size": 8, "max_weight_staleness": 16}
+    (note,) = notes(config(**settings, over_sampling_batch_size=48), "train_async.py")
+    assert "48 groups in flight, samples will be about 6 weight versions old" in note
+    assert notes(config(**settings, over_sampling_batch_size=24), "train_async.py") == []
+
+
 def test_a_window_without_effect_is_noted() -> None:
     (note,) = notes(config(windowed_fifo_ratio=0.3), "train_async.py")
     assert note.startswith("windowed_fifo_ratio has no effect")
