@@ -153,7 +153,9 @@ def _summary(runs: Runs, waits: Runs) -> str:
     return (
         "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
         "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
-        "are on average about N / P versions old, whatever the limit is. " + " ".join(sentences) + "\n\n"
+        "are on average about N / P versions old under any limit that allows so many groups. "
+        + " ".join(sentences)
+        + "\n\n"
     )
 
 
@@ -200,8 +202,8 @@ def _waits(runs: Runs) -> str:
 `make run-agents` trains an agent with a calculator that takes the time of a real sandbox: half a second in the median,
 and up to 20 seconds (`configs/slow-tools-cpu.yaml`). Each batch has 16 groups of four samples, and there are 20
 batches. In turns, a batch waits for the slowest of its 64 calls. Asynchronous runs keep 32 groups in flight. By
-Little's law, a group is then trained about two versions after its first token, whatever the limit is. The limit decides
-how long training can go on beside one slow call.
+Little's law, a group is then trained about two versions after its first token under each limit. The limit decides how
+long training can go on beside one slow call.
 
 Evaluations do not count as time of the runs in turns. In asynchronous runs they take place beside training, and an
 accuracy is reached when its evaluation has ended. Two runs shared the machine at a time, and the mean load at their
