@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,15 @@ async def published(
 ) -> AsyncIterator[tuple[SGLangFleet, SGLangGenerator, Publish]]:
     source = WeightSource(describe(stack.named_tensors()), folder, Weights())
     source.connect([stack.engine], {"e0": "memory"})
+    of_checkpoint = deepcopy(stack.model.state_dict())
     async with stack.admitted() as (fleet, generator):
 
         async def publish() -> int:
-            version = next(stack.versions)
             stack.change_weights()
+            return await publish_these()
+
+        async def publish_these() -> int:
+            version = next(stack.versions)
             source.stage(version, stack.named_tensors(), ["memory"])
             await fleet.pause(weights.engine_pause)
             outcome = await asyncio.to_thread(source.send, version, "e0", "memory")
@@ -82,6 +87,9 @@ async def published(
         await publish()
         await publish()
         yield fleet, generator, publish
+        # Other tests compare the engine with the checkpoint.
+        stack.model.load_state_dict(of_checkpoint)
+        await publish_these()
     source.close()
 
 

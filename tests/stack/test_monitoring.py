@@ -93,7 +93,13 @@ def test_the_samples_of_make_monitoring_are_kept_when_it_ends(tmp_path: Path) ->
     port = free_port()
     server = Prometheus(tmp_path, port=port)
     command = [sys.executable, "-m", "dashboards.prometheus", "--runs", str(tmp_path), "--port", str(port)]
-    monitoring = subprocess.Popen(command, cwd=FOLDER.parents[1], stdout=subprocess.DEVNULL)
+    # Background jobs of a shell ignore SIGINT, and so do the processes that the job starts.
+    monitoring = subprocess.Popen(
+        command,
+        cwd=FOLDER.parents[1],
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         wait_until(
             lambda: answers(server) == {"driver": False}, "the target was scraped", within=START_SECONDS, every=0.5

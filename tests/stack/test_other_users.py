@@ -50,6 +50,7 @@ FILES = {
 VARIABLES = {
     r"RAY_\w+|LD_PRELOAD|SPT_NOENV": "set by Ray for its workers: no secrets",
     r"SGLANG_\w+|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME|HOST_IP|MOONCAKE_\w+|MC_\w+": "settings of SGLang",
+    "MILES_ASYNC_MAX_KV_STALENESS": "a setting of an engine's plug-in",
     r"OMP_\w+|TORCHDYNAMO_DISABLE|CUDA_VISIBLE_DEVICES|NO_PROXY|PYTHONPATH|COLUMNS|LINES": "settings of libraries",
     "OF_THE_ENGINE": "of the engine of other tests, which runs beside the cluster",
 }
