@@ -169,7 +169,8 @@ def _really_stale(runs: Runs) -> str:
 In these runs, a hook waits before each reward, as a slow grader does, and many groups are in flight: 192 under a limit
 of 4, and 896 under a limit of 16, with batches of 64 (`benchmarks/study/slow_grader.py`). The samples are then on
 average at least 60 % as old as the limit allows. The tables below have the same job without the waits, where generation
-is the bottleneck and the mean staleness is about 1 at every limit.
+is the bottleneck and the mean staleness is about 1 at every limit. The runs in turns are older than these runs and
+began with another warm start (with seed 42 at 0.500; these began at 0.455).
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
