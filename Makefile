@@ -68,7 +68,7 @@ run: $(READY) ## Train SmolLM2-135M-Instruct: it learns to add two numbers in a 
 run-tiny: $(READY) ## Train a tiny model with many more, and much shorter, steps
 	@$(VENV_PYTHON) train_async.py --config configs/arithmetic-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
-run-agents: $(READY) ## Train an agent whose tools take as long as a real sandbox; compare with train.py (see the file)
+run-agents: $(READY) ## Train an agent whose tools are as slow as a real sandbox, where asynchronous training gains most
 	@$(VENV_PYTHON) train_async.py --config configs/slow-tools-cpu.yaml --rollout-function-path $(ROLLOUT) $(ARGS)
 
 # Only tests need a browser, so `make run` does not install one.

@@ -56,7 +56,7 @@ def measure(learner: MegatronLearner, first: Sequence[TrainStep], steps: Sequenc
 
 
 def settled(live: LiveBytes) -> int:
-    """Gloo's threads drop the tensors of a collective only after they have woken its caller."""
+    """The live bytes without the tensors of collectives, which gloo's threads drop after they have woken the caller."""
     found = live.now
     for _ in range(20):
         time.sleep(0.005)

@@ -2,11 +2,10 @@
 
     python -m benchmarks.peers.waits PROJECT CHECKOUT URL LIMIT SEED SECONDS
 
-Each sample is a turn of 16 tokens, a tool call of
-`examples/slow_sandbox.py`, and another turn. Groups have 4 samples, batches
-16 groups. The fake engine answers after 50 ms and reports the weight version. The learner takes 0.5 s for a batch and
-then publishes. All workers may have the same number of samples in progress: the greatest number with which the window
-of this project is greedy under the staleness limit. For a limit of 2 it is one batch, the default here and in Miles.
+Each sample is a turn of 16 tokens, a tool call of `examples/slow_sandbox.py`, and another turn. Groups have 4 samples,
+and batches have 16 groups. The fake engine answers after 50 ms and reports the weight version. The learner takes 0.5 s
+for a batch and then publishes. All workers may have the same number of samples in progress. For a limit of 2 the number
+is one batch, which is the default here and in Miles, and for a limit of 8 it is four batches.
 
 Other settings are defaults, and the code of slime and Miles is unchanged. In their runs, the next batch is collected
 during a step and before its publish, as in their `train_async.py`. slime has no limit of staleness. Its setting

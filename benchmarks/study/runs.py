@@ -166,7 +166,7 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
                         yield _stale(limit, name, seed)
     if "waits" in parts:
         for seed in SEEDS:
-            # Over-sampling would not train in turns: the surplus of a batch would be trained in the next one.
+            # With over-sampling, the next batch would train the surplus of a batch, one version late.
             yield Cell("in turns", "default", seed, ("--over-sampling-batch-size", "16"), SLOW_TOOLS)
             for limit in (2, 8):
                 yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)

@@ -36,7 +36,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def generate_with(run: Tool, args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The same with tools of the caller."""
+    """Generate a response as `generate` does, and let `run` execute the tool calls of the model."""
     params = {**sampling_params, "stop": [*(sampling_params["stop"] or ()), *CALL_ENDS]}
     longest = sampling_params["max_new_tokens"]
     while (calls := count_observations(sample)) < args.tool_max_turns:

@@ -82,17 +82,17 @@ class Bounds:
         """
         generation_batch = over_sampling_batch_size or rollout_batch_size
         publish_groups = rollout_batch_size * update_weights_interval
-        held, greediest = queue_capacity, generation_batch
+        held, greedy = queue_capacity, generation_batch
         key_age = max(max_kv_staleness, 0)
         limit = None if max_weight_staleness is None else max(max_weight_staleness - key_age, 0)
         if limit is not None:
             # W <= S * P - N + 1 is the same as B >= N + P.
             widest = max(1, limit * publish_groups - generation_batch + 1)
-            held = min(held, (limit + 1) * publish_groups - (min(greediest, widest) - 1))
-            # B >= N + 2 P
-            greediest = min(max(greediest, widest - publish_groups), widest)
+            held = min(held, (limit + 1) * publish_groups - (min(generation_batch, widest) - 1))
+            # W <= widest - P is the same as B >= N + 2 * P.
+            greedy = min(max(generation_batch, widest - publish_groups), widest)
         if windowed_fifo_ratio is None and schedule is Schedule.FULLY_ASYNC:
-            window = requested = greediest
+            window = requested = greedy
         else:
             window = requested = window_size(windowed_fifo_ratio, generation_batch)
         slots = None

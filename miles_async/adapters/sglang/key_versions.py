@@ -85,9 +85,9 @@ def end_batch(original: Callable[..., bool], scheduler: Scheduler, empty_cache: 
 def enter_queue(scheduler: Scheduler, request: Request, *_: Any, **__: Any) -> None:
     """Choose the oldest version of a request that enters the queue, or whose version is too old.
 
-    It is the newest version under which at least half of the request's tokens are cached, and otherwise the version of
-    the weights: a short prefix, such as the beginning of a chat template, is not worth an older version, because the
-    request would have to be computed again earlier.
+    The choice is the newest version under which at least half of the request's tokens are cached, and otherwise the
+    version of the weights: a short prefix, such as the beginning of a chat template, is not worth an older version,
+    because the request would have to be computed again earlier.
     """
     version = _live_version()
     if version is None:
