@@ -7,8 +7,11 @@ On all machines: no prefix that was cached under older weights is used after a p
 allows it (`key_versions.py`), answers contain sampling masks and packed log-probabilities, the engine gives access to
 its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and to clients without the key
 (`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a faster start, attention for a
-whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and a paused scheduler that does
-not occupy a core.
+whole batch (`cpu_attention.py`), adapters (`cpu_lora.py`), faster sampling and products (`cpu_generation.py`), and a
+paused scheduler that does not occupy a core.
+
+The versions of a LoRA adapter have names of their own. A request without a name gets the version that was committed
+last, and every answer reports the version that its request named.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ EACH_SAMPLE = "_"
 """The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
 PACKED = "packed-"
 """The beginning of the id of a request whose log-probabilities are to be packed."""
+ADAPTER = "v"
+"""The beginning of the name of a LoRA adapter; its version follows."""
 LISTENING_SECONDS = 30.0
 """Time for the HTTP server to start listening."""
 
@@ -37,7 +42,14 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, key_versions, lockdown
+    from miles_async.adapters.sglang import (
+        cpu_attention,
+        cpu_generation,
+        cpu_lora,
+        engine_weights,
+        key_versions,
+        lockdown,
+    )
     from miles_async.adapters.system.matrix_products import has_slow_mkl
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -58,6 +70,8 @@ def register() -> None:
     )
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", report_adapter, HookType.AFTER)
     HookRegistry.register(f"{tokenizer}.abort_request", abort_samples, HookType.AROUND)
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
     manager = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -78,6 +92,14 @@ def register() -> None:
         HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
+        cpu_lora.unpin()
+        lora = "sglang.srt.lora.backend.torch_backend"
+        HookRegistry.register(
+            f"{lora}.TorchNativeLoRABackend.prepare_lora_batch", cpu_lora.prepare_batch, HookType.REPLACE
+        )
+        HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
+        HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
+        HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
         layers = "sglang.srt.layers"
         HookRegistry.register(
             f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
@@ -142,6 +164,26 @@ def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: 
     top_ks = range(2, arguments.sampling_mask_max_tokens + 1)
     if arguments.speculative_algorithm is None and all(one.get("top_k") in top_ks for one in params):
         request.return_sampling_mask = True
+
+
+def name_adapter(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Let a request that names no adapter use the version that was committed last, if adapters are served.
+
+    These are health checks, and requests that functions of users send.
+    """
+    if not tokenizer_manager.enable_lora or request.lora_path:
+        return
+    committed = f"{ADAPTER}{tokenizer_manager.config_value('weight_version')}"
+    if committed in tokenizer_manager.lora_registry.get_all_adapters():
+        request.lora_path = committed
+
+
+def report_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:
+    """Report the adapter of an answer as the version of all its tokens: it stays the same to the end of a request."""
+    version = str(state.obj.lora_path or "").removeprefix(ADAPTER)
+    if version.isdecimal() and (spans := meta_info.get("weight_versions")):
+        meta_info["weight_versions"] = [{"version": version, "start": 0, "end": spans[-1]["end"]}]
+        meta_info["weight_version"] = version
 
 
 def abort_samples(
