@@ -96,6 +96,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         channel=ports.channel,
         fleet=ports.fleet,
         pause_mode=config.weights.engine_pause,
+        adapters=ports.adapters,
         queue_depth=lambda: len(producer.queue),
         on_live=collector.sweep_queue,
     )

@@ -20,7 +20,7 @@ ForwardBatch = Any
 class Rows(NamedTuple):
     """The rows of a batch that have the same adapter."""
 
-    index: slice | torch.Tensor
+    positions: slice | torch.Tensor
     slot: int
     """Where the adapter is in SGLang's weight buffers."""
     rank: int
@@ -49,7 +49,7 @@ def unpin() -> None:
         return tensor(*arguments, **options)
 
     torch.tensor = unpinned
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
 def prepare_batch(

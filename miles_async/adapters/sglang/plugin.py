@@ -68,10 +68,16 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )
+    HookRegistry.register(
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__", engine_weights.remember_adapters, HookType.AFTER
+    )
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)
-    HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", report_adapter, HookType.AFTER)
+    HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", note_adapter, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info", report_adapter, HookType.AFTER
+    )
     HookRegistry.register(f"{tokenizer}.abort_request", abort_samples, HookType.AROUND)
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
     manager = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -178,11 +184,18 @@ def name_adapter(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> No
         request.lora_path = committed
 
 
-def report_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:
+def note_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:
+    """Say in an answer which adapter its request has, for `report_adapter`."""
+    if state.obj.lora_path:
+        meta_info["adapter"] = state.obj.lora_path
+
+
+def report_adapter(_: None, meta_info: dict[str, Any], *__: Any, **___: Any) -> None:
     """Report the adapter of an answer as the version of all its tokens: it stays the same to the end of a request."""
-    version = str(state.obj.lora_path or "").removeprefix(ADAPTER)
-    if version.isdecimal() and (spans := meta_info.get("weight_versions")):
-        meta_info["weight_versions"] = [{"version": version, "start": 0, "end": spans[-1]["end"]}]
+    version = str(meta_info.get("adapter", "")).removeprefix(ADAPTER)
+    if version.isdecimal():
+        end = meta_info["weight_versions"][-1]["end"]
+        meta_info["weight_versions"] = [{"version": version, "start": 0, "end": end}]
         meta_info["weight_version"] = version
 
 

@@ -50,6 +50,11 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     elif (problem := sizes.key_age_problem(config, overlaps=schedule is not Schedule.SYNCHRONOUS)) is not None:
         found.append(problem)
     elif schedule is Schedule.FULLY_ASYNC:
+        if config.learner.lora_rank and config.rollout.max_weight_staleness is None:
+            found.append(
+                "without max_weight_staleness, engines may have to hold any number of adapters: set it, for example "
+                "to 2, or set lora_rank to 0"
+            )
         found += sizes.fully_async_problems(config, bounds_of(config, entry))
     return found
 
