@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.host_memory import HostMemory
 from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_swiglu, uses_local_layers
+from miles_async.adapters.megatron.model.lora import attach_adapters
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
@@ -107,6 +109,12 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     return MegatronModel(settings, settings.ref_env_vars, source, frozen, output_layer, *positions)
 
 
+def frozen_part(model: TrainedModel, settings: Learner) -> MegatronModel:
+    """The reference model of a run that trains adapters: the same weights, computed without the adapters."""
+    parts = (model.source, model.chunks, model.output_layer, model.by_position, model.shares_prefixes)
+    return MegatronModel(settings, settings.ref_env_vars, *parts)
+
+
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> TrainedModel:
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
@@ -120,6 +128,9 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         source, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
+        if settings.lora_rank:
+            assert isinstance(source, PluginSource), "config/checks refuses models of Megatron-Bridge"
+            attach_adapters(chunks, source.converter, settings, Path(hf_checkpoint).expanduser())
         output_layer = None if values else _replace_output_layer(chunks)
         positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
