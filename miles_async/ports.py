@@ -210,7 +210,9 @@ class WeightChannel(Protocol):
     """Moves weights from the learner to the engines: connect once, then stage and send each version.
 
     In a run that trains an adapter, a version is an adapter that engines hold beside older ones: `send` loads it and
-    drops those that requests may not name any more. Staging and sending are two phases so that only sending has to happen while the engines are paused.
+    drops those that requests may not name any more.
+
+    Staging and sending are two phases so that only sending has to happen while the engines are paused.
     """
 
     @property
