@@ -62,8 +62,8 @@ UNTESTED: Mapping[str, Untested] = {
     ),
     "lora": Untested(
         r"(enable_lora\w*|lora_\w+|max_lora\w*|max_loaded_loras|experts_shared_outer_loras)=.*",
-        "the learner trains and publishes whole weights and knows no adapter, so engines would sample from another "
-        "policy",
+        "a run that trains an adapter (lora_rank) sets these itself, and other adapters would sample from another "
+        "policy than the one that trains",
     ),
     "attention_data_parallelism": Untested(
         r"(dp_size|data_parallel_size|enable_dp_\w+)=.*",

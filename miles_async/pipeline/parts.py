@@ -222,6 +222,7 @@ def _monitor(
         ),
         taken=lambda: len(held.taken),
         processors=ports.processors,
+        adapters=ports.adapters,
     )
 
 

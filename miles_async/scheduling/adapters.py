@@ -66,6 +66,7 @@ class AdapterVersions:
         """Whether no request names a version below `oldest`."""
         return all(version >= oldest for version in self._named)
 
-    def in_use(self) -> dict[int, int]:
-        """Requests in flight, by the version that they name."""
-        return dict(sorted(self._named.items()))
+    def requests(self) -> dict[int, int]:
+        """Requests in flight by the version that they name, for all versions that requests may name."""
+        current = range(max(0, self.live - self._staleness), self.live + 1)
+        return {version: self._named[version] for version in sorted({*current, *self._named})}

@@ -96,7 +96,7 @@ def _key_versions(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _adapters(config: RunConfig) -> Iterator[str]:
+def _published_adapters(config: RunConfig) -> Iterator[str]:
     if not config.learner.lora_rank:
         return
     if config.weights.max_kv_staleness:
@@ -122,4 +122,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _adapters, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _published_adapters, _faults)

@@ -24,12 +24,13 @@ from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import PackedBatch, rank_batches, repack_for_forward
 from miles_async.config.device_plan import demand_of
 from miles_async.config.fields import SETTINGS
-from miles_async.config.generation import bounds_of
+from miles_async.config.generation import adapter_versions_of, bounds_of
 from miles_async.config.learning_rate import critic_learning_rate, learning_rate
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.errors import FatalError
 from miles_async.events import RunStarted
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -66,6 +67,16 @@ def engine(config: RunConfig) -> object:
     spec = engine_spec(config, "engine-0", "checkpoint", Path("logs"))
     words = launch.command(spec, 30000, Rendezvous("127.0.0.1", 30001, 30002))
     return words, launch.environment(spec), spec.cpus, spec.start_timeout
+
+
+def second_turn(config: RunConfig) -> object:
+    """The version of the adapter that the second turn of a group names after a publish."""
+    adapters, pin = adapter_versions_of(config), PinnedVersion()
+    assert adapters is not None
+    versions = []
+    for adapters.live in (1, 2):
+        versions.append(adapters.begin(pin))
+    return versions
 
 
 def routing(config: RunConfig) -> object:
@@ -278,6 +289,7 @@ OBSERVED: dict[str, Change] = {
     "weight_transfer": change(engine, "disk"),
     "update_weights_interval": change(simulated(), 2, **SMALL),
     "max_kv_staleness": change(engine, 1),
+    "lora_newest_each_turn": change(second_turn, True, lora_rank=8, max_weight_staleness=2),
     # engines and cluster
     "rollout_num_gpus": change(plan, 2),
     "rollout_num_gpus_per_engine": change(engine, 2),
