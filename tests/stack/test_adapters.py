@@ -20,6 +20,7 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import read_logprobs
+from miles_async.errors import TrajectoryError
 from miles_async.models.lora import MODULES
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
@@ -173,6 +174,18 @@ async def test_an_engine_drops_the_versions_that_no_request_may_name(serving: Se
         for version in range(2, 8):
             await run.publish(version)
             assert run.loaded() == set(range(max(1, version - STALENESS - 1), version + 1))
+
+
+async def test_an_adapter_can_be_dropped_although_sglang_has_lost_count_of_its_requests(serving: Serving) -> None:
+    async with serving.run("counted") as run:
+        too_long = group_of([1] * 5000, samples=1)
+        with pytest.raises(TrajectoryError):
+            await run.generator.generate(too_long, SHORT)
+        for _ in range(3):
+            await run.fleet.check("e0")
+        for version in range(2, 2 + STALENESS + 2):
+            await run.publish(version)
+        assert 1 not in run.loaded()
 
 
 async def test_requests_without_a_name_use_the_version_that_was_committed_last(serving: Serving) -> None:

@@ -16,11 +16,12 @@ last, and every answer reports the version that its request named.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ PACKED = "packed-"
 """The beginning of the id of a request whose log-probabilities are to be packed."""
 ADAPTER = "v"
 """The beginning of the name of a LoRA adapter; its version follows."""
+HEALTH_CHECK = "HEALTH_CHECK"
+"""The beginning of the id of a health check."""
+UNLOAD_POLL_SECONDS = 0.02
 LISTENING_SECONDS = 30.0
 """Time for the HTTP server to start listening."""
 
@@ -74,6 +78,7 @@ def register() -> None:
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}._unload_lora_adapter_locked", unload_adapter, HookType.AROUND)
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", note_adapter, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info", report_adapter, HookType.AFTER
@@ -175,13 +180,32 @@ def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: 
 def name_adapter(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> None:
     """Let a request that names no adapter use the version that was committed last, if adapters are served.
 
-    These are health checks, and requests that functions of users send.
+    These are requests that functions of users send. Health checks use the model without an adapter: SGLang forgets them
+    before they end, so that an adapter could be dropped while a health check needs it.
     """
-    if not tokenizer_manager.enable_lora or request.lora_path:
+    if not tokenizer_manager.enable_lora or request.lora_path or str(request.rid).startswith(HEALTH_CHECK):
         return
     committed = f"{ADAPTER}{tokenizer_manager.config_value('weight_version')}"
     if committed in tokenizer_manager.lora_registry.get_all_adapters():
         request.lora_path = committed
+
+
+async def unload_adapter(original: Callable[..., Awaitable[Any]], tokenizer_manager: Any, request: Any) -> Any:
+    """Wrap `TokenizerManager._unload_lora_adapter_locked`: wait for the requests that there are, not for a counter.
+
+    SGLang counts the requests of each adapter, but never counts down if a request is refused or is aborted while it
+    waits. Unloading the adapter would then never end, and neither would any later change of adapters.
+    """
+    registry = tokenizer_manager.lora_registry
+    if (reference := registry.get_all_adapters().get(request.lora_name)) is not None:
+        states = tokenizer_manager.rid_to_state
+        while any(state.obj.lora_id == reference.lora_id for state in states.values()):  # noqa: ASYNC110
+            await asyncio.sleep(UNLOAD_POLL_SECONDS)
+        # SGLang counts down in tasks, and those of the last requests may not have begun.
+        await asyncio.sleep(UNLOAD_POLL_SECONDS)
+        counter = registry._counters[reference.lora_id]
+        registry._counters[reference.lora_id] = type(counter)()
+    return await original(tokenizer_manager, request)
 
 
 def note_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:

@@ -25,9 +25,6 @@ from miles_async.types import SendOutcome
 class AdapterSource:
     """Sends adapters as `source.WeightSource` sends weights. Only rank 0 of the learner has something to send."""
 
-    compared = True
-    """Every version is compared: it takes one prompt."""
-
     def __init__(self, folder: Path, config: AdapterConfig, settings: Weights, *, rank: int, resident: int) -> None:
         """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them."""
         self._folder = folder
@@ -38,6 +35,11 @@ class AdapterSource:
         self._engines: dict[str, EngineInfo] = {}
         self._checksums: dict[int, int] = {}
         """By version; those of the versions that were sent."""
+        self.compared = True
+        """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
+        first version that changes the model. The checksums of later ones suffice."""
+        self._changes = False
+        """Whether a staged version changes the model: a new adapter does not."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         """Remember the engines. Raises EngineLostError if one does not answer."""
@@ -57,8 +59,11 @@ class AdapterSource:
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write_adapter(unfinished, dict(named_tensors), self._config, base=None, hash_of_base=None)
+        tensors = dict(named_tensors)
+        write_adapter(unfinished, tensors, self._config, base=None, hash_of_base=None)
         unfinished.rename(self._path(version))
+        self.compared = not self._changes
+        self._changes = self._changes or any(bool(one.any()) for name, one in tensors.items() if "lora_B" in name)
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
         """Let an engine load all versions in the folder that it lacks, and drop the others. Verify `version` there.
