@@ -144,11 +144,11 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
     found = read_config(folder)
     for what, theirs, ours in (
-        ("rank", found.rank, wanted.rank),
-        ("scale (lora_alpha / r)", found.scale, wanted.scale),
+        ("rank", str(found.rank), str(wanted.rank)),
+        ("scale (lora_alpha / r)", f"{found.scale:g}", f"{wanted.scale:g}"),
         ("target modules", ", ".join(found.modules), ", ".join(wanted.modules)),
     ):
-        if theirs != ours and not (isinstance(ours, float) and math.isclose(theirs, ours, rel_tol=1e-6)):
+        if theirs != ours:
             raise UserError(f"the adapter in {folder} has the {what} {theirs}, but the settings say {ours}: adjust one")
     path, shapes = folder / TENSORS, _shapes(checkpoint)
     if not path.is_file():
@@ -157,7 +157,7 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     base = header.get("__metadata__", {}).get("base")
     if base is not None and base != base_hash(checkpoint):
         raise UserError(f"the adapter in {folder} was trained on another model than {checkpoint}: use its own model")
-    missing = {}
+    missing: dict[str, list[int]] = {}
     for weight, shape in shapes.items():
         module, _, kind = weight.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in wanted.modules:
