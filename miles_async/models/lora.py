@@ -67,7 +67,8 @@ def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tupl
 def elements_per_layer(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
     """Elements of the adapters of a dense layer on each of `tensor` ranks that share it."""
     query, key = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    outputs = dict.fromkeys(("gate_proj", "up_proj"), shape.feed_forward) | dict(q_proj=query, k_proj=key, v_proj=key)
+    outputs = {"q_proj": query, "k_proj": key, "v_proj": key}
+    outputs |= dict.fromkeys(("gate_proj", "up_proj"), shape.feed_forward)
     inputs = {"o_proj": query, "down_proj": shape.feed_forward}
     # The other side of each of these layers is as wide as the model, and ranks do not divide it.
     return sum(rank * (size // tensor + shape.hidden) for name, size in (outputs | inputs).items() if name in modules)
@@ -129,7 +130,9 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another folder") from error
+        raise UserError(
+            f"{folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another folder"
+        ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
     others = [name for name, value in content.items() if value and name not in _IGNORED]
