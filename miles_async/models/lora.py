@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -19,13 +20,15 @@ from miles_async.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from miles_async.models.plugin import ModelShape
+
 ALL_LINEAR = "all-linear"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer."""
 FEED_FORWARD = MODULES[4:]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_HASHED_TENSORS, _HASHED_BYTES = 64, 4096
+_HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Entries of `config.json` that do not determine what a model computes."""
 _IGNORED = {
@@ -59,6 +62,16 @@ def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tupl
     if not left:
         raise UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
     return left
+
+
+def elements_per_layer(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
+    """Elements of the adapters of a dense layer on each of `tensor` ranks that share it."""
+    query, key = shape.heads * shape.head_width, shape.query_groups * shape.head_width
+    outputs = {"q_proj": query, "k_proj": key, "v_proj": key}
+    outputs |= dict.fromkeys(("gate_proj", "up_proj"), shape.feed_forward)
+    inputs = {"o_proj": query, "down_proj": shape.feed_forward}
+    # The other side of each of these layers is as wide as the model, and ranks do not divide it.
+    return sum(rank * (size // tensor + shape.hidden) for name, size in (outputs | inputs).items() if name in modules)
 
 
 def scale_of(rank: int, alpha: float, kind: str) -> float:
@@ -117,7 +130,9 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error})") from error
+        raise UserError(
+            f"{folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another folder"
+        ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
     others = [name for name, value in content.items() if value and name not in _IGNORED]
@@ -144,11 +159,11 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
     found = read_config(folder)
     for what, theirs, ours in (
-        ("rank", found.rank, wanted.rank),
-        ("scale (lora_alpha / r)", found.scale, wanted.scale),
+        ("rank", str(found.rank), str(wanted.rank)),
+        ("scale (lora_alpha / r)", f"{found.scale:g}", f"{wanted.scale:g}"),
         ("target modules", ", ".join(found.modules), ", ".join(wanted.modules)),
     ):
-        if theirs != ours and not (isinstance(ours, float) and math.isclose(theirs, ours, rel_tol=1e-6)):
+        if theirs != ours:
             raise UserError(f"the adapter in {folder} has the {what} {theirs}, but the settings say {ours}: adjust one")
     path, shapes = folder / TENSORS, _shapes(checkpoint)
     if not path.is_file():
@@ -157,10 +172,10 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     base = header.get("__metadata__", {}).get("base")
     if base is not None and base != base_hash(checkpoint):
         raise UserError(f"the adapter in {folder} was trained on another model than {checkpoint}: use its own model")
-    missing = {}
+    missing: dict[str, list[int]] = {}
     for weight, shape in shapes.items():
         module, _, kind = weight.rpartition(".")
-        if kind == "weight" and module.rpartition(".")[2] in wanted.modules:
+        if kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in wanted.modules:
             of_a, of_b = tensor_names(module)
             missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
     for name, entry in header.items():
@@ -220,8 +235,11 @@ def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
 
     Raises UserError if it is not such a file.
     """
-    try:
-        size = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(size) if size < 1 << 28 else b""), 8 + size
-    except ValueError as error:
-        raise UserError(f"{file.name} is not a safetensors file: use a complete copy") from error
+    size, header = int.from_bytes(file.read(8), "little"), None
+    with suppress(ValueError):
+        header = json.loads(file.read(size) if size < _LARGEST_HEADER else b"")
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise UserError(f"{file.name} is not a safetensors file: copy it again")
+    if not all({"shape", "data_offsets"} <= entry.keys() for name, entry in header.items() if name != "__metadata__"):
+        raise UserError(f"{file.name} is not a safetensors file: copy it again")
+    return header, 8 + size

@@ -5,12 +5,14 @@ Run as a script this file is the ranks of the layouts.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,11 +25,11 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
-from miles_async.models.lora import MODULES, AdapterConfig, tensor_names
-from miles_async.types import Sample
+from miles_async.models.lora import MODULES, AdapterConfig, read_config, tensor_names
+from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
-from tests.stack.learning import prompted_groups, save_state, uneven_groups
+from tests.stack.learning import learning, prompted_groups, save_state, uneven_groups
 
 
 class Layout(NamedTuple):
@@ -246,6 +248,101 @@ def test_new_adapters_are_those_of_peft(runs: Path) -> None:
         bound = 0.0 if "lora_B" in name else tensor.shape[1] ** -0.5
         assert 0.8 * bound <= tensor.abs().max() <= bound
         assert tensor.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
+
+
+@pytest.fixture
+def groups() -> list[Group]:
+    return uneven_groups(0)
+
+
+def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path) -> None:
+    with learning(runs / "base", config(runs, LAYOUTS["one rank"])) as learner:
+        adapter = learner.adapter()
+        elements = sum(tensor.numel() for tensor in adapter.values())
+        assert sum(buffer.numel for chunk in learner._model.chunks for buffer in chunk.buffers) == elements
+        learner.copy_state(str(runs / "kept"))
+        [optimizer] = learner._model.inner_optimizers
+        assert sum(state["exp_avg"].numel() for state in optimizer.state.values()) == elements
+    stored = load_tensors_metadata(str(runs / "one rank/state/actor"))
+    assert {name for name in stored if not name.startswith(("optimizer.", "random."))} == adapter.keys()
+
+
+def test_the_reference_model_is_the_base_without_adapters(runs: Path, expected: Expected, groups: list[Group]) -> None:
+    """It has no memory of its own, and needs none of the base model either."""
+    kl = config(runs, LAYOUTS["one rank"], loss_type="policy_loss", use_kl_loss=True)
+    with learning(runs / "base", kl) as learner:
+        [[step]] = rank_batches(groups, kl, 1)
+        [values] = learner._pre_step_values(0, [step])
+        assert values.reference is not None
+        found = sorted(torch.cat(values.reference).tolist())
+        assert found == pytest.approx(sorted(itertools.chain.from_iterable(expected.logprobs)), abs=1e-5)
+        assert learner._reference is not None
+        assert learner._reference.chunks is learner._model.chunks
+        report = learner.train(0, [step])
+    assert abs(report.metrics["kl"]) > 1e-3, "the adapter changes the policy"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_continues_exactly(runs: Path, tmp_path: Path, groups: list[Group], precision: str) -> None:
+    settings = config(runs, LAYOUTS["one rank"], precision=precision)
+    [[step]] = rank_batches(groups, settings, 1)
+    with learning(runs / "base", settings) as unbroken:
+        unbroken.train(0, [step])
+        save_state(unbroken, tmp_path)
+        unbroken.train(1, [step])
+        expected = unbroken.adapter()
+    with learning(runs / "base", config(runs, LAYOUTS["one rank"], lora_load=None, precision=precision)) as resumed:
+        resumed.load_state(str(tmp_path))
+        resumed.train(1, [step])
+        assert most_apart(resumed.adapter(), expected) == 0
+
+
+def test_a_batch_that_is_not_finite_leaves_the_adapter_unchanged(runs: Path, groups: list[Group]) -> None:
+    settings = config(runs, LAYOUTS["one rank"], loss_type="policy_loss", num_steps_per_rollout=3)
+    broken = uneven_groups(0)
+    broken[-1][0].reward = float("nan")
+    with learning(runs / "base", settings) as learner:
+        before = learner.adapter()
+        [steps] = rank_batches(broken, settings, 1)
+        assert not learner.train(0, steps).finite
+        assert most_apart(learner.adapter(), before) == 0
+
+
+def test_dropout_acts_on_gradients_only(runs: Path, groups: list[Group]) -> None:
+    plain, dropping = (config(runs, LAYOUTS["one rank"], lora_dropout=fraction) for fraction in (0.0, 0.5))
+    tokens = [sample.tokens for group in groups for sample in group]
+    [[step]] = rank_batches(groups, plain, 1)
+    found = []
+    for settings in (plain, dropping):
+        with learning(runs / "base", settings) as learner:
+            found.append((learner.logprobs(tokens), gradients_of(learner, step)))
+    (logprobs, gradients), (same_logprobs, other_gradients) = found
+    assert logprobs == same_logprobs
+    assert most_apart(gradients, other_gradients) > 1e-3
+
+
+def test_an_exported_adapter_is_what_a_run_can_start_from(runs: Path, tmp_path: Path) -> None:
+    """Also if it replaces an earlier one."""
+    rslora = {"lora_type": "rslora", "lora_alpha": ADAPTER.scale * ADAPTER.rank**0.5}
+    settings = config(runs, LAYOUTS["one rank"], **rslora)
+    with learning(runs / "base", settings) as learner:
+        for _ in range(2):
+            learner.copy_state(None, str(tmp_path / "exported")).write()
+        expected = learner.adapter()
+    assert read_config(tmp_path / "exported") == ADAPTER
+    again = config(runs, LAYOUTS["one rank"], lora_load=str(tmp_path / "exported"))
+    with learning(runs / "base", again) as learner:
+        assert most_apart(learner.adapter(), expected) == 0
+
+
+def test_weights_may_be_bfloat16_and_adapters_float32(runs: Path, groups: list[Group]) -> None:
+    settings = config(runs, LAYOUTS["one rank"], precision="bf16", lr=0.001)
+    [[step]] = rank_batches(groups, settings, 1)
+    with learning(runs / "base", settings) as learner:
+        losses = [learner.train(number, [step]).metrics["loss"] for number in range(4)]
+        assert {tensor.dtype for tensor in learner.adapter().values()} == {torch.float32}
+        assert {tensor.dtype for _, tensor in learner.weights()} == {torch.bfloat16}
+    assert losses[-1] < losses[0] - 0.01
 
 
 def run_layouts(process: int, folder: Path, ports: dict[str, tuple[int, int]]) -> None:

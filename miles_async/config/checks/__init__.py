@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from miles_async.config import untested
 from miles_async.config.checks import (
+    adapters,
     layouts,
     memory,
     models,
@@ -64,5 +65,5 @@ def notes(config: RunConfig, entry: str) -> list[str]:
     return [sentence for note in NOTES for sentence in note(config, entry)]
 
 
-_MODULES = (plugins, sizes, placeholders, rollouts, models, switches, layouts, memory, serving, untested)
+_MODULES = (plugins, sizes, placeholders, rollouts, models, adapters, switches, layouts, memory, serving, untested)
 _CHECKS = [check for module in _MODULES for check in module.CHECKS]

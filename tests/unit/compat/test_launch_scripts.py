@@ -27,7 +27,7 @@ WITHOUT_COUNTERPART = {
     "FP8": "computes in bf16 or fp32",
     "distillation": "on-policy distillation is not supported",
     "images": "models are trained on text",
-    "LoRA": "LoRA is not supported",
+    "LoRA": "get no adapters",
     "LoRA's engines": "knows no adapter",
     "FSDP": "runs Megatron-core",
     "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",

@@ -157,6 +157,8 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 
 def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
+    # Adapters are float32, whatever the type of the frozen weights.
+    dtype = torch.float32 if settings.lora_rank else dtype_of(settings)
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -164,8 +166,8 @@ def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
         clip_grad=settings.clip_grad,
-        bf16=dtype_of(settings) is torch.bfloat16,
-        params_dtype=dtype_of(settings),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
         use_distributed_optimizer=sharded,
         overlap_param_gather=settings.overlap_param_gather and sharded,
         # Megatron keeps the fp32 weights on the GPU unless the optimizer holds them.

@@ -42,8 +42,10 @@ from torch.nn.functional import dropout
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broadcast_from_stage
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
+from miles_async.errors import UserError
 from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, tensor_names
-from miles_async.models.plugin import QueryKeyValue
+from miles_async.models.plugin import Custom, QueryKeyValue
+from miles_async.plugins import name_of
 
 _LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
@@ -159,7 +161,10 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
 def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: Learner) -> Adapters:
     shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
     names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(f"{name}.weight")]
-    if isinstance(converter.conversion(f"{name}.weight"), QueryKeyValue):
+    conversion = converter.conversion(f"{name}.weight")
+    if isinstance(conversion, Custom):
+        raise UserError(f"the model plug-in {name_of(converter.plugin)} computes {names[0]}: unset lora_rank")
+    if isinstance(conversion, QueryKeyValue):
         groups = shape.query_groups // ranks
         width = groups * shape.head_width
         return Adapters(linear, names, (shape.heads // ranks * shape.head_width, width, width), groups, settings)
@@ -245,8 +250,8 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     described = [(name, tuple(parameter.shape), _split_axis(parameter)) for name, parameter in own.items()]
     for stage, held in enumerate(gather_json(described, pipeline)):
         for name, shape, axis in held:
-            part = own[name] if stage == pipeline.rank() else None
-            part = broadcast_from_stage(part, shape, "torch.float32", stage)
+            held_here = own[name] if stage == pipeline.rank() else None
+            part = broadcast_from_stage(held_here, shape, "torch.float32", stage)
             yield name, part if axis is None else torch.cat(all_gather(part, tensor), axis)
 
 
