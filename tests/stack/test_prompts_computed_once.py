@@ -90,7 +90,9 @@ class Engine:
             "seq_lens": new + old,
             "seq_lens_sum": int((new + old).sum()),
             "out_cache_loc": torch.arange(1, 1 + sum(lengths)),
-            "positions": torch.cat([torch.arange(old[row], old[row] + length) for row, length in enumerate(lengths)]),
+            "positions": torch.cat(
+                [torch.arange(start, start + length) for start, length in zip(cached_lengths, lengths, strict=True)]
+            ),
             "extend_num_tokens": sum(lengths),
             "extend_seq_lens": new,
             "extend_prefix_lens": old,
@@ -113,7 +115,8 @@ class Engine:
     def computed(self) -> list[int]:
         """The tokens that the model computed in its only batch."""
         [batch] = self.batches
-        return batch.input_ids.tolist()
+        tokens: list[int] = batch.input_ids.tolist()
+        return tokens
 
     def cached_tokens(self, batch: ForwardBatch) -> list[list[int]]:
         """The tokens whose keys and values are in the slots of each sequence."""
