@@ -51,7 +51,7 @@ def test_the_same_prompt_under_two_adapters_is_computed_twice() -> None:
 
 def test_prompts_whose_log_probabilities_are_asked_for_are_all_computed() -> None:
     engine = Engine()
-    asked = {"return_logprob": True, "extend_logprob_start_lens_cpu": [0, 2]}
+    asked: dict[str, Any] = {"return_logprob": True, "extend_logprob_start_lens_cpu": [0, 2]}
     compute_prompts_once(engine.compute, engine, engine.batch([[5, 6], [5, 6]], **asked))
     assert engine.computed() == [5, 6, 5, 6]
 
