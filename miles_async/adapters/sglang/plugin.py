@@ -111,6 +111,8 @@ def register() -> None:
         HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
         HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
         HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
+        prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
+        HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
         layers = "sglang.srt.layers"
         HookRegistry.register(
             f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
