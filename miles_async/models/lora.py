@@ -131,7 +131,7 @@ def read_config(folder: Path) -> AdapterConfig:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another folder"
+            f"lora_load {folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another"
         ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
@@ -158,20 +158,25 @@ def read_config(folder: Path) -> AdapterConfig:
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
     found = read_config(folder)
-    for what, theirs, ours in (
-        ("rank", str(found.rank), str(wanted.rank)),
-        ("scale (lora_alpha / r)", f"{found.scale:g}", f"{wanted.scale:g}"),
-        ("target modules", ", ".join(found.modules), ", ".join(wanted.modules)),
+    for what, setting, theirs, ours in (
+        ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
+        ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
+        ("target modules", "lora_target_modules", ", ".join(found.modules), ", ".join(wanted.modules)),
     ):
         if theirs != ours:
-            raise UserError(f"the adapter in {folder} has the {what} {theirs}, but the settings say {ours}: adjust one")
+            raise UserError(
+                f"the adapter in lora_load {folder} has the {what} {theirs}, but the settings say {ours}: adjust "
+                f"{setting}, or set another lora_load"
+            )
     path, shapes = folder / TENSORS, _shapes(checkpoint)
     if not path.is_file():
-        raise UserError(f"{folder} has no {TENSORS}: use a complete adapter in safetensors format")
+        raise UserError(f"lora_load {folder} has no {TENSORS}: use a complete adapter in safetensors format")
     header = _read_header(path)
     base = header.get("__metadata__", {}).get("base")
     if base is not None and base != base_hash(checkpoint):
-        raise UserError(f"the adapter in {folder} was trained on another model than {checkpoint}: use its own model")
+        raise UserError(
+            f"the adapter in lora_load {folder} was trained on another model than {checkpoint}: use its own model"
+        )
     missing: dict[str, list[int]] = {}
     for weight, shape in shapes.items():
         module, _, kind = weight.rpartition(".")

@@ -124,13 +124,13 @@ def gradients_of(learner: MegatronLearner, step: TrainStep) -> dict[str, Tensor]
 class PlainLora(torch.nn.Module):
     """A linear layer with an adapter, as in the paper."""
 
-    def __init__(self, linear: torch.nn.Module, a: Tensor, b: Tensor, scale: float) -> None:
+    def __init__(self, linear: torch.nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
-        self.linear, self.scale = linear, scale
+        self.weight, self.scale = linear.weight, scale
         self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.scale * (x @ self.a.T @ self.b.T)
+        return torch.nn.functional.linear(x, self.weight) + self.scale * (x @ self.a.T @ self.b.T)
 
 
 class Expected(NamedTuple):
@@ -158,6 +158,7 @@ def expected_of(root: Path) -> Expected:
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in MODULES:
+            assert isinstance(module, torch.nn.Linear)
             of_a, of_b = tensor_names(name)
             layers[name] = PlainLora(module, adapter[of_a], adapter[of_b], ADAPTER.scale)
             setattr(model.get_submodule(parent), last, layers[name])
@@ -172,8 +173,7 @@ def expected_of(root: Path) -> Expected:
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01).step()
     merged = {
-        f"{name}.weight": (layer.linear.weight + layer.scale * layer.b @ layer.a).detach()
-        for name, layer in layers.items()
+        f"{name}.weight": (layer.weight + layer.scale * layer.b @ layer.a).detach() for name, layer in layers.items()
     }
     return Expected(gradients, merged, of_base)
 
@@ -268,7 +268,7 @@ def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path) -> Non
 
 
 def test_the_reference_model_is_the_base_without_adapters(runs: Path, expected: Expected, groups: list[Group]) -> None:
-    """It has no memory of its own, and needs none of the base model either."""
+    """It shares their memory."""
     kl = config(runs, LAYOUTS["one rank"], loss_type="policy_loss", use_kl_loss=True)
     with learning(runs / "base", kl) as learner:
         [[step]] = rank_batches(groups, kl, 1)

@@ -28,6 +28,7 @@ WITHOUT_COUNTERPART = {
     "distillation": "on-policy distillation is not supported",
     "images": "models are trained on text",
     "LoRA": "get no adapters",
+    "LoRA of layers by Megatron's names": "is no linear layer that can have an adapter",
     "LoRA's engines": "knows no adapter",
     "FSDP": "runs Megatron-core",
     "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",

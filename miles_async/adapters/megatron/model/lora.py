@@ -1,7 +1,7 @@
 """LoRA adapters of Megatron's linear layers: one for each linear layer of the checkpoint (`models/lora.py`).
 
 Megatron computes queries, keys and values in one layer, and gate and up projection in another. Each of them has an
-adapter of its own here, as in PEFT. Tensor-parallel ranks divide B where the layer divides its outputs, and A where it
+adapter here, as in PEFT. Tensor-parallel ranks divide B where the layer divides its outputs, and A where it
 divides its inputs. Between both matrices, activations are only as wide as the rank of the adapter, so what the ranks
 exchange for it is small.
 """

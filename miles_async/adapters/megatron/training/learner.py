@@ -394,7 +394,7 @@ class MegatronLearner:
         """[m] log-probabilities of each micro-batch under the current weights of a model."""
         is_reference = model is self._reference
         self._hooks.before_log_prob(model, "ref_" if is_reference else "")
-        # A reference model of its own has no adapters.
+        # Any other reference model has no adapters.
         with without_adapters(model.chunks) if is_reference else nullcontext():
             return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
 
