@@ -1,6 +1,6 @@
 """Which version of a LoRA adapter a request names, and which versions an engine may drop.
 
-Each published version has a name of its own, so engines serve several versions at once and a publish stops nothing:
+Each published version has another name, so engines serve several versions at once and a publish stops nothing:
 requests in flight end under the version that they began with. `scheduling/bounds.py` proves how many versions an engine
 holds.
 """

@@ -1,7 +1,7 @@
 """LoRA adapters on CPU: SGLang's `torch_native` backend without pinned memory, with one product per adapter.
 
 SGLang computes one product per run of neighbouring requests with the same adapter. After a publish, requests of two
-versions alternate in a batch, so almost every request would have products of its own. Here the rows of an adapter are
+versions alternate in a batch, so there would be almost as many products as requests. Here the rows of an adapter are
 collected once per batch. The functions replace those of SGLang (`plugin.py`) and give the same results, up to rounding.
 """
 

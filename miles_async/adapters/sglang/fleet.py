@@ -111,7 +111,7 @@ class SGLangFleet:
         allocated memory. `health_timeout` is in seconds until an engine answers any other request, and until a checked
         engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
-        `adapters` means that versions are adapters: each has prefixes of its own, so no cache is dropped.
+        `adapters` means that versions are adapters: none of them uses prefixes of another, so no cache is dropped.
         `former_urls` are those of engines that the run had before: they are removed from the router.
         """
         self._router = router_url

@@ -225,15 +225,15 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
         # after a batch without gradients, or between two publishes with update_weights_interval.
         arguments["enable-weights-cpu-backup"] = True
     if spec.lora_rank:
-        # One place more than for the versions of the run, so that SGLang never has to choose which one to drop: for the
-        # model without an adapter, which health checks use before the first publish.
-        places = spec.lora_versions + 1
+        # One more than the versions of the run, so that SGLang never has to choose which one to drop: it counts the
+        # model without an adapter too, which health checks use.
+        most = spec.lora_versions + 1
         arguments |= {
             "enable-lora": True,
             "max-lora-rank": spec.lora_rank,
             "lora-target-modules": spec.lora_modules,
-            "max-loras-per-batch": places,
-            "max-loaded-loras": places,
+            "max-loras-per-batch": most,
+            "max-loaded-loras": most,
         }
     if not has_cuda():
         if spec.lora_rank:

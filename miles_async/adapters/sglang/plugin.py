@@ -10,7 +10,7 @@ its weights and loads delta files (`engine_weights.py`), and it is closed to web
 whole batch (`cpu_attention.py`), adapters (`cpu_lora.py`), faster sampling and products (`cpu_generation.py`), and a
 paused scheduler that does not occupy a core.
 
-The versions of a LoRA adapter have names of their own. A request without a name gets the version that was committed
+Each version of a LoRA adapter has another name. A request without a name gets the version that was committed
 last, and every answer reports the version that its request named.
 """
 

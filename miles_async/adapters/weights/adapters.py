@@ -1,4 +1,4 @@
-"""Publishes LoRA adapters: one folder in PEFT's format per version, which engines load under a name of its own.
+"""Publishes LoRA adapters: one folder in PEFT's format per version, which engines load under a new name.
 
 An engine loads a version while it generates. Nothing is written over, so nothing has to stop.
 """
