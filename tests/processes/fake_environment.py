@@ -29,7 +29,7 @@ class FakeEnvironment:
     async def serving(self) -> AsyncIterator[None]:
         yield
 
-    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
         await asyncio.sleep(0.01)
         count = 0 if self._name == "empty" else 3
         return [{"prompt": f"task {i}", "label": str(i), "task": {"number": i}} for i in range(count)][:limit]

@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 async def group_in(serving: Stack, name: str) -> AsyncIterator[tuple[Group, Wire]]:
     """A group of two samples that was generated in the environment, and the requests to the engine."""
     data = run_config(environment=name, environment_settings=SETTINGS[name], environment_size=1).data
-    [task] = environment_tasks(data)
+    [[task]] = environment_tasks(data)
     processes: list[EnvironmentProcess] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:

@@ -83,9 +83,7 @@ def _lengths(keys: CombinedKeys) -> None:
         keys.note("has no effect beside response_length", "sequence_length")
     if response is None:
         key, response = longest, keys.whole_number(longest)
-    elif trains_agents(keys):
-        keys.note("limits one turn: custom_generate_function_path has to do so", longest)
-    else:
+    elif not trains_agents(keys):  # an agent's turns are limited by its environment
         keys.note("has no effect in ROLL either: response_length takes its place", longest)
     if response is not None:
         keys.set("rollout.rollout_max_response_len", response, key)
@@ -104,10 +102,10 @@ def schedule(keys: CombinedKeys) -> None:
     if (steps := keys.whole_number("max_steps")) is not None:
         keys.set("rollout.num_rollout", steps, "max_steps")
     interval = keys.number("eval_steps")
-    if interval and "validation" in keys.values:
+    if interval and keys.given("validation", "val_env_manager"):
         keys.set("rollout.eval_interval", interval, "eval_steps")
     else:
-        keys.note("has no effect at 0 or without validation", "eval_steps")
+        keys.note("has no effect at 0 or without validation and val_env_manager", "eval_steps")
     kept = keys.number("max_ckpt_to_keep")
     if kept is not None:
         keys.set("learner.save_keep", kept or None, "max_ckpt_to_keep")
@@ -300,10 +298,3 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
     }
     if datasets:
         keys.set("rollout.eval_datasets", datasets, "validation")
-
-
-def environments(keys: CombinedKeys) -> None:
-    """What belongs to ROLL's environments."""
-    for name in keys.section("train_env_manager"):
-        if name != "group_size":
-            keys.translator.idle[f"train_env_manager.{name}"] = "belongs to ROLL's environments"

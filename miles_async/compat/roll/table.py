@@ -43,7 +43,7 @@ _FSDP = Idle("belongs to FSDP")
 _OF_LORA = Idle("belongs to LoRA")
 _LORA = Refused("all parameters are trained: remove lora_target, lora_rank and lora_alpha")
 _ULYSSES = Only((1, None), "set context_parallel_size in strategy_args.strategy_config")
-_OF_ENVIRONMENTS = Idle("belongs to ROLL's environments")
+_OF_ENVIRONMENTS = Idle("has no effect beside custom_envs, whose entries may refer to it")
 _OF_REFERENCE = Idle("has no effect: the learner runs the reference in its own processes, batches and layout")
 _UNREAD = Idle("has no effect in ROLL either, which does not read it")
 _ALWAYS_PACKED = Idle("has no effect: samples are packed end to end, and micro-batches are balanced")
@@ -100,7 +100,7 @@ _TOP: Table = {
     # Data, sizes and schedule.
     "rewards": Combined(),
     "validation": Combined(),
-    "val_batch_size": _OF_ENVIRONMENTS,
+    "val_batch_size": Combined(),
     "rollout_batch_size": Combined(),
     "num_return_sequences_in_group": Combined(),
     "is_num_return_sequences_expand": Idle("has no effect: it changes requests to the engines, and no samples"),
@@ -149,12 +149,9 @@ _TOP: Table = {
     "student_train": _DISTILLATION,
     "student_infer": _DISTILLATION,
     # Agents.
-    "custom_envs": Refused(
-        "ROLL's environments cannot be imported: set environment or reasoning_gym_task, or write a function for "
-        "custom_generate_function_path with prompt_data and custom_rm_path"
-    ),
+    "custom_envs": Combined(),
     "train_env_manager": Combined(),
-    "val_env_manager": Idle("has no effect: evaluation runs the environment on eval_datasets or eval_size tasks"),
+    "val_env_manager": Combined(),
     "reward_normalization": Combined(),
     "batch_adjust_mode": Idle("has no effect: batches of any number of samples are divided among the ranks"),
     "ratio_type": Only(("token",), "set policy_objective to gspo for the ratio of a sequence"),
