@@ -112,7 +112,8 @@ def with_environment_tasks(config: RunConfig) -> RunConfig:
         return config
     log.info(f"reading the tasks of environment {data.environment}")
     read = dict(zip(splits, environment_tasks(data, splits), strict=True))
-    files = {split: _task_file(config, tasks) for split, tasks in read.items()}
+    module = Path(str(data.environment).partition(":")[2]).stem
+    files = {split: _task_file(config, split or module, tasks) for split, tasks in read.items()}
 
     def path(source: str) -> str:
         split = environment_split(source)
@@ -134,13 +135,13 @@ def with_environment_tasks(config: RunConfig) -> RunConfig:
     return with_settings(with_tasks, **keys) if trained else with_tasks
 
 
-def _task_file(config: RunConfig, tasks: Sequence[Mapping[str, Any]]) -> str:
+def _task_file(config: RunConfig, name: str, tasks: Sequence[Mapping[str, Any]]) -> str:
     """Write a file of prompts with these tasks, and return its path."""
     rows = [
         json.dumps({"prompt": task["prompt"], "label": task["label"], "metadata": {"task": task["task"]}}).encode()
         for task in tasks
     ]
-    name = re.sub(r"\W+", "-", Path(str(config.data.environment).partition(":")[2]).stem)
+    name = re.sub(r"\W+", "-", name)
     file = Path(config.warm_start.cache_dir).expanduser() / "environments" / f"{name}-{checksum(rows)[:12]}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:

@@ -19,6 +19,7 @@ import asyncio
 import hmac
 import importlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -29,8 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
+from threading import Semaphore
 from typing import Any, Protocol
 
 KEY_VARIABLE = "MILES_AGENT_API_KEY"
@@ -335,6 +338,8 @@ class Roll:
     `max_tokens_per_step` of the tag."""
     KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
     """What each tag has."""
+    AGGREGATIONS = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
+    """What becomes of the values of a metric that its `metrics_agg_mode` names; else their mean."""
     MAX_THREADS = 256
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -342,26 +347,28 @@ class Roll:
 
         self._gem = gem
         importlib.import_module(module_of(name))
+        # ROLL lets every logger of the process write messages of level INFO.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         settings = with_defaults(settings, self.SETTINGS)
-        self._tags: dict[str, dict[str, Any]] = with_numbers(settings["tags"])
+        self._tags: dict[str, dict[str, Any]] = settings["tags"]
         self._max_new_tokens = settings["max_new_tokens"]
         self._idle: dict[str, list[Any]] = defaultdict(list)
         """Environments that no task uses, by tag. Some read a whole data set when they are created."""
         self._threads = ThreadPoolExecutor(self.MAX_THREADS)
-        one_at_a_time = asyncio.Semaphore(1)
+        one_at_a_time = Semaphore()
         self._slots = {
             tag: one_at_a_time
             if of_tag.get("use_thread_lock")
-            else asyncio.Semaphore(of_tag.get("max_env_step_concurrent") or self.MAX_THREADS)
+            else Semaphore(of_tag.get("max_env_step_concurrent") or self.MAX_THREADS)
             for tag, of_tag in self._tags.items()
         }
-        """What a call into an environment has to hold."""
+        """What a call into an environment holds, also if its task is cancelled meanwhile."""
         self._model: Any = None
         for tag, of_tag in self._tags.items():
             if missing := self.KEYS - of_tag.keys():
                 raise ValueError(f"tags.{tag} has no {', '.join(sorted(missing))}")
             try:
-                self._message(of_tag, "", {}, 0, "")
+                self._message(of_tag, "", {}, 0)
             except KeyError as error:
                 raise ValueError(f"agent_template of tags.{tag} has a field that is unknown: {error}") from error
 
@@ -393,7 +400,8 @@ class Roll:
         terminated = False
         # As in ROLL, an environment that only truncates goes on.
         while not terminated and steps < of_tag["max_steps"]:
-            messages.append(self._message(of_tag, observation, info, steps, instruction if steps == 0 else ""))
+            message = self._message(of_tag, observation, info, steps)
+            messages.append(message if steps else {**message, "content": instruction + message["content"]})
             response = await completion(self._model, url, messages, max_tokens=limit)
             [choice], sampled = response["choices"], response["usage"]["completion_tokens"]
             if not sampled:  # the trajectory is as long as it may be
@@ -411,32 +419,24 @@ class Roll:
         summary = {name: self.AGGREGATIONS.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
         return {"reward": reward, "metrics": {**summary, "num_actions": steps}}
 
-    AGGREGATIONS: Mapping[Any, Callable[[list[float]], float]] = {
-        "sum": sum,
-        "min": min,
-        "max": max,
-        "first": lambda values: values[0],
-        "last": lambda values: values[-1],
-    }
-
     def _message(
-        self, of_tag: Mapping[str, Any], observation: Any, info: Mapping[str, Any], steps: int, instruction: str
+        self, of_tag: Mapping[str, Any], observation: Any, info: Mapping[str, Any], steps: int
     ) -> dict[str, Any]:
         """What the model gets to see of an observation."""
         if steps and info.get("use_tool"):
             return {"role": "tool", "content": observation}
-        rendered = of_tag["agent_template"].format(
+        content = of_tag["agent_template"].format(
             observation=observation,
             turn_idx=steps + 1,
             suffix=info.get("suffix", ""),
             actions_left=of_tag["max_steps"] - steps,
             max_response_length=of_tag["max_tokens_per_step"],
         )
-        return {"role": "user", "content": instruction + rendered}
+        return {"role": "user", "content": content}
 
     def _made(self, tag: str) -> Any:
         of_tag = self._tags[tag]
-        env = self._gem.make(of_tag["env_type"], **of_tag.get("env_config") or {})
+        env = self._gem.make(of_tag["env_type"], **with_numbers(of_tag.get("env_config") or {}))
         if (tools := of_tag.get("tool_wrapper")) is None:
             return env
         from roll.pipeline.agentic.tools.tool_env_wrapper import tool_wrapper
@@ -450,8 +450,11 @@ class Roll:
             raise TaskFailedError(f"{type(error).__name__}: {error}") from error
 
     async def _in_thread(self, tag: str, function: Callable[[], Any]) -> Any:
-        async with self._slots[tag]:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+        def holding_slot() -> Any:
+            with self._slots[tag]:
+                return function()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, holding_slot)
 
 
 def with_numbers(value: Any) -> Any:

@@ -36,6 +36,8 @@ _ADVICE = {
 _FALLBACK = "math_rule"
 """The domain of rows whose tag belongs to no domain."""
 _ROWS_READ = 20
+_PROMPT_LENGTH = 1024
+"""ROLL's default of prompt_length."""
 
 
 def trains_agents(keys: CombinedKeys) -> bool:
@@ -75,10 +77,11 @@ def sizes(keys: CombinedKeys) -> None:
 def _lengths(keys: CombinedKeys) -> None:
     longest, key = f"{_GENERATING}.max_new_tokens", "response_length"
     whole, response = (keys.whole_number(name) for name in ("sequence_length", key))
-    prompt = keys.whole_number("prompt_length") or 0
+    prompt = keys.whole_number("prompt_length")
     if response is None and whole is not None:
-        # An agent's trajectory has all tokens but those of its first prompt, whose length ROLL does not limit.
-        response, key = max(1, whole - prompt), "sequence_length prompt_length" if prompt else "sequence_length"
+        # ROLL limits a trajectory together with its first prompt, and we limit what follows the first prompt.
+        room = min(_PROMPT_LENGTH, whole // 2) if prompt is None else prompt
+        response, key = max(1, whole - room), "sequence_length prompt_length" if prompt else "sequence_length"
     else:
         keys.note("has no effect beside response_length", "sequence_length")
     if response is None:

@@ -159,12 +159,16 @@ _TOP: Table = {
     "step_reward_weight": Idle("belongs to adv_estimator gigpo"),
     "step_reward_gamma": Idle("belongs to adv_estimator step_reinforce and gigpo"),
     **dict.fromkeys(
+        ("render_save_dir", "env_monitor", "partial_gpu_mode", "skip_mock_system_prompt"),
+        Idle("belongs to ROLL's processes of environments"),
+    ),
+    **dict.fromkeys(
         (
-            *("render_save_dir", "env_manager_cls", "agent_runner_cls", "agent_config_common", "max_tokens_per_step"),
+            *("env_manager_cls", "agent_runner_cls", "agent_config_common", "max_tokens_per_step"),
             *("max_actions_per_traj", "default_history_length", "parse_tool_call_parameter_to_dict"),
-            *("skip_mock_system_prompt", "all_response_pattern", "action_pattern", "think_action_pattern"),
-            *("sokoban_format_penalty", "frozen_format_penalty", "custom_env", "env_monitor"),
-            *("gem_math", "gem_qa", "gem_games", "gem_rg", "gem_code", "partial_gpu_mode"),
+            *("all_response_pattern", "action_pattern", "think_action_pattern"),
+            *("sokoban_format_penalty", "frozen_format_penalty", "custom_env"),
+            *("gem_math", "gem_qa", "gem_games", "gem_rg", "gem_code"),
             *(
                 f"{kind}agent_{template}"
                 for kind in ("", "single_prompt_", "math_", "qa_", "game_", "rg_", "code_")
