@@ -1,4 +1,4 @@
-"""Environments of the real libraries on a real engine. `make test-environments` installs the libraries, except ROLL, which
+"""Environments of the real libraries on a real engine. `make test-environments` installs the libraries but ROLL, which
 needs a checkout: `make setup-roll ROLL=FOLDER`."""
 
 from __future__ import annotations

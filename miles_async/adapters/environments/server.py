@@ -244,7 +244,6 @@ class OpenEnv:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        import httpx
         import uvicorn
 
         key = secrets.token_urlsafe(32)
@@ -338,7 +337,7 @@ class Roll:
     `max_tokens_per_step` of the tag."""
     KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
     """What each tag has."""
-    AGGREGATIONS = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
+    AGGREGATIONS: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
     """What becomes of the values of a metric that its `metrics_agg_mode` names; else their mean."""
     MAX_THREADS = 256
 

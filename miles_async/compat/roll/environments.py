@@ -59,9 +59,7 @@ def environments(keys: CombinedKeys) -> None:
             keys.translator.idle[key] = "has no effect: one process runs as many environments as the batches need"
 
 
-def _evaluation(
-    keys: CombinedKeys, evaluated: Mapping[str, int], sampling: Mapping[str, Any]
-) -> Mapping[str, int]:
+def _evaluation(keys: CombinedKeys, evaluated: Mapping[str, int], sampling: Mapping[str, Any]) -> Mapping[str, int]:
     """Set the data sets for evaluation, one for each tag, and return the number of tasks of each."""
     if not evaluated:
         keys.note("has no effect without eval_steps and val_env_manager", _EVAL, "val_batch_size")
@@ -71,8 +69,7 @@ def _evaluation(
     sizes = {tag: groups * max(1, rounds) for tag, groups in evaluated.items()}
     chosen = {name: sampling[name] for name in _SAMPLING if name in sampling}
     datasets = {
-        tag: {"path": f"environment:{tag}", "size": size, "n_samples": samples, **chosen}
-        for tag, size in sizes.items()
+        tag: {"path": f"environment:{tag}", "size": size, "n_samples": samples, **chosen} for tag, size in sizes.items()
     }
     keys.set("rollout.eval_datasets", datasets, " ".join(keys.given(_EVAL, "val_batch_size")))
     return sizes
@@ -108,8 +105,8 @@ def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
     # Both make one conversation of a trajectory.
     if manager != "TrajEnvManager" and (manager, runner) != ("ProxyEnvManager", "GEMRunner"):
         keys.refuse(
-            f"custom_envs.{tag}.env_manager_cls {manager!r:.80} has no counterpart: set it to TrajEnvManager, with which "
-            "a trajectory is one conversation and has one reward, or set custom_generate_function_path to a function"
+            f"custom_envs.{tag}.env_manager_cls {manager!r:.80} has no counterpart: set it to TrajEnvManager, with "
+            "which a trajectory is one conversation and has one reward, or set custom_generate_function_path"
         )
     for name in ("max_steps", "max_tokens_per_step"):
         _whole_number(keys, found, f"custom_envs.{tag}", name)

@@ -59,7 +59,12 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _missing_file(setting: str, prompt_data: str) -> Iterator[str]:
     # `path@[a:b]` selects rows of the file.
     path = prompt_data.partition("@[")[0]
-    if path and environment_split(prompt_data) is None and hub_name(path) is None and not Path(path).expanduser().is_file():
+    if (
+        path
+        and environment_split(prompt_data) is None
+        and hub_name(path) is None
+        and not Path(path).expanduser().is_file()
+    ):
         yield f"{setting} {path}: no such file"
 
 

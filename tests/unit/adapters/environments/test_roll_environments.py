@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from miles_async.adapters.environments import server
@@ -48,12 +46,11 @@ class Counter:
 
 
 @pytest.fixture(autouse=True)
-def gem(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gem(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package gem with one environment."""
     monkeypatch.setattr(Counter, "made", [])
     monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=Counter))
     monkeypatch.setenv(server.KEY_VARIABLE, "key")
-    yield
 
 
 def roll(**changed: Any) -> Roll:
@@ -67,15 +64,20 @@ async def trajectory(
     requests: list[dict[str, Any]] = []
     left = iter(answers)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        requests.append(json.loads(request.content))
+    async def post(url: str, *, json: dict[str, Any], headers: dict[str, str]) -> SimpleNamespace:
+        # The messages grow during the trajectory.
+        requests.append(json | {"messages": [*json["messages"]]})
         text, reason, tokens = next(left)
         text, _, stop = text.partition("|")
-        message = {"role": "assistant", "content": text}
-        choice = {"message": message, "finish_reason": reason, "matched_stop": stop or None}
-        return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": tokens}})
+        choice = {
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": reason,
+            "matched_stop": stop or None,
+        }
+        answer = {"choices": [choice], "usage": {"completion_tokens": tokens}}
+        return SimpleNamespace(is_error=False, json=lambda: answer)
 
-    env._model = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    env._model = SimpleNamespace(post=post)
     return await env.run({"tag": "Counter", "seed": seed}, "http://model"), requests
 
 
