@@ -337,7 +337,7 @@ class Roll:
     `max_tokens_per_step` of the tag."""
     KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
     """What each tag has."""
-    AGGREGATIONS: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
+    MODES: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
     """What becomes of the values of a metric that its `metrics_agg_mode` names; else their mean."""
     MAX_THREADS = 256
 
@@ -415,7 +415,7 @@ class Roll:
                 break
         idle.append(env)
         modes = info.get("metrics_agg_mode", {})
-        summary = {name: self.AGGREGATIONS.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
+        summary = {name: self.MODES.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
         return {"reward": reward, "metrics": {**summary, "num_actions": steps}}
 
     def _message(
