@@ -63,7 +63,7 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
         found = keys.section("reward_normalization")
         grouping, method = found.get("grouping", "batch"), found.get("method", "identity")
         tags = keys.section("train_env_manager").get("tags")
-        # All trajectories have the same tag, or each tag would need statistics of its own.
+        # All trajectories have the same tag, or each tag would need its own statistics.
         if grouping == "tags" and isinstance(tags, list) and len(tags) == 1:
             grouping = "batch"
         elif grouping not in ("batch", "traj_group_id"):
