@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv setup-roll test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -46,8 +46,12 @@ setup-verifiers: .venv-verifiers/ready ## Create .venv-verifiers, in which envir
 
 setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environments of OpenEnv run (0.5 GB)
 
+setup-roll: .venv-roll/ready ## Create .venv-roll, in which environments of ROLL run (0.4 GB); ROLL=FOLDER names a checkout
+	@test -f "$(ROLL)/roll/__init__.py" || { echo "Set ROLL to a checkout of https://github.com/alibaba/ROLL"; exit 1; }
+	@echo "$(abspath $(ROLL))" >"$$(.venv-roll/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/roll.pth"
+
 # The libraries need other versions of packages than SGLang, and than each other.
-.venv-verifiers/ready .venv-openenv/ready: .venv-%/ready: requirements/%.lock | $(READY)
+.venv-verifiers/ready .venv-openenv/ready .venv-roll/ready: .venv-%/ready: requirements/%.lock | $(READY)
 	@echo "Creating .venv-$*"
 	@$(VENV_PYTHON) -m venv --clear .venv-$*
 	@.venv-$*/bin/python -m pip install -qq --no-deps --require-hashes --requirement requirements/$*.lock
@@ -188,5 +192,5 @@ lock: ## Resolve requirements/*.lock again from pyproject.toml and requirements/
 	@bash requirements/lock.sh $(ARGS)
 
 clean: ## Remove .venv, the other .venv-*, caches and build output; keeps runs/ and warm-started models
-	@rm -rf .venv .venv-bridge .venv-peers .venv-verifiers .venv-openenv .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
+	@rm -rf .venv .venv-bridge .venv-peers .venv-verifiers .venv-openenv .venv-roll .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis *.egg-info build dist site
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

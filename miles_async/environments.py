@@ -27,6 +27,8 @@ class EnvironmentLibrary(Plugin):
     """
     setup: ClassVar[str] = ""
     """The command that creates the Python environment; empty if the user creates it."""
+    splits: ClassVar[bool] = False
+    """Whether its environments have several sets of tasks. A data set names one as environment:SPLIT."""
 
 
 ENVIRONMENTS = Kind(

@@ -41,7 +41,7 @@ for version in 3.11 3.12; do
     add_cpu_build "$version" "$lock" "$folder/before.lock"
 done
 # For Python 3.11, because 3.12 needs no package that 3.11 does not.
-for library in verifiers openenv; do
+for library in verifiers openenv roll; do
     compile 3.11 "requirements/$library.lock" "$@" "requirements/$library.in"
 done
 # It is installed next to the packages of the CPU lock, so it gets their versions.

@@ -24,7 +24,7 @@ from miles_async.columns.tokens import too_long
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user
 from miles_async.config.model_shape import context_limit
-from miles_async.config.prompt_files import split_slice, with_dataset
+from miles_async.config.prompt_files import environment_split, split_slice, with_dataset
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
@@ -158,6 +158,8 @@ def _tokenizer(config: RunConfig) -> LightTokenizer | None:
 
 def _downloaded_later(path: str) -> TableRow | None:
     """Say that a data set is not on this machine; None if it is."""
+    if environment_split(path) is not None:
+        return ("data", 0, f"rows read of {path}, whose tasks the environment makes when the run starts")
     if hub_name(split_slice(path)[0]) is None:
         return None
     return ("data", 0, f"rows read of {path}, which is downloaded when the run starts")

@@ -9,6 +9,7 @@ from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.schema import RunConfig, TrainDataset
 from miles_async.errors import UserError
 
+_SPLIT = "environment:"
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _BLOCK_BYTES = 1 << 24
 
@@ -20,6 +21,12 @@ def split_slice(prompt_data: str) -> tuple[str, slice | None]:
         return prompt_data, None
     start, stop = (int(text) if text else None for text in match.group("start", "stop"))
     return match["path"], slice(start, stop)
+
+
+def environment_split(prompt_data: str) -> str | None:
+    """NAME of `environment:NAME`, also with a slice: the tasks of the run's environment by this name. Else None."""
+    path, _ = split_slice(prompt_data)
+    return path.removeprefix(_SPLIT) if path.startswith(_SPLIT) else None
 
 
 def with_dataset(config: RunConfig, dataset: TrainDataset) -> RunConfig:

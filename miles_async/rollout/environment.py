@@ -1,4 +1,4 @@
-"""Generates samples in an environment of `verifiers` or `openenv`, which also computes their rewards.
+"""Generates samples in an environment of `verifiers`, `openenv` or ROLL, which also computes their rewards.
 
     --environment verifiers:my_taskset --custom-generate-function-path miles_async.rollout.environment.generate
 

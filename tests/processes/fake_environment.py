@@ -29,10 +29,11 @@ class FakeEnvironment:
     async def serving(self) -> AsyncIterator[None]:
         yield
 
-    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
         await asyncio.sleep(0.01)
         count = 0 if self._name == "empty" else 3
-        return [{"prompt": f"task {i}", "label": str(i), "task": {"number": i}} for i in range(count)][:limit]
+        named = "task" if split is None else split
+        return [{"prompt": f"{named} {i}", "label": str(i), "task": {"number": i}} for i in range(count)][:limit]
 
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
         match task.get("does"):

@@ -32,7 +32,8 @@ OF_ANOTHER_ENVIRONMENT = {
     ENVIRONMENTS / "server.py",
     ENVIRONMENTS / "harness/miles_chat.py",
 }
-"""Run in `.venv-peers`, `.venv-verifiers` and `.venv-openenv`, which have locks or installations of their packages."""
+"""Run in `.venv-peers`, `.venv-verifiers`, `.venv-openenv` and `.venv-roll`, which have locks or installations of their
+packages."""
 OTHER_BUILDS = {"mooncake": ["mooncake_transfer_engine_cuda13"]}
 """Packages whose build for CPU machines, which is installed here, is another distribution than the declared one."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.adapters.datasets.factory import open_data
+from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.environments.process import EnvironmentProcess, with_environment_tasks
 from miles_async.config.schema import RunConfig
 from miles_async.environments import ENVIRONMENTS
@@ -71,6 +71,25 @@ def test_a_file_with_tasks_replaces_those_of_the_environment(configure: Configur
     file = tmp_path / "mine.jsonl"
     config = configure(prompt_data=str(file))
     assert with_environment_tasks(config) is config
+
+
+def test_data_sets_name_tasks_of_the_environment(configure: Configure) -> None:
+    config = with_environment_tasks(
+        configure(
+            datasets={"maze": {"prompt_data": "environment:maze@[1:]"}, "pond": {"prompt_data": "environment:pond"}},
+            eval_datasets={"held_out": {"path": "environment:maze", "size": 1}},
+            label_key=None,
+        )
+    )
+    maze = next(group[0] for group in open_data(config).get_samples(2) if group[0].dataset == "maze")
+    assert (maze.prompt, maze.label, maze.metadata["task"]) == ("maze 1", "1", {"number": 1})
+    held_out = eval_groups(config, "held_out", config.rollout.eval_datasets["held_out"])
+    assert [group[0].prompt for group in held_out] == ["maze 0"]
+
+
+def test_tasks_that_are_prompt_data_have_the_keys_of_the_file(configure: Configure) -> None:
+    config = with_environment_tasks(configure(prompt_data="environment:maze@[2:]", input_key="question"))
+    assert [group[0].prompt for group in open_data(config).get_samples(1)] == ["maze 2"]
 
 
 def test_a_run_without_an_environment_starts_no_process() -> None:

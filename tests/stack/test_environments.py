@@ -1,4 +1,5 @@
-"""Environments of the real libraries on a real engine. `make test-environments` installs the libraries."""
+"""Environments of the real libraries on a real engine. `make test-environments` installs the libraries but ROLL, which
+needs a checkout: `make setup-roll ROLL=FOLDER`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.environments.process import EnvironmentProcess, environment_tasks
+from miles_async.environments import ENVIRONMENTS
 from miles_async.rollout import environment
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -18,9 +20,19 @@ from tests.stack.test_agents import Wire, assert_nothing_was_retokenised, genera
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
+FROZEN_LAKE: dict[str, Any] = {
+    "env_type": "frozen_lake",
+    "max_steps": 2,
+    "max_tokens_per_step": 4,
+    "agent_system_template": "Play.",
+    "agent_template": "{turn_idx}: {observation}",
+    "env_config": {"env_instruction": "", "grid_vocab": {}, "is_slippery": False, "format_penalty": -0.25},
+    "use_thread_lock": True,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "verifiers:examples/environments/reverse.py": {},
     "openenv:examples/environments/two_words.py": {"observation_field": "word"},
+    "roll:roll.pipeline.agentic.env": {"tags": {"FrozenLake": FROZEN_LAKE}},
 }
 
 
@@ -28,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 async def group_in(serving: Stack, name: str) -> AsyncIterator[tuple[Group, Wire]]:
     """A group of two samples that was generated in the environment, and the requests to the engine."""
     data = run_config(environment=name, environment_settings=SETTINGS[name], environment_size=1).data
-    [task] = environment_tasks(data)
+    [[task]] = environment_tasks(data, ["FrozenLake" if name.startswith("roll:") else None])
     processes: list[EnvironmentProcess] = []
 
     async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -51,9 +63,8 @@ async def group_in(serving: Stack, name: str) -> AsyncIterator[tuple[Group, Wire
 def if_installed(name: str) -> Any:
     library = name.partition(":")[0]
     missing = not Path(f".venv-{library}/bin/python").exists()
-    return pytest.param(
-        name, marks=pytest.mark.skipif(missing, reason=f"{library} is not installed: run `make test-environments`")
-    )
+    reason = f"{library} is not installed: run `{ENVIRONMENTS.find(library).setup}`"
+    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=reason))
 
 
 @pytest.mark.parametrize("name", [if_installed(name) for name in SETTINGS])
@@ -62,3 +73,11 @@ async def test_an_environment_trains_the_tokens_that_were_sampled(serving: Stack
         for sample in group:
             assert isinstance(sample.reward, float)
             assert_nothing_was_retokenised(sample, wire)
+
+
+@pytest.mark.parametrize("name", [if_installed("roll:roll.pipeline.agentic.env")])
+async def test_each_step_of_a_trajectory_in_rolls_environment_has_its_reward(serving: Stack, name: str) -> None:
+    """Answers of four tokens are no valid actions, so each step has the penalty for its format."""
+    async with group_in(serving, name) as (group, wire):
+        assert [(sample.reward, sample.metadata["metrics"]["num_actions"]) for sample in group] == [(-0.5, 2)] * 2
+        assert len(wire) == 4

@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -22,6 +23,7 @@ from miles_async.adapters.environments.server import MAX_LINE_BYTES
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.atomic_files import atomic_file
 from miles_async.config.fields import with_settings
+from miles_async.config.prompt_files import environment_split
 from miles_async.config.schema import Data, RunConfig
 from miles_async.environments import ENVIRONMENTS
 from miles_async.errors import InfrastructureError, TrajectoryError, UserError
@@ -54,17 +56,20 @@ def environment_start(data: Data, key: str = "") -> bytes:
     return json.dumps({"settings": data.environment_settings, "key": key}).encode() + b"\n"
 
 
-def environment_tasks(data: Data) -> list[dict[str, Any]]:
-    """Return the first `environment_size` tasks, each with `prompt`, `label` and `task`.
+def environment_tasks(data: Data, splits: Sequence[str | None] = (None,)) -> list[list[dict[str, Any]]]:
+    """Return the first `environment_size` tasks of each split, each with `prompt`, `label` and `task`.
 
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
-    request = json.dumps({"id": 1, "method": "tasks", "limit": data.environment_size})
+    requests = [
+        {"id": number, "method": "tasks", "limit": data.environment_size, "split": split}
+        for number, split in enumerate(splits, start=1)
+    ]
     # What the environment printed comes before the error that this function raises.
     with child_stderr(finish_within=STOP_SECONDS) as output:
         finished = subprocess.run(
             environment_command(data),
-            input=environment_start(data) + f"{request}\n".encode(),
+            input=environment_start(data) + b"".join(json.dumps(request).encode() + b"\n" for request in requests),
             stdout=PIPE,
             stderr=output,
             check=False,
@@ -73,40 +78,75 @@ def environment_tasks(data: Data) -> list[dict[str, Any]]:
     for answer in answers.values():
         if "error" in answer:
             raise _not_loaded(data, answer["error"])
-    if 1 not in answers:
-        raise UserError(
-            f"environment {data.environment} ended with exit code {finished.returncode}; its output is above"
-        )
-    tasks: list[dict[str, Any]] = answers[1]["result"]
-    if not tasks:
-        raise UserError(
-            f"environment {data.environment} has no tasks: set environment_settings to those of a data set with tasks"
-        )
-    return tasks
+    found: list[list[dict[str, Any]]] = []
+    for request in requests:
+        if request["id"] not in answers:
+            raise UserError(
+                f"environment {data.environment} ended with exit code {finished.returncode}; its output is above"
+            )
+        found.append(answers[request["id"]]["result"])
+        if not found[-1]:
+            raise UserError(
+                f"environment {data.environment} has no tasks: set environment_settings to those of a data set with "
+                "tasks"
+            )
+    return found
 
 
 def with_environment_tasks(config: RunConfig) -> RunConfig:
-    """Return the configuration with the tasks of `environment` as `prompt_data`, which are written to `cache_dir`.
+    """Return the configuration with the tasks of `environment` as files, which are written to `cache_dir`.
 
-    So shuffling, held-out problems, the warm start and resuming work as for every other file. The configuration is
-    returned unchanged if the run has no environment, or if `prompt_data` is set.
+    They are `prompt_data` if no other data is set, and the data sets that name a split of the environment. So
+    shuffling, held-out problems, the warm start and resuming work as for every other file. The configuration is
+    returned unchanged if it needs no tasks of an environment.
 
     Raises UserError if the environment cannot be loaded or has no tasks.
     """
-    data = config.data
-    if data.environment is None or data.prompt_data is not None or data.datasets:
+    data, evaluated = config.data, config.rollout.eval_datasets
+    own = data.environment is not None and data.prompt_data is None and not data.datasets
+    sources = [data.prompt_data or "", *(one.prompt_data for one in data.datasets.values())]
+    sources += [one.path for one in evaluated.values()]
+    named = [split for source in sources if (split := environment_split(source)) is not None]
+    splits: list[str | None] = [*dict.fromkeys([*([None] if own else []), *named])]
+    if not splits:
         return config
     log.info(f"reading the tasks of environment {data.environment}")
+    read = dict(zip(splits, environment_tasks(data, splits), strict=True))
+    module = Path(str(data.environment).partition(":")[2]).stem
+    files = {split: _task_file(config, split or module, tasks) for split, tasks in read.items()}
+
+    def path(source: str) -> str:
+        split = environment_split(source)
+        return source if split is None else f"{files[split]}{source.removeprefix(f'environment:{split}')}"
+
+    keys = {"input_key": "prompt", "label_key": "label", "metadata_key": "metadata"}
+    with_tasks = with_settings(
+        config,
+        prompt_data=files[None] if own else data.prompt_data and path(data.prompt_data),
+        datasets={
+            name: one.model_copy(update={"prompt_data": path(one.prompt_data), **keys})
+            if environment_split(one.prompt_data) is not None
+            else one
+            for name, one in data.datasets.items()
+        },
+        eval_datasets={name: one.model_copy(update={"path": path(one.path)}) for name, one in evaluated.items()},
+    )
+    trained = own or environment_split(data.prompt_data or "") is not None
+    return with_settings(with_tasks, **keys) if trained else with_tasks
+
+
+def _task_file(config: RunConfig, name: str, tasks: Sequence[Mapping[str, Any]]) -> str:
+    """Write a file of prompts with these tasks, and return its path."""
     rows = [
         json.dumps({"prompt": task["prompt"], "label": task["label"], "metadata": {"task": task["task"]}}).encode()
-        for task in environment_tasks(data)
+        for task in tasks
     ]
-    name = re.sub(r"\W+", "-", Path(data.environment.partition(":")[2]).stem)
+    name = re.sub(r"\W+", "-", name)
     file = Path(config.warm_start.cache_dir).expanduser() / "environments" / f"{name}-{checksum(rows)[:12]}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(file) as temporary:
         temporary.write_bytes(b"".join(row + b"\n" for row in rows))
-    return with_settings(config, prompt_data=str(file), input_key="prompt", label_key="label", metadata_key="metadata")
+    return str(file)
 
 
 class EnvironmentProcess:

@@ -2,7 +2,8 @@
 
 The run writes requests to standard input, one JSON object per line, and reads the answers from standard output:
 
-    {"id": 1, "method": "tasks", "limit": 100}          -> {"id": 1, "result": [{"prompt", "label", "task"}, ...]}
+    {"id": 1, "method": "tasks", "limit": 100, "split": null}
+                                                        -> {"id": 1, "result": [{"prompt", "label", "task"}, ...]}
     {"id": 2, "method": "run", "task": {}, "url": "…"}  -> {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
     {"id": 3, "method": "cancel", "run": 2}             -> no answer, and none to request 2
 
@@ -18,15 +19,21 @@ import asyncio
 import hmac
 import importlib
 import json
+import logging
 import os
 import secrets
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
+from threading import Semaphore
 from typing import Any, Protocol
 
 KEY_VARIABLE = "MILES_AGENT_API_KEY"
@@ -57,8 +64,10 @@ class Environment(Protocol):
         """Hold what tasks need; the other methods are called inside."""
         ...
 
-    async def tasks(self, limit: int) -> list[dict[str, Any]]:
-        """The first `limit` tasks: `prompt` identifies one, `label` is its answer or None, `task` is for `run`."""
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
+        """The first `limit` tasks: `prompt` identifies one, `label` is its answer or None, `task` is for `run`.
+
+        `split` is None unless the library has `splits`."""
         ...
 
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
@@ -96,7 +105,7 @@ class Verifiers:
         """Base URLs of the model by trace: verifiers keeps one client for ever per address, so all share the relay."""
         self._relay = ""
 
-    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
         return [
             {
                 "prompt": task.data.prompt_text or task.data.name or task.key,
@@ -204,9 +213,7 @@ class OpenEnv:
     observation as JSON."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        if unknown := settings.keys() - self.SETTINGS:
-            raise ValueError(f"unknown settings {', '.join(sorted(unknown))}: set {', '.join(self.SETTINGS)}")
-        self._settings = {**self.SETTINGS, **settings}
+        self._settings = with_defaults(settings, self.SETTINGS)
         remote = name.startswith(("http://", "https://"))
         self._url = name.rstrip("/") if remote else ""
         self._app: Any = None if remote else importlib.import_module(module_of(name)).app
@@ -214,7 +221,7 @@ class OpenEnv:
         """The required fields of an action."""
         self._model: Any = None
 
-    async def tasks(self, limit: int) -> list[dict[str, Any]]:
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
         """Return the tasks of the task API of the environment; one task per seed if it has none."""
         import httpx
 
@@ -237,7 +244,6 @@ class OpenEnv:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        import httpx
         import uvicorn
 
         key = secrets.token_urlsafe(32)
@@ -250,8 +256,7 @@ class OpenEnv:
             self._url = f"http://127.0.0.1:{listener.getsockname()[1]}/{key}"
             serving = asyncio.create_task(server.serve([listener]))
         try:
-            # The endpoint of the run uses plain HTTP on this machine, and loading certificates takes time.
-            async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as self._model:
+            async with model_client() as self._model:
                 schema = (await self._model.get(f"{self._url}/schema")).raise_for_status().json()
                 self.required = schema["action"].get("required", [])
                 yield
@@ -315,20 +320,182 @@ class OpenEnv:
 
     async def _ask(self, url: str, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
         """Return the answer of the model, and whether it is complete."""
-        import httpx
-
-        try:
-            response = await self._model.post(
-                f"{url}/chat/completions",
-                json={"model": MODEL, "messages": messages},
-                headers={"Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
-            )
-        except httpx.HTTPError as error:
-            raise ModelRequestError(f"{type(error).__name__}: {error}") from error
-        if response.is_error:
-            raise ModelRequestError(f"{response.status_code}: {response.text}")
-        [choice] = response.json()["choices"]
+        [choice] = (await completion(self._model, url, messages))["choices"]
         return choice["message"], choice["finish_reason"] != "length"
+
+
+class Roll:
+    """Environments that are registered with `gem`, as ROLL's are. NAME is the module or file that registers them.
+
+    A split is a tag of the settings, and a task is a seed. Conversations are those of ROLL's `TrajEnvManager` (at
+    8eb27cc2): the system template, what the environment says about itself, and each observation in the template of the
+    tag. The reward is the sum over all steps.
+    """
+
+    SETTINGS: Mapping[str, Any] = {"tags": {}, "max_new_tokens": None}
+    """`tags` are entries of ROLL's `custom_envs` by name. `max_new_tokens` limits each answer, in addition to
+    `max_tokens_per_step` of the tag."""
+    KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
+    """What each tag has."""
+    MODES: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
+    """What becomes of the values of a metric that its `metrics_agg_mode` names; else their mean."""
+    MAX_THREADS = 256
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        import gem
+
+        self._gem = gem
+        importlib.import_module(module_of(name))
+        # ROLL lets every logger of the process write messages of level INFO.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        settings = with_defaults(settings, self.SETTINGS)
+        self._tags: dict[str, dict[str, Any]] = settings["tags"]
+        self._max_new_tokens = settings["max_new_tokens"]
+        self._idle: dict[str, list[Any]] = defaultdict(list)
+        """Environments that no task uses, by tag. Some read a whole data set when they are created."""
+        self._threads = ThreadPoolExecutor(self.MAX_THREADS)
+        one_at_a_time = Semaphore()
+        self._slots = {
+            tag: one_at_a_time
+            if of_tag.get("use_thread_lock")
+            else Semaphore(of_tag.get("max_env_step_concurrent") or self.MAX_THREADS)
+            for tag, of_tag in self._tags.items()
+        }
+        """What a call into an environment holds, also if its task is cancelled meanwhile."""
+        self._model: Any = None
+        for tag, of_tag in self._tags.items():
+            if missing := self.KEYS - of_tag.keys():
+                raise ValueError(f"tags.{tag} has no {', '.join(sorted(missing))}")
+            try:
+                self._message(of_tag, "", {}, 0)
+            except KeyError as error:
+                raise ValueError(f"agent_template of tags.{tag} has a field that is unknown: {error}") from error
+
+    async def tasks(self, limit: int, split: str | None) -> list[dict[str, Any]]:
+        """Return one task per seed, from 0 on."""
+        if split not in self._tags:
+            raise ValueError(f"there is no tag {split}: set prompt_data to environment:TAG with one of `tags`")
+        self._idle[split].append(await self._in_thread(split, partial(self._made, split)))
+        return [
+            {"prompt": f"{split} {seed}", "label": None, "task": {"tag": split, "seed": seed}} for seed in range(limit)
+        ]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        async with model_client() as self._model:
+            yield
+
+    async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
+        tag = task["tag"]
+        of_tag, idle = self._tags[tag], self._idle[tag]
+        env = idle.pop() if idle else await self._in_thread(tag, partial(self._made, tag))
+        observation, info = await self._call(tag, env.reset, seed=task["seed"])
+        if observation is None:
+            raise TaskFailedError(f"{tag} has no task for seed {task['seed']}")
+        instruction = f"{info['env_instruction']}\n" if "env_instruction" in info else ""
+        messages: list[dict[str, Any]] = [{"role": "system", "content": of_tag["agent_system_template"]}]
+        limit = min(filter(None, (of_tag["max_tokens_per_step"], self._max_new_tokens)))
+        reward, steps, metrics = 0.0, 0, defaultdict[str, list[float]](list)
+        terminated = False
+        # As in ROLL, an environment that only truncates goes on.
+        while not terminated and steps < of_tag["max_steps"]:
+            message = self._message(of_tag, observation, info, steps)
+            messages.append(message if steps else {**message, "content": instruction + message["content"]})
+            response = await completion(self._model, url, messages, max_tokens=limit)
+            [choice], sampled = response["choices"], response["usage"]["completion_tokens"]
+            if not sampled:  # the trajectory is as long as it may be
+                break
+            messages.append(choice["message"])
+            action = (choice["message"].get("content") or "") + (choice["matched_stop"] or "")
+            observation, gained, terminated, _, info = await self._call(tag, env.step, action)
+            reward, steps = reward + float(gained), steps + 1
+            for name, value in info.get("metrics", {}).items():
+                metrics[name].append(float(value))
+            if choice["finish_reason"] == "length" and sampled < limit:
+                break
+        idle.append(env)
+        modes = info.get("metrics_agg_mode", {})
+        summary = {name: self.MODES.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
+        return {"reward": reward, "metrics": {**summary, "num_actions": steps}}
+
+    def _message(
+        self, of_tag: Mapping[str, Any], observation: Any, info: Mapping[str, Any], steps: int
+    ) -> dict[str, Any]:
+        """What the model gets to see of an observation."""
+        if steps and info.get("use_tool"):
+            return {"role": "tool", "content": observation}
+        content = of_tag["agent_template"].format(
+            observation=observation,
+            turn_idx=steps + 1,
+            suffix=info.get("suffix", ""),
+            actions_left=of_tag["max_steps"] - steps,
+            max_response_length=of_tag["max_tokens_per_step"],
+        )
+        return {"role": "user", "content": content}
+
+    def _made(self, tag: str) -> Any:
+        of_tag = self._tags[tag]
+        env = self._gem.make(of_tag["env_type"], **with_numbers(of_tag.get("env_config") or {}))
+        if (tools := of_tag.get("tool_wrapper")) is None:
+            return env
+        from roll.pipeline.agentic.tools.tool_env_wrapper import tool_wrapper
+
+        return tool_wrapper(env, wrapper_args=tools["wrapper_args"], tool_configs=tools["tool_configs"])
+
+    async def _call(self, tag: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return await self._in_thread(tag, partial(method, *arguments, **named))
+        except Exception as error:
+            raise TaskFailedError(f"{type(error).__name__}: {error}") from error
+
+    async def _in_thread(self, tag: str, function: Callable[[], Any]) -> Any:
+        def holding_slot() -> Any:
+            with self._slots[tag]:
+                return function()
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, holding_slot)
+
+
+def with_numbers(value: Any) -> Any:
+    """The value with whole numbers as the keys that JSON has made texts."""
+    if isinstance(value, list):
+        return [with_numbers(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if key.isdecimal() else key: with_numbers(one) for key, one in value.items()}
+
+
+def with_defaults(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an environment. Raises ValueError if one is unknown."""
+    if unknown := settings.keys() - defaults.keys():
+        raise ValueError(f"unknown settings {', '.join(sorted(unknown))}: set {', '.join(defaults)}")
+    return {**defaults, **settings}
+
+
+def model_client() -> Any:
+    """A client for requests to the model."""
+    import httpx
+
+    # The endpoint of the run uses plain HTTP on this machine, and loading certificates takes time.
+    return httpx.AsyncClient(verify=False, trust_env=False, timeout=None)
+
+
+async def completion(client: Any, url: str, messages: list[dict[str, Any]], **limits: int) -> dict[str, Any]:
+    """The response of the model to the messages. Raises ModelRequestError."""
+    import httpx
+
+    try:
+        response = await client.post(
+            f"{url}/chat/completions",
+            json={"model": MODEL, "messages": messages, **limits},
+            headers={"Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
+        )
+    except httpx.HTTPError as error:
+        raise ModelRequestError(f"{type(error).__name__}: {error}") from error
+    if response.is_error:
+        raise ModelRequestError(f"{response.status_code}: {response.text}")
+    answered: dict[str, Any] = response.json()
+    return answered
 
 
 FAULTS: Mapping[type[BaseException], str] = {
@@ -336,7 +503,7 @@ FAULTS: Mapping[type[BaseException], str] = {
     TaskFailedError: "task",
     InvalidActionError: "task",
 }
-LIBRARIES: Mapping[str, type[Environment]] = {"verifiers": Verifiers, "openenv": OpenEnv}
+LIBRARIES: Mapping[str, type[Environment]] = {"verifiers": Verifiers, "openenv": OpenEnv, "roll": Roll}
 
 
 async def serve(environment: Environment, lines: asyncio.StreamReader, write: Callable[[dict[str, Any]], None]) -> None:
@@ -347,7 +514,7 @@ async def serve(environment: Environment, lines: asyncio.StreamReader, write: Ca
         number = request["id"]
         try:
             if request["method"] == "tasks":
-                result: Any = await environment.tasks(request["limit"])
+                result: Any = await environment.tasks(request["limit"], request["split"])
             else:
                 result = await environment.run(request["task"], request["url"])
             write({"id": number, "result": result})
@@ -394,7 +561,9 @@ async def main(library: str, name: str) -> None:
             write({"id": 0, "result": "ready"})
             await serve(environment, lines, write)
     except (Exception, SystemExit) as error:
-        kind = "missing" if isinstance(error, ModuleNotFoundError) and error.name == library else "environment"
+        # ROLL's environments are registered with gem.
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (library, *["gem"] * (library == "roll"))
+        kind = "missing" if missing else "environment"
         write({"id": 0, "error": {"fault": kind, "message": f"{type(error).__name__}: {error}"}})
         raise
 

@@ -63,8 +63,8 @@ def _prompt(request: Any) -> tuple[object, ...]:
 def compute_prompts_once(original: Callable[..., Any], runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> Any:
     """Wrap `EagerRunner._execute_extend`: compute sequences with the same tokens once, and copy the results.
 
-    The samples of a group arrive together, before the prefix cache has their prompt. Each sequence keeps its
-    cache slots, so that nothing else changes for SGLang. `batch` is SGLang's `ForwardBatch`.
+    The samples of a group arrive together, before the prefix cache has their prompt. Each sequence keeps its cache
+    slots, so nothing else changes for SGLang. `batch` is SGLang's `ForwardBatch`.
     """
     model_runner = runner.model_runner
     if not _has_only_text(batch, model_runner):

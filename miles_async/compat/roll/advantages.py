@@ -24,12 +24,21 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
     sets, all of this is done for each of them separately. If a reward is not finite, all advantages are NaN, so that
     the learner skips the step.
     """
+    return _advantages(args, samples, [sample.dataset for sample in samples])
+
+
+def agentic_advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """As `advantages`, but over all data sets together, as in ROLL's agentic pipeline."""
+    return _advantages(args, samples, [""] * len(samples))
+
+
+def _advantages(args: Any, samples: Sequence[Sample], parts: Sequence[str]) -> tuple[list[float], list[float]]:
     raw = [sample.scalar_reward for sample in samples]
     if not all(map(isfinite, raw)):
         return raw, [nan] * len(raw)
     found = [0.0] * len(raw)
-    for name in {sample.dataset for sample in samples}:
-        positions = [position for position, sample in enumerate(samples) if sample.dataset == name]
+    for name in {*parts}:
+        positions = [position for position, part in enumerate(parts) if part == name]
         members = [samples[position] for position in positions]
         values = _clipped(_normalized(args, members, [raw[position] for position in positions]), args.reward_clip)
         if args.whiten_advantages:

@@ -36,6 +36,8 @@ _ADVICE = {
 _FALLBACK = "math_rule"
 """The domain of rows whose tag belongs to no domain."""
 _ROWS_READ = 20
+_PROMPT_LENGTH = 1024
+"""ROLL's default of prompt_length."""
 
 
 def trains_agents(keys: CombinedKeys) -> bool:
@@ -75,17 +77,16 @@ def sizes(keys: CombinedKeys) -> None:
 def _lengths(keys: CombinedKeys) -> None:
     longest, key = f"{_GENERATING}.max_new_tokens", "response_length"
     whole, response = (keys.whole_number(name) for name in ("sequence_length", key))
-    prompt = keys.whole_number("prompt_length") or 0
+    prompt = keys.whole_number("prompt_length")
     if response is None and whole is not None:
-        # An agent's trajectory has all tokens but those of its first prompt, whose length ROLL does not limit.
-        response, key = max(1, whole - prompt), "sequence_length prompt_length" if prompt else "sequence_length"
+        # ROLL limits a trajectory together with its first prompt, and we limit what follows the first prompt.
+        room = min(_PROMPT_LENGTH, whole // 2) if prompt is None else prompt
+        response, key = max(1, whole - room), "sequence_length prompt_length" if prompt else "sequence_length"
     else:
         keys.note("has no effect beside response_length", "sequence_length")
     if response is None:
         key, response = longest, keys.whole_number(longest)
-    elif trains_agents(keys):
-        keys.note("limits one turn: custom_generate_function_path has to do so", longest)
-    else:
+    elif not trains_agents(keys):  # an agent's turns are limited by its environment
         keys.note("has no effect in ROLL either: response_length takes its place", longest)
     if response is not None:
         keys.set("rollout.rollout_max_response_len", response, key)
@@ -104,10 +105,10 @@ def schedule(keys: CombinedKeys) -> None:
     if (steps := keys.whole_number("max_steps")) is not None:
         keys.set("rollout.num_rollout", steps, "max_steps")
     interval = keys.number("eval_steps")
-    if interval and "validation" in keys.values:
+    if interval and keys.given("validation", "val_env_manager"):
         keys.set("rollout.eval_interval", interval, "eval_steps")
     else:
-        keys.note("has no effect at 0 or without validation", "eval_steps")
+        keys.note("has no effect at 0 or without validation and val_env_manager", "eval_steps")
     kept = keys.number("max_ckpt_to_keep")
     if kept is not None:
         keys.set("learner.save_keep", kept or None, "max_ckpt_to_keep")
@@ -300,10 +301,3 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
     }
     if datasets:
         keys.set("rollout.eval_datasets", datasets, "validation")
-
-
-def environments(keys: CombinedKeys) -> None:
-    """What belongs to ROLL's environments."""
-    for name in keys.section("train_env_manager"):
-        if name != "group_size":
-            keys.translator.idle[f"train_env_manager.{name}"] = "belongs to ROLL's environments"

@@ -62,7 +62,11 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
         keys.note("has no effect in ROLL's agentic pipeline, which reads reward_normalization", *names)
         found = keys.section("reward_normalization")
         grouping, method = found.get("grouping", "batch"), found.get("method", "identity")
-        if grouping not in ("batch", "traj_group_id"):
+        tags = keys.section("train_env_manager").get("tags")
+        # All trajectories have the same tag, or each tag would need its own statistics.
+        if grouping == "tags" and isinstance(tags, list) and len(tags) == 1:
+            grouping = "batch"
+        elif grouping not in ("batch", "traj_group_id"):
             keys.refuse(
                 f"reward_normalization.grouping {grouping!r:.80} has no counterpart: set it to traj_group_id or batch"
             )
@@ -88,7 +92,8 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
 
 
 def _own_function(keys: CombinedKeys, chosen: Mapping[str, Any], key: str) -> None:
-    keys.set("rollout.custom_reward_post_process_path", f"{_FUNCTIONS}.advantages", key)
+    function = "agentic_advantages" if trains_agents(keys) else "advantages"
+    keys.set("rollout.custom_reward_post_process_path", f"{_FUNCTIONS}.{function}", key)
     for name, value in chosen.items():
         source = "reward_normalization" if name.startswith("norm_") and "reward_normalization" in keys.values else name
         keys.set(f"rollout.custom_args.{name}", value, source if source in keys.values else key)

@@ -43,7 +43,7 @@ _FSDP = Idle("belongs to FSDP")
 _OF_LORA = Idle("belongs to LoRA")
 _LORA = Refused("set learner.lora_rank and the settings beside it, for adapters")
 _ULYSSES = Only((1, None), "set context_parallel_size in strategy_args.strategy_config")
-_OF_ENVIRONMENTS = Idle("belongs to ROLL's environments")
+_OF_ENVIRONMENTS = Idle("has no effect beside custom_envs, whose entries may refer to it")
 _OF_REFERENCE = Idle("has no effect: the learner runs the reference in its own processes, batches and layout")
 _UNREAD = Idle("has no effect in ROLL either, which does not read it")
 _ALWAYS_PACKED = Idle("has no effect: samples are packed end to end, and micro-batches are balanced")
@@ -100,7 +100,7 @@ _TOP: Table = {
     # Data, sizes and schedule.
     "rewards": Combined(),
     "validation": Combined(),
-    "val_batch_size": _OF_ENVIRONMENTS,
+    "val_batch_size": Combined(),
     "rollout_batch_size": Combined(),
     "num_return_sequences_in_group": Combined(),
     "is_num_return_sequences_expand": Idle("has no effect: it changes requests to the engines, and no samples"),
@@ -149,12 +149,9 @@ _TOP: Table = {
     "student_train": _DISTILLATION,
     "student_infer": _DISTILLATION,
     # Agents.
-    "custom_envs": Refused(
-        "ROLL's environments cannot be imported: set environment or reasoning_gym_task, or write a function for "
-        "custom_generate_function_path with prompt_data and custom_rm_path"
-    ),
+    "custom_envs": Combined(),
     "train_env_manager": Combined(),
-    "val_env_manager": Idle("has no effect: evaluation runs the environment on eval_datasets or eval_size tasks"),
+    "val_env_manager": Combined(),
     "reward_normalization": Combined(),
     "batch_adjust_mode": Idle("has no effect: batches of any number of samples are divided among the ranks"),
     "ratio_type": Only(("token",), "set policy_objective to gspo for the ratio of a sequence"),
@@ -162,12 +159,16 @@ _TOP: Table = {
     "step_reward_weight": Idle("belongs to adv_estimator gigpo"),
     "step_reward_gamma": Idle("belongs to adv_estimator step_reinforce and gigpo"),
     **dict.fromkeys(
+        ("render_save_dir", "env_monitor", "partial_gpu_mode", "skip_mock_system_prompt"),
+        Idle("belongs to ROLL's processes of environments"),
+    ),
+    **dict.fromkeys(
         (
-            *("render_save_dir", "env_manager_cls", "agent_runner_cls", "agent_config_common", "max_tokens_per_step"),
+            *("env_manager_cls", "agent_runner_cls", "agent_config_common", "max_tokens_per_step"),
             *("max_actions_per_traj", "default_history_length", "parse_tool_call_parameter_to_dict"),
-            *("skip_mock_system_prompt", "all_response_pattern", "action_pattern", "think_action_pattern"),
-            *("sokoban_format_penalty", "frozen_format_penalty", "custom_env", "env_monitor"),
-            *("gem_math", "gem_qa", "gem_games", "gem_rg", "gem_code", "partial_gpu_mode"),
+            *("all_response_pattern", "action_pattern", "think_action_pattern"),
+            *("sokoban_format_penalty", "frozen_format_penalty", "custom_env"),
+            *("gem_math", "gem_qa", "gem_games", "gem_rg", "gem_code"),
             *(
                 f"{kind}agent_{template}"
                 for kind in ("", "single_prompt_", "math_", "qa_", "game_", "rg_", "code_")

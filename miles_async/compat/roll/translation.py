@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll import data, layout, objective
+from miles_async.compat.roll import data, environments, layout, objective
 from miles_async.compat.roll.table import TABLE
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.hydra import References, Unresolved
@@ -14,7 +14,7 @@ from miles_async.config.translation import Idle, Outcome, Refused, Translator, e
 _TEMPLATES = frozenset(key for key in TABLE if key.endswith((".data_args.template", "global_template")))
 _STEPS = (
     *(layout.environment, layout.devices, layout.batch_sizes, layout.recomputation, layout.engine),
-    *(data.sizes, data.schedule, data.tracking, data.recordings, data.data_and_rewards, data.environments),
+    *(data.sizes, data.schedule, data.tracking, data.recordings, data.data_and_rewards, environments.environments),
     *(objective.advantages, objective.masks, objective.clipping, objective.divergence, objective.correction),
 )
 """What combines keys, in order: sizes of the layout are needed for those of batches."""
@@ -39,10 +39,13 @@ def translate(content: Mapping[str, Any]) -> Outcome:
             values[key] = value if isinstance(rule, Refused | Idle | None) else references.resolved(value)
         except Unresolved as error:
             translator.problems.append(f"{key} {error}")
-    for key, value in values.items():
-        # A template of ROLL has a name; the tokenizer of a checkpoint has at most one.
-        translator.apply(key, value is not None if key in _TEMPLATES else value)
     keys = CombinedKeys(translator, values)
+    for key, value in values.items():
+        if key in _TEMPLATES and data.trains_agents(keys):
+            translator.idle[key] = "has no effect: chats are always rendered with the template of the tokenizer"
+        else:
+            # A template of ROLL has a name; the tokenizer of a checkpoint has at most one.
+            translator.apply(key, value is not None if key in _TEMPLATES else value)
     for combine in _STEPS:
         combine(keys)
     return translator

@@ -8,6 +8,7 @@ from pathlib import Path
 from miles_async.config.fields import nearest
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
 from miles_async.config.model_shape import shape_of
+from miles_async.config.prompt_files import environment_split
 from miles_async.config.schema import Dataset, Rollout, RunConfig
 from miles_async.config.schema.data import CHAT_PARAMETERS
 from miles_async.config.schema.model import hub_name
@@ -58,7 +59,12 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _missing_file(setting: str, prompt_data: str) -> Iterator[str]:
     # `path@[a:b]` selects rows of the file.
     path = prompt_data.partition("@[")[0]
-    if path and hub_name(path) is None and not Path(path).expanduser().is_file():
+    if (
+        path
+        and environment_split(prompt_data) is None
+        and hub_name(path) is None
+        and not Path(path).expanduser().is_file()
+    ):
         yield f"{setting} {path}: no such file"
 
 
@@ -92,14 +98,19 @@ def _datasets(config: RunConfig) -> Iterator[str]:
 
 def _environment(config: RunConfig) -> Iterator[str]:
     name, rollout = config.data.environment, config.rollout
+    sources = {"prompt_data": config.data.prompt_data or ""}
+    sources |= {f"datasets.{each}.prompt_data": dataset.prompt_data for each, dataset in config.data.datasets.items()}
+    sources |= {f"eval_datasets.{each}.path": dataset.path for each, dataset in rollout.eval_datasets.items()}
+    splits = [f"{setting} {source}" for setting, source in sources.items() if environment_split(source) is not None]
     if name is None:
+        yield from (f"{split}: the run has no environment: set environment" for split in splits)
         return
     library, _, rest = name.partition(":")
     if not ENVIRONMENTS.has(library) or not rest:
         yield f"environment {name!r} is unknown: write {':NAME or '.join(ENVIRONMENTS.names)}:NAME"
-    else:
-        # Raises UserError if the library of an installed package cannot be used.
-        ENVIRONMENTS.find(library)
+    # Raises UserError if the library of an installed package cannot be used.
+    elif not ENVIRONMENTS.find(library).splits:
+        yield from (f"{split}: {library} has one set of tasks: unset it, or name a file" for split in splits)
     if rollout.custom_generate_function_path is None:
         yield (
             "environment has no effect without a generate function that uses it: set custom_generate_function_path to "

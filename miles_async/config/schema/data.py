@@ -106,18 +106,21 @@ class Data(Section):
     reasoning_gym_size: int = Field(20_000, ge=1)
     """Number of generated reasoning-gym problems per epoch."""
     environment: str | None = None
-    """Environment whose tasks are trained: verifiers:NAME, openenv:NAME, or LIBRARY:NAME with the library of an
-    installed package. NAME is an installed package or a Python file; for openenv also the URL of a server. Set
+    """Environment whose tasks are trained: verifiers:NAME, openenv:NAME, roll:NAME, or LIBRARY:NAME with the library of
+    an installed package. NAME is an installed package or a Python file; for openenv also the URL of a server. Set
     custom_generate_function_path to miles_async.rollout.environment.generate. The environment computes the rewards. The
-    tasks come from the environment, or from prompt_data with `metadata.task`."""
+    tasks come from the environment, or from prompt_data with `metadata.task`. For roll, data sets name the tasks of a
+    tag as environment:TAG."""
     environment_settings: dict[str, Any] = {}
     """Settings of the environment. For verifiers its configuration, such as {taskset: {split: train}, agent: {harness:
-    {id: bash}}}. For openenv split, max_turns, action_field and observation_field."""
+    {id: bash}}}. For openenv split, max_turns, action_field and observation_field. For roll tags (entries of ROLL's
+    custom_envs by name) and max_new_tokens."""
     environment_size: int = Field(20_000, ge=1)
     """Maximum number of tasks that are read from the environment, which may have infinitely many."""
     environment_python: str | None = None
-    """Python interpreter that has the environment and its library. If unset, .venv-verifiers/bin/python or
-    .venv-openenv/bin/python, which `make setup-verifiers` and `make setup-openenv` create."""
+    """Python interpreter that has the environment and its library. If unset, .venv-verifiers/bin/python,
+    .venv-openenv/bin/python or .venv-roll/bin/python, which `make setup-verifiers`, `make setup-openenv` and
+    `make setup-roll` create."""
     prompt_template: str = "{question}"
     """Template of the prompt for reasoning-gym problems. `{question}` is replaced by the whole question, `{expression}`
     by the text after the question's last colon."""

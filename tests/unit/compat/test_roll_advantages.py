@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles_async.compat.roll.advantages import advantages, mask
+from miles_async.compat.roll.advantages import advantages, agentic_advantages, mask
 from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus
 
 
@@ -97,3 +97,12 @@ def test_truncated_samples_are_not_trained() -> None:
     group[0].status = SampleStatus.TRUNCATED
     mask(settings(max_len_mask=True), [group])
     assert [sample.remove_sample for sample in group] == [True, False]
+
+
+def test_data_sets_of_agents_are_normalized_together() -> None:
+    samples = batch(0, 1, 1, 5)
+    for sample, name in zip(samples, "aabb", strict=True):
+        sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
+    by_batch = settings(norm_mean_type="batch")
+    assert agentic_advantages(by_batch, samples)[1] == [-1.75, -0.75, -0.75, 3.25]
+    assert advantages(by_batch, samples)[1] == [-0.5, 0.5, -2, 2]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from miles_async.adapters.environments.process import environment_start
+from miles_async.adapters.environments.server import Roll
 from miles_async.batching.advantages import score_samples
 from miles_async.compat.roll.table import TABLE
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import checked_config, load_config
+from miles_async.config.schema import RunConfig
 from miles_async.config.translation import translate
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample
@@ -25,6 +31,7 @@ from workers.functions import BatchPreparation, reward_post_process
 ALL = roll_files()
 RESULTS: dict[str, list[str]] = json.loads(EXPECTED.read_text())
 ASYNC = "qwen2.5-7B-rlvr_megatron-rlvr_config_async"
+FROZEN_LAKE = "qwen2.5-0.5B-agentic-agent_val_frozen_lake_async"
 
 
 @pytest.fixture(autouse=True)
@@ -202,9 +209,88 @@ def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> 
     outcome = translate(content, "ROLL")
     settings = {key: one.value for key, one in outcome.translation.items()}
     assert (settings["rollout.rollout_batch_size"], settings["rollout.n_samples_per_prompt"]) == (128, 8)
-    assert settings["rollout.rollout_max_response_len"] == 8192
+    assert settings["rollout.rollout_max_response_len"] == 8192 - 1024
     assert settings["rollout.custom_args.norm_std_type"] == "group"
-    assert [sentence.split()[0] for sentence in outcome.problems] == ["custom_envs"]
+    assert outcome.problems == []
+
+
+def agentic(tmp_path: Path, edits: Mapping[str, Any], name: str = FROZEN_LAKE) -> tuple[RunConfig, Sequence[str]]:
+    """The configuration of a file whose values at dotted keys are changed, and what is refused."""
+    path = named(name).written(tmp_path, edits)
+    return checked_config(parse_flags(["--config", str(path)]), entry="train_async.py")
+
+
+def test_environments_of_roll_are_those_of_the_run(tmp_path: Path) -> None:
+    config, refused = agentic(tmp_path, {})
+    assert refused == []
+    assert config.data.environment == "roll:roll.pipeline.agentic.env"
+    assert config.data.environment_settings["max_new_tokens"] == 128
+    tag = config.data.environment_settings["tags"]["FrozenLake"]
+    assert (tag["env_type"], tag["max_steps"], tag["max_tokens_per_step"]) == ("frozen_lake", 10, 64)
+    assert tag["env_config"]["format_penalty"] == -0.01
+    assert "{actions_left} actions left" in tag["agent_template"]
+    assert config.rollout.custom_generate_function_path == "miles_async.rollout.environment.generate"
+    # The tasks of the evaluation are not trained.
+    assert config.data.prompt_data == "environment:FrozenLake@[256:]"
+    evaluated = config.rollout.eval_datasets
+    assert list(evaluated) == ["SimpleSokoban", "LargerSokoban", "SokobanDifferentGridVocab", "FrozenLake"]
+    assert (evaluated["FrozenLake"].path, evaluated["FrozenLake"].size) == ("environment:FrozenLake", 256)
+
+
+async def test_the_settings_of_an_environment_can_be_used_by_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = agentic(tmp_path, {})
+    made: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda env_type, **of_env: made.update(of_env)))
+    env = Roll("gem", json.loads(environment_start(config.data))["settings"])
+    tasks = await env.tasks(2, "SokobanDifferentGridVocab")
+    assert [task["task"]["seed"] for task in tasks] == [0, 1]
+    assert (made["dim_room"], made["grid_lookup"][0]) == ([6, 6], "W")
+
+
+def test_several_tags_are_data_sets_with_the_shares_of_their_groups(tmp_path: Path) -> None:
+    manager = {"tags": ["FrozenLake", "SimpleSokoban"], "num_groups_partition": [96, 32], "group_size": 8}
+    config, refused = agentic(tmp_path, {"train_env_manager": manager, "eval_steps": 0})
+    assert refused == []
+    weights = {name: (one.prompt_data, one.weight) for name, one in config.data.datasets.items()}
+    assert weights == {
+        "FrozenLake": ("environment:FrozenLake", 96),
+        "SimpleSokoban": ("environment:SimpleSokoban", 32),
+    }
+    assert config.rollout.custom_reward_post_process_path == "miles_async.compat.roll.advantages.agentic_advantages"
+
+
+def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> None:
+    config, _ = agentic(tmp_path, {}, "qwen2.5-0.5B-agentic-agent_val_frozen_lake")
+    rollout = config.rollout
+    assert (rollout.rollout_temperature, rollout.rollout_top_p, rollout.rollout_top_k) == (0.99, 0.99, 100)
+    assert rollout.eval_datasets["FrozenLake"].temperature == 0.2
+    assert config.data.environment_settings["max_new_tokens"] == 128
+
+
+@pytest.mark.parametrize(
+    "edits, message",
+    [
+        ({"custom_envs": {}}, "custom_envs.FrozenLake is missing, or is no section"),
+        ({"train_env_manager.tags": []}, "train_env_manager.tags [] is not a list of different tags"),
+        ({"train_env_manager.tags": ["FrozenLake"] * 2}, "is not a list of different tags"),
+        ({"val_env_manager.group_size": 0}, "val_env_manager.group_size 0 is not a number of 1 or more"),
+        ({"max_actions_per_traj": "ten"}, "custom_envs.FrozenLake.max_steps 'ten' is not a number of 1 or more"),
+        ({"train_env_manager.num_groups_partition": [1, 2]}, "needs a number of groups for each of tags"),
+        (
+            {"custom_envs.FrozenLake": {"env_type": "frozen_lake"}},
+            "custom_envs.FrozenLake has no max_steps, max_tokens_per_step, agent_system_template, agent_template",
+        ),
+        (
+            {"env_manager_cls": "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"},
+            "custom_envs.FrozenLake.env_manager_cls 'StepEnvManager' has no counterpart: set it to TrajEnvManager",
+        ),
+    ],
+)
+def test_environments_that_cannot_be_run_are_refused(edits: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused = agentic(tmp_path, edits)[1]
+    assert any(message in sentence for sentence in refused), refused
 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
@@ -213,11 +299,13 @@ def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
         assert part in problems
 
 
-@pytest.mark.parametrize("name", [ASYNC, "qwen2.5-7B-rlvr_megatron-rlvr_config"])
+@pytest.mark.parametrize("name", [ASYNC, "qwen2.5-7B-rlvr_megatron-rlvr_config", FROZEN_LAKE])
 def test_a_value_of_another_type_is_a_problem_and_no_crash(name: str, tmp_path: Path) -> None:
     content = named(name).content(tmp_path)
     values: list[Any] = [True, 10**400, "x", [[]], {"enabled": True, "weight_type": []}]
-    below = ("rewards.math_rule.tag_included", "train_infer_correction.is_weight", "train_infer_correction.filters")
+    agents = ("custom_envs.FrozenLake", *(f"train_env_manager.{name}" for name in ("tags", "num_groups_partition")))
+    correction = (f"train_infer_correction.{name}" for name in ("is_weight", "filters"))
+    below = (*agents, *correction, "rewards.math_rule.tag_included")
     for key in (*TABLE, *below):
         for value in values:
             changed = json.loads(json.dumps(content))

@@ -50,11 +50,16 @@ def test_reinforce_uses_rewards_as_the_file_normalizes_them() -> None:
     assert found["rollout.custom_args.norm_std_type"] is None
 
 
+MAZE = dict.fromkeys(("env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"), 1)
+AGENTS = {"custom_envs": {"Maze": MAZE}, "train_env_manager": {"tags": ["Maze"]}}
+
+
 @pytest.mark.parametrize(
     "method, grouping, mean, std",
     [
         ("mean_std", "traj_group_id", "group", "group"),
         ("mean", "batch", "batch", None),
+        ("mean", "tags", "batch", None),
         ("identity", "batch", None, None),
     ],
 )
@@ -62,9 +67,7 @@ def test_agents_normalize_rewards_by_their_own_section(
     method: str, grouping: str, mean: str | None, std: str | None
 ) -> None:
     normalization = {"method": method, "grouping": grouping}
-    found = settings(
-        adv_estimator="reinforce", whiten_advantages=True, train_env_manager={}, reward_normalization=normalization
-    )
+    found = settings(adv_estimator="reinforce", whiten_advantages=True, reward_normalization=normalization, **AGENTS)
     kinds = [found[f"rollout.custom_args.norm_{part}_type"] for part in ("mean", "std")]
     assert kinds == [mean, std]
 

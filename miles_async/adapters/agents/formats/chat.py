@@ -72,6 +72,7 @@ class Chat(WireFormat):
             "index": 0,
             "message": completion.message,
             "finish_reason": completion.finish_reason,
+            "matched_stop": completion.stop,  # as in SGLang
             "logprobs": {"content": _log_probs(completion)} if request.get("logprobs") else None,
         }
         return {**_head("chat.completion"), "choices": [choice], "usage": _usage(completion)}

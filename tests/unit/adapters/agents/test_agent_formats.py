@@ -140,6 +140,12 @@ def test_a_stream_of_anthropic_opens_and_closes_each_block() -> None:
     assert names == ["message_start", *thinking, *block, *block, "message_delta", "message_stop"]
 
 
+@pytest.mark.parametrize("stop", [None, "</search>"])
+def test_a_chat_completion_names_the_stop_string_as_sglang_does(stop: str | None) -> None:
+    [choice] = chat.answer(completed(ANSWER, stop=stop), {})["choices"]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", stop)
+
+
 @pytest.mark.parametrize(
     "finish_reason, stop, expected",
     [

@@ -62,12 +62,14 @@ async def test_a_reward_that_is_no_number_fails_the_group(reward: Any) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"environment": "gymnasium:cartpole"}, "write openenv:NAME or verifiers:NAME"),
-        ({"environment": "verifiers"}, "write openenv:NAME or verifiers:NAME"),
+        ({"environment": "gymnasium:cartpole"}, "write openenv:NAME or roll:NAME or verifiers:NAME"),
+        ({"environment": "verifiers"}, "write openenv:NAME or roll:NAME or verifiers:NAME"),
         ({"environment": "verifiers:a", "custom_generate_function_path": None}, "environment has no effect without"),
         ({"environment": "verifiers:a", "rm_type": "exact"}, "environment computes the rewards"),
         ({"environment": "verifiers:a", "apply_chat_template": True}, "environment sends chat messages"),
         ({"environment": "verifiers:a", "reasoning_gym_task": "chain_sum"}, "reasoning_gym_task and environment are"),
+        ({"environment": "verifiers:a", "prompt_data": "environment:b"}, "verifiers has one set of tasks: unset it"),
+        ({"prompt_data": "environment:b"}, "prompt_data environment:b: the run has no environment: set environment"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str) -> None:

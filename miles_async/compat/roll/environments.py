@@ -1,0 +1,126 @@
+"""Environments of ROLL's agentic pipeline, which the library `roll` of environments runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_async.compat.roll.data import trains_agents
+from miles_async.config.combined_keys import CombinedKeys
+
+_TRAIN, _EVAL = "train_env_manager", "val_env_manager"
+_SETTINGS: Mapping[str, Any] = {
+    "data.environment": "roll:roll.pipeline.agentic.env",
+    "data.apply_chat_template_kwargs": {"enable_thinking": False},
+    "rollout.custom_generate_function_path": "miles_async.rollout.environment.generate",
+    # Environments read the text of an answer with all that is in it.
+    "rollout.tool_call_parser": "none",
+    "rollout.reasoning_parser": "none",
+}
+"""What all files with environments have. ROLL renders chats without thinking."""
+_NEEDED = ("env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template")
+_OPTIONAL = ("env_config", "tool_wrapper", "use_thread_lock", "max_env_step_concurrent")
+_SAMPLING = ("temperature", "top_p", "top_k")
+_READ = ("tags", "num_groups_partition", "num_env_groups", "group_size", "generating_args")
+_DEFAULT_GROUPS = 128
+
+
+def environments(keys: CombinedKeys) -> None:
+    """The environments of `custom_envs` that are trained (`train_env_manager`) or evaluated (`val_env_manager`)."""
+    if not trains_agents(keys):
+        return
+    trained = _groups(keys, _TRAIN)
+    evaluated = _groups(keys, _EVAL) if keys.number("eval_steps") else {}
+    tags = {tag: _environment(keys, tag) for tag in (*trained, *evaluated)}
+    # As in ROLL, the sampling of actor_infer takes the place of that of the managers.
+    shared = any(key.startswith("actor_infer.generating_args.") for key in keys.values)
+    sampling, eval_sampling = ({} if shared else _sampling(keys, manager) for manager in (_TRAIN, _EVAL))
+    for name in _SAMPLING:
+        if name in sampling:
+            keys.set(f"rollout.rollout_{name}", sampling[name], _TRAIN)
+    longest = "actor_infer.generating_args.max_new_tokens" if shared else _TRAIN
+    limit = keys.whole_number(longest) if shared else _whole_number(keys, sampling, _TRAIN, "max_new_tokens")
+    keys.set("data.environment_settings", {"tags": tags, "max_new_tokens": limit}, f"custom_envs {longest}")
+    for setting, value in _SETTINGS.items():
+        keys.set(setting, value, "custom_envs")
+    sizes = _evaluation(keys, evaluated, eval_sampling)
+    for tag, groups in trained.items():
+        # Tasks that are evaluated are not trained.
+        source = f"environment:{tag}" + (f"@[{sizes[tag]}:]" if tag in sizes else "")
+        if len(trained) == 1:
+            keys.set("data.prompt_data", source, _TRAIN)
+        else:
+            keys.set(f"data.datasets.{tag}.prompt_data", source, _TRAIN)
+            keys.set(f"data.datasets.{tag}.weight", groups, _TRAIN)
+    for key in (f"{manager}.{name}" for manager in (_TRAIN, _EVAL) for name in keys.section(manager)):
+        if key.endswith(".format_penalty"):
+            keys.translator.idle[key] = "has no effect in ROLL either: env_config has the penalty"
+        elif key.rpartition(".")[2] not in _READ:
+            keys.translator.idle[key] = "has no effect: one process runs as many environments as the batches need"
+
+
+def _evaluation(keys: CombinedKeys, evaluated: Mapping[str, int], sampling: Mapping[str, Any]) -> Mapping[str, int]:
+    """Set the data sets for evaluation, one for each tag, and return the number of tasks of each."""
+    if not evaluated:
+        keys.note("has no effect without eval_steps and val_env_manager", _EVAL, "val_batch_size")
+        return {}
+    samples = _whole_number(keys, keys.section(_EVAL), _EVAL, "group_size") or 1
+    rounds = (keys.whole_number("val_batch_size") or 1) // (sum(evaluated.values()) * samples)
+    sizes = {tag: groups * max(1, rounds) for tag, groups in evaluated.items()}
+    chosen = {name: sampling[name] for name in _SAMPLING if name in sampling}
+    datasets = {
+        tag: {"path": f"environment:{tag}", "size": size, "n_samples": samples, **chosen} for tag, size in sizes.items()
+    }
+    keys.set("rollout.eval_datasets", datasets, " ".join(keys.given(_EVAL, "val_batch_size")))
+    return sizes
+
+
+def _groups(keys: CombinedKeys, manager: str) -> Mapping[str, int]:
+    """The number of groups of each tag."""
+    if manager == _EVAL and not keys.given(manager):
+        return {}
+    found = keys.section(manager)
+    tags, parts = found.get("tags"), found.get("num_groups_partition")
+    if not isinstance(tags, list) or not tags or len({*map(str, tags)}) < len(tags):
+        keys.refuse(f"{manager}.tags {tags!r:.80} is not a list of different tags of custom_envs: write it as [tag]")
+        return {}
+    number = found.get("num_env_groups", _DEFAULT_GROUPS)
+    if parts is None and isinstance(number, int):
+        parts = [max(1, number // len(tags))] * len(tags)
+    whole = isinstance(parts, list) and all(type(part) is int and part > 0 for part in parts)
+    if not isinstance(parts, list) or not whole or len(parts) != len(tags):
+        keys.refuse(f"{manager}.num_groups_partition {parts!r:.80} needs a number of groups for each of tags")
+        return {}
+    return dict(zip(map(str, tags), parts, strict=True))
+
+
+def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
+    """What the environment process needs of an entry of `custom_envs`."""
+    found = keys.section("custom_envs").get(tag)
+    if not isinstance(found, Mapping):
+        keys.refuse(f"custom_envs.{tag} is missing, or is no section: add it, or remove it from tags")
+        return {}
+    manager = str(found.get("env_manager_cls", "TrajEnvManager")).rpartition(".")[2]
+    runner = str(found.get("agent_runner_cls")).rpartition(".")[2]
+    # Both make one conversation of a trajectory.
+    if manager != "TrajEnvManager" and (manager, runner) != ("ProxyEnvManager", "GEMRunner"):
+        keys.refuse(
+            f"custom_envs.{tag}.env_manager_cls {manager!r:.80} has no counterpart: set it to TrajEnvManager, with "
+            "which a trajectory is one conversation and has one reward, or set custom_generate_function_path"
+        )
+    for name in ("max_steps", "max_tokens_per_step"):
+        _whole_number(keys, found, f"custom_envs.{tag}", name)
+    if missing := [name for name in _NEEDED if name not in found]:
+        keys.refuse(f"custom_envs.{tag} has no {', '.join(missing)}: add what is missing")
+    return {name: found[name] for name in (*_NEEDED, *_OPTIONAL) if name in found}
+
+
+def _sampling(keys: CombinedKeys, manager: str) -> Mapping[str, Any]:
+    found = keys.section(manager).get("generating_args")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _whole_number(keys: CombinedKeys, section: Mapping[str, Any], prefix: str, name: str) -> int | None:
+    """A number of 1 or more in a section; None without it."""
+    key = f"{prefix}.{name}"
+    return CombinedKeys(keys.translator, {key: section.get(name)}).whole_number(key)
