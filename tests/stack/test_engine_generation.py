@@ -50,11 +50,11 @@ async def test_groups_with_prompts_of_different_lengths_are_generated_together(s
         assert all(serving.error(sample) < 1e-5 for group in groups for sample in group)
 
 
-def test_samples_of_one_request_share_the_computation_of_their_prompt(serving: Stack) -> None:
-    prompt = [200, *range(49)]
+def test_samples_of_one_request_with_a_long_prompt_find_it_in_the_prefix_cache(serving: Stack) -> None:
+    prompt = [200, *range(250), *range(49)]
     request = {"input_ids": [prompt] * 6, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
     answers: Any = call_engine(serving.engine, "/generate", request, timeout=PATIENCE_SECONDS)
-    assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + [49] * 5
+    assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + [299] * 5
 
 
 async def test_evaluation_may_ask_for_greedy_answers(serving: Stack) -> None:

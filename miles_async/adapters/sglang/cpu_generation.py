@@ -6,6 +6,7 @@ The functions are hooked around those of SGLang (`plugin.py`) and give the same 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,17 @@ from miles_async.adapters.system.matrix_products import onednn_linear
 
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
-MIN_SHARED_TOKENS = 32
-"""Shortest prompt that is worth another pass; SGLang's cache-aware policies have the same limit."""
+TOKENS = ("input_ids", "positions", "out_cache_loc")
+"""Fields of SGLang's `ForwardBatch` that have an entry per new token."""
+SEQUENCES = ("req_pool_indices", "seq_lens", "orig_seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_prefix_lens")
+"""Fields that have an entry per sequence."""
+LISTS = (
+    "extend_prefix_lens_cpu", "extend_seq_lens_cpu", "extend_logprob_start_lens_cpu", "top_logprobs_nums",
+    "token_ids_logprobs", "lora_ids", "rids", "mm_inputs",
+)  # fmt: skip
+"""Fields that are lists with an entry per sequence."""
+MIN_SHARED_TOKENS = 256
+"""Shortest prompt that waits for the prefix cache. Copies of longer ones would fill a batch, and the cache twice."""
 
 
 def share_prompts(original: Callable[..., Any], scheduler: Scheduler, *arguments: Any, **keywords: Any) -> Any:
@@ -48,6 +58,88 @@ def share_prompts(original: Callable[..., Any], scheduler: Scheduler, *arguments
 def _prompt(request: Any) -> tuple[object, ...]:
     """Return the key under which two requests share a cached prompt."""
     return request.origin_input_ids.tobytes(), request.extra_key
+
+
+def compute_prompts_once(original: Callable[..., Any], runner: Any, batch: Any, pp_proxy_tensors: Any = None) -> Any:
+    """Wrap `EagerRunner._execute_extend`: compute sequences with the same tokens once, and copy the results.
+
+    The samples of a group arrive together, before the prefix cache has their prompt. Each sequence keeps cache slots of
+    its own, so that nothing else changes for SGLang. `batch` is SGLang's `ForwardBatch`.
+    """
+    model_runner = runner.model_runner
+    if not _has_only_text(batch, model_runner):
+        return original(runner, batch, pp_proxy_tensors)
+    slots = batch.out_cache_loc.split(batch.extend_seq_lens_cpu)
+    first = _first_of_same(batch, model_runner.req_to_token_pool.req_to_token)
+    kept = sorted(set(first))
+    if len(kept) == len(first):
+        return original(runner, batch, pp_proxy_tensors)
+    part = _part_of(batch, kept)
+    if model_runner.lora_manager is not None:
+        model_runner.lora_manager.prepare_lora_batch(part)
+    output = original(runner, part, pp_proxy_tensors)
+    copies = [sequence for sequence, same in enumerate(first) if sequence != same]
+    source = torch.cat([slots[first[sequence]] for sequence in copies])
+    target = torch.cat([slots[sequence] for sequence in copies])
+    cache = model_runner.token_to_kv_pool
+    for layer in (*cache.k_buffer, *cache.v_buffer):
+        layer.index_copy_(0, target, layer.index_select(0, source))
+    rows = torch.tensor([kept.index(sequence) for sequence in first])
+    output.next_token_logits = output.next_token_logits.index_select(0, rows)
+    return output
+
+
+def _has_only_text(batch: Any, model_runner: Any) -> bool:
+    """Whether nothing but tokens goes into the batch, and nothing but keys, values and the last logits comes out."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+    inputs = (batch.input_embeds, batch.replace_embeds, batch.mrope_positions, batch.encoder_lens, batch.spec_info)
+    return (
+        # Other pools have more state per sequence, such as that of linear attention.
+        type(model_runner.token_to_kv_pool) is MHATokenToKVPool
+        and type(model_runner.req_to_token_pool) is ReqToTokenPool
+        and model_runner.is_generation
+        and model_runner.ps.pp_size == 1
+        and batch.global_num_tokens_cpu is None
+        and all(value is None for value in inputs)
+        and not batch.contains_mm_inputs()
+        and not batch.capture_hidden_mode.need_capture()
+        # The log-probabilities of prompts are returned as one list for the whole batch.
+        and (not batch.return_logprob or batch.extend_logprob_start_lens_cpu == batch.extend_seq_lens_cpu)
+    )
+
+
+def _first_of_same(batch: Any, req_to_token: torch.Tensor) -> list[int]:
+    """Return for each sequence the first one that has the same new tokens after the same cached ones."""
+    first: dict[tuple[object, ...], int] = {}
+    found = []
+    tokens = batch.input_ids.split(batch.extend_seq_lens_cpu)
+    cached = zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens_cpu, strict=True)
+    for sequence, (row, length) in enumerate(cached):
+        prefix, new = req_to_token[row, :length], tokens[sequence]
+        key = prefix.numpy().tobytes(), new.numpy().tobytes(), batch.lora_ids[sequence]
+        found.append(first.setdefault(key, sequence))
+    return found
+
+
+def _part_of(batch: Any, kept: list[int]) -> Any:
+    """Return the part of a batch that consists of some of its sequences."""
+    lengths = batch.extend_seq_lens_cpu
+    numbers = torch.arange(len(batch.input_ids)).split(lengths)
+    tokens, sequences = torch.cat([numbers[row] for row in kept]), torch.tensor(kept)
+    parts: dict[str, Any] = {name: vars(batch)[name].index_select(0, tokens) for name in TOKENS}
+    parts |= {name: vars(batch)[name].index_select(0, sequences) for name in SEQUENCES if vars(batch)[name] is not None}
+    parts |= {name: [vars(batch)[name][row] for row in kept] for name in LISTS if vars(batch)[name] is not None}
+    extended = parts["extend_seq_lens"]
+    return replace(
+        batch,
+        batch_size=len(kept),
+        seq_lens_sum=int(parts["seq_lens"].sum()),
+        extend_num_tokens=len(tokens),
+        extend_start_loc=extended.cumsum(0, dtype=extended.dtype) - extended,
+        global_num_token_non_padded_cpu=len(tokens),
+        **parts,
+    )
 
 
 def apply_linear(

@@ -78,6 +78,8 @@ def register() -> None:
         HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
+        prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
+        HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
         layers = "sglang.srt.layers"
         HookRegistry.register(
             f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
