@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -63,13 +63,15 @@ class Adapters(Module):
         self.names = [name for name in names if name.rpartition(".")[2] in chosen]
         self.enabled = True
         """Whether the layer adds the outputs of the adapters."""
-        self._all = [(size, name in self.names) for name, size in zip(names, sizes, strict=True)]
-        self._groups, self._rank, self._scale = groups, settings.lora_rank, settings.lora_scale
+        own_sizes = [size for name, size in zip(names, sizes, strict=True) if name in self.names]
+        self._columns = [
+            columns for name, columns in zip(names, _columns_of(sizes, groups), strict=True) if name in self.names
+        ]
+        self._rank, self._scale = settings.lora_rank, settings.lora_scale
         self._dropout = settings.lora_dropout
         self._splits_output = isinstance(linear, ColumnParallelLinear)
         self._sequence_parallel = settings.sequence_parallel
         inputs, device = linear.weight.shape[1], linear.weight.device
-        own_sizes = [size for size, has_adapter in self._all if has_adapter]
 
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
@@ -87,25 +89,81 @@ class Adapters(Module):
         for name, a, b in zip(self.names, self.a, self.b, strict=True):
             yield from zip(tensor_names(name), (a, b), strict=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, 1, outputs of this rank] to add to the layer's output, from the layer's input."""
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the layer's output [t, 1, outputs of this rank], plus what the adapters compute from its input.
+
+        `output` must not be used afterwards, because it may have been changed in place.
+        """
         dropped = dropout(x, self._dropout) if self._dropout and self.training else x
         hidden = self._scale * _product(dropped, torch.cat(list(self.a)))
         if self._splits_output:
             exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
         else:
             exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
-        hidden = exchange(hidden)
-        outputs = map(_product, hidden.split(self._rank, -1), self.b)
-        if len(self._all) == 1:
-            return next(outputs)
-        parts = [
-            (next(outputs) if has_adapter else hidden.new_zeros(*hidden.shape[:-1], size)).unflatten(
-                -1, (self._groups, -1)
+        if not self._splits_output:
+            # A single rank's "reduced" output is a view, which autograd lets nobody change.
+            output = output.clone()
+        matrices = [b.to(output.dtype) for b in self.b]
+        added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
+        return added
+
+
+class Columns(NamedTuple):
+    """Adjacent columns of a layer's output that are rows of one B."""
+
+    of_output: slice
+    of_adapter: slice
+
+
+def _columns_of(sizes: Sequence[int], groups: int) -> list[list[Columns]]:
+    """The columns of each layer of the checkpoint, whose outputs alternate in `groups` equal parts."""
+    widths = [size // groups for size in sizes]
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    return [
+        [
+            Columns(
+                slice(group * sum(widths) + start, group * sum(widths) + start + width),
+                slice(group * width, (group + 1) * width),
             )
-            for size, has_adapter in self._all
+            for group in range(groups)
         ]
-        return torch.cat(parts, -1).flatten(-2)
+        for start, width in zip(starts, widths, strict=True)
+    ]
+
+
+class _AddOutputs(torch.autograd.Function):
+    """Adds `hidden @ B.T` of each adapter to the columns of its layer, without further tensors of the output's size."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, columns: list[list[Columns]], *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, *matrices)
+        ctx.columns = columns
+        ctx.mark_dirty(output)
+        rows = output.view(-1, output.shape[-1])
+        for part, b, own in zip(_parts(hidden, matrices), matrices, columns, strict=True):
+            for one in own:
+                rows[:, one.of_output].addmm_(part, b[one.of_adapter].t())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, *matrices = ctx.saved_tensors
+        rows, of_hidden = gradient.reshape(-1, gradient.shape[-1]), torch.zeros_like(hidden)
+        of_matrices = [torch.empty_like(b) for b in matrices]
+        parts = zip(
+            _parts(hidden, matrices), _parts(of_hidden, matrices), matrices, of_matrices, ctx.columns, strict=True
+        )
+        for part, of_part, b, of_b, own in parts:
+            for one in own:
+                of_output = rows[:, one.of_output]
+                of_part.addmm_(of_output, b[one.of_adapter])
+                of_b[one.of_adapter] = of_output.t() @ part
+        return gradient, of_hidden, None, *of_matrices
+
+
+def _parts(hidden: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """[t, rank] for each adapter."""
+    return hidden.view(-1, hidden.shape[-1]).split(matrices[0].shape[1], -1)
 
 
 _copy_to_ranks = copy_to_tensor_model_parallel_region
@@ -128,7 +186,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _add_output(linear: Any, original: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
     """Replaces `forward` of a linear layer."""
     output, bias = original(x, *args, **options)
-    return output + linear.adapters(x) if linear.adapters.enabled else output, bias
+    return linear.adapters(x, output) if linear.adapters.enabled else output, bias
 
 
 def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settings: Learner, checkpoint: Path) -> None:
