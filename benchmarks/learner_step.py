@@ -107,9 +107,32 @@ def work(job: str, variant: str, model: str) -> None:
 
     from miles_async import cpu_compat
     from miles_async.config.schema import RunConfig  # type: ignore[import-not-found, unused-ignore]
-    from miles_async.types import Group, Sample
 
     torch.set_num_threads(THREADS)
+    groups = groups_of(job)
+    training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
+    loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
+    config = RunConfig.model_validate({"algorithm": loss, "learner": training})
+    # This process runs a script, and therefore not `benchmarks/__init__.py`.
+    cpu_compat.install()
+    from miles_async.adapters.megatron.training.learner import MegatronLearner
+    from miles_async.batching.batch import policy_steps
+
+    [steps] = policy_steps(groups, config, ranks=1, share_prefixes=True, computes_all=variant == "all")
+    learner = MegatronLearner(config, model, 0, 1, "127.0.0.1", free_port())
+    learner.train(0, steps)
+    started = time.perf_counter()
+    learner.train(1, steps)
+    seconds = time.perf_counter() - started
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    learner.close()
+    print(json.dumps({"seconds": seconds, "memory_gib": memory}))
+
+
+def groups_of(job: str) -> list[Any]:
+    """The groups of a job."""
+    from miles_async.types import Group, Sample
+
     group_count, prompt_tokens, response_tokens = JOBS[job]
     draw = random.Random(0)
 
@@ -132,23 +155,7 @@ def work(job: str, variant: str, model: str) -> None:
                 for i in range(GROUP_SIZE)
             )
         )
-    training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
-    loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
-    config = RunConfig.model_validate({"algorithm": loss, "learner": training})
-    # This process runs a script, and therefore not `benchmarks/__init__.py`.
-    cpu_compat.install()
-    from miles_async.adapters.megatron.training.learner import MegatronLearner
-    from miles_async.batching.batch import policy_steps
-
-    [steps] = policy_steps(groups, config, ranks=1, share_prefixes=True, computes_all=variant == "all")
-    learner = MegatronLearner(config, model, 0, 1, "127.0.0.1", free_port())
-    learner.train(0, steps)
-    started = time.perf_counter()
-    learner.train(1, steps)
-    seconds = time.perf_counter() - started
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    learner.close()
-    print(json.dumps({"seconds": seconds, "memory_gib": memory}))
+    return groups
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.publish_gap [--publishes 20] [--streams 32] [--new-tokens 32] [--mode retract] [--every 0.5]
     python -m benchmarks.publish_gap --max-kv-staleness 0 1 2 -1 [--new-tokens 256] [--change 0.01]
+    python -m benchmarks.publish_gap --adapter 32 [--publishes 50] [--hf-checkpoint FOLDER]
 
 Streams requests for a tiny model from a real SGLang server behind a real router, once for each weight transport, and
 without publishes before and after. A publish has the steps of the pipeline: stage, pause, send, commit, resume. After a
@@ -17,6 +18,9 @@ the transport `memory`, in milliseconds, tokens per publish and nats:
                the weights of its version compute without older keys
 
 It writes benchmarks/results/kv-staleness.json.
+
+With `--adapter`, publishes of an adapter of this rank on all linear layers are compared with those of all weights over
+p2p. No engine pauses then. It writes benchmarks/results/adapter-gap.json.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from statistics import fmean, median, quantiles
 import aiohttp
 import orjson
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.records import record
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
@@ -44,12 +48,17 @@ from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineS
 from miles_async.adapters.sglang.response import extend
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.server_key import authorization
+from miles_async.adapters.weights.adapters import AdapterSource
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import TinyModel, Weights
+from miles_async.models.lora import MODULES, AdapterConfig, tensor_names
+from miles_async.transports import ADAPTER
 from miles_async.types import Sample, VersionSpan
 
 TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
+RESIDENT = 4
+"""Versions of an adapter that the engine holds."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class Load:
     prompt_tokens: int = 12
     change: float = 0.0
     """How far weights move at a publish, in standard deviations of their tensor."""
+    rank: int = 0
+    """Of an adapter that is published in place of the weights."""
 
 
 class Bench:
@@ -71,18 +82,25 @@ class Bench:
         self._engine = engine
         self._router = router
         self._load = load
-        self._fleet = SGLangFleet(router.url, router_key=router.spec.key)
-        self._model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._fleet = SGLangFleet(router.url, router_key=router.spec.key, adapters=load.rank > 0)
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in self._model.named_parameters()]
         self._versions = {0: [weight.clone() for _, weight in self._weights]}
         self._answers: list[Sample] = []
-        named = describe(self._weights)
-        self._source = WeightSource(named, folder, Weights())
+        self._source: WeightSource | AdapterSource
+        if load.rank:
+            adapter = AdapterConfig(load.rank, 1.0, MODULES)
+            self._source = AdapterSource(folder, adapter, Weights(), rank=0, resident=RESIDENT)
+        else:
+            self._source = WeightSource(describe(self._weights), folder, Weights())
         self._source.connect([engine], {})
         self._version = 0
 
     async def ready(self) -> None:
         self._fleet.register_engine(self._engine)
+        if self._load.rank:
+            self._source.stage(0, self._adapter(), [])
+            self._source.send(0, self._engine.name, ADAPTER)
         await self._fleet.commit(self._engine.name, 0)
         await self._fleet.admit(self._engine.name)
 
@@ -94,20 +112,22 @@ class Bench:
         """Stream during `publishes` publishes, or for the same time without any, and return gaps in milliseconds."""
         gaps: list[float] = []
         pauses: list[float] = []
+        self._publishes: list[tuple[float, int]] = []
+        self._retractions = 0
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             over = asyncio.Event()
             streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._load.streams)]
             await asyncio.sleep(1.0)
             gaps.clear()
             self._answers.clear()
-            computed = await self._computed_tokens(session)
+            computed, began = await self._computed_tokens(session), time.perf_counter()
             for _ in range(publishes):
                 if transport is not None:
                     pauses.append(await self._publish(transport))
                 await asyncio.sleep(self._load.every)
             computed = await self._computed_tokens(session) - computed
             over.set()
-            seen = list(gaps)
+            seen, seconds = list(gaps), time.perf_counter() - began
             await asyncio.gather(*streams)
         percentiles = quantiles(seen, n=100)
         return {
@@ -117,6 +137,10 @@ class Bench:
             "p99": 1e3 * percentiles[98],
             "max": 1e3 * max(seen),
             "pause": 1e3 * median(pauses) if pauses else 0.0,
+            "publish": 1e3 * median(taken for taken, _ in self._publishes) if pauses else 0.0,
+            "bytes": fmean(size for _, size in self._publishes) if pauses else 0.0,
+            "tokens/s": len(seen) / seconds,
+            "retracted": self._retractions,
             **({"computed": computed / publishes, **self._reuse(publishes)} if self._load.change else {}),
         }
 
@@ -143,6 +167,15 @@ class Bench:
     async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
+        started = time.perf_counter()
+        if self._load.rank:
+            await asyncio.to_thread(self._source.stage, self._version, self._adapter(), [])
+            outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
+            if outcome.error is not None:
+                raise SystemExit(outcome.error)
+            await self._fleet.commit(self._engine.name, self._version)
+            self._publishes.append((time.perf_counter() - started, outcome.bytes))
+            return 0.0
         if self._load.change:
             for _, weight in self._weights:
                 weight.add_(self._load.change * weight.std() * torch.randn_like(weight))
@@ -155,7 +188,19 @@ class Bench:
             raise SystemExit(outcome.error)
         await self._fleet.commit(self._engine.name, self._version)
         await self._fleet.resume()
+        self._publishes.append((time.perf_counter() - started, outcome.bytes))
         return time.perf_counter() - began
+
+    def _adapter(self) -> list[tuple[str, torch.Tensor]]:
+        """A small random adapter."""
+        named = [(name.removesuffix(".weight"), weight) for name, weight in self._weights]
+        adapted = [(name, weight) for name, weight in named if name.rpartition(".")[2] in MODULES]
+        rank, tensors = self._load.rank, []
+        for name, weight in adapted:
+            of_a, of_b = tensor_names(name)
+            tensors.append((of_a, 0.01 * torch.randn(rank, weight.shape[1])))
+            tensors.append((of_b, 0.01 * torch.randn(weight.shape[0], rank)))
+        return tensors
 
     async def _stream(self, session: aiohttp.ClientSession, k: int, gaps: list[float], over: asyncio.Event) -> None:
         """Send one request after the other, and append the seconds between any two tokens to `gaps`."""
@@ -177,6 +222,7 @@ class Bench:
                         if last is not None:
                             gaps.append(now - last)
                         last, answer = now, line
+            self._retractions += orjson.loads(answer.removeprefix(b"data: "))["meta_info"]["num_retractions"]
             if self._load.change:
                 sample = Sample(tokens=list(prompt))
                 extend(sample, orjson.loads(answer.removeprefix(b"data: ")), lambda _: "")
@@ -184,7 +230,7 @@ class Bench:
 
 
 @torch.no_grad()
-def gaps_of(model: Qwen3ForCausalLM, sample: Sample, span: VersionSpan) -> list[float]:
+def gaps_of(model: PreTrainedModel, sample: Sample, span: VersionSpan) -> list[float]:
     """Differences in nats between the model's log-probabilities of the span's tokens and the reported ones."""
     first, end = (sample.prompt_length + position for position in (span.start, span.end))
     tokens = torch.tensor(list(sample.tokens[:end]))
@@ -220,10 +266,18 @@ def main() -> None:
     parser.add_argument(
         "--change", type=float, default=0.01, help="of the weights, in standard deviations (default: 0.01)"
     )
+    parser.add_argument("--adapter", type=int, default=0, help="rank of an adapter to publish")
+    parser.add_argument("--hf-checkpoint", type=Path, help="model to serve (default: a tiny one)")
     arguments = parser.parse_args()
     load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every, arguments.prompt_tokens)
     name, results = "publish-gap", {}
-    if arguments.max_kv_staleness is None:
+    if arguments.adapter:
+        name, model, publishes = "adapter-gap", arguments.hf_checkpoint, arguments.publishes
+        results = run(load, 0, {"all weights, no publishes": None, "all weights": "p2p"}, publishes, model)
+        load = replace(load, rank=arguments.adapter)
+        plays = {"adapter, no publishes": None, "adapter": ADAPTER, "adapter, no publishes, again": None}
+        results |= run(load, 0, plays, publishes, model)
+    elif arguments.max_kv_staleness is None:
         plays = {name: name for name in arguments.transports}
         results = run(load, 0, {"no publishes": None, **plays, "no publishes, again": None}, arguments.publishes)
     else:
@@ -232,19 +286,28 @@ def main() -> None:
             paused = replace(load, mode=Weights(max_kv_staleness=limit).engine_pause)
             results |= run(paused, limit, {f"K = {limit}": "memory"}, arguments.publishes)
     columns = list(dict.fromkeys(column for row in results.values() for column in row))
-    print(f"{'':22}" + "".join(f"{column:>10}" for column in columns))
+    print(f"{'':30}" + "".join(f"{column:>10}" for column in columns))
     for label, row in results.items():
-        print(f"{label:22}" + "".join(f"{row[column]:10.4g}" for column in columns))
+        print(f"{label:30}" + "".join(f"{row[column]:10.4g}" for column in columns))
     record(name, {**asdict(load), "runs": results})
 
 
-def run(load: Load, limit: int, plays: Mapping[str, str | None], publishes: int) -> dict[str, dict[str, float]]:
+def run(
+    load: Load, limit: int, plays: Mapping[str, str | None], publishes: int, model: Path | None = None
+) -> dict[str, dict[str, float]]:
     """Measure transports, by the name of their row, with an engine of `--max-kv-staleness` `limit`."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint, logs = Path(folder) / "tiny", Path(folder)
-        create_tiny_model(TinyModel(), checkpoint, seed=1)
+        checkpoint, logs = model or Path(folder) / "tiny", Path(folder)
+        if model is None:
+            create_tiny_model(TinyModel(), checkpoint, seed=1)
         spec = EngineSpec(
-            name="engine-0", model_path=str(checkpoint), log_path=logs / "engine.log", max_kv_staleness=limit
+            name="engine-0",
+            model_path=str(checkpoint),
+            log_path=logs / "engine.log",
+            max_kv_staleness=limit,
+            lora_rank=load.rank,
+            lora_modules=MODULES,
+            lora_versions=RESIDENT,
         )
         engine, router = EngineServer(spec), RouterServer(RouterSpec(log_path=logs / "router.log"))
         try:

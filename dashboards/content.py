@@ -568,6 +568,12 @@ WEIGHTS = Dashboard(
                     "short",
                     {"{{engine}}": rule("version_lag")},
                 ),
+                Panel(
+                    "Requests by version of the adapter",
+                    "With --lora-rank, requests end under the version that they began with.",
+                    "short",
+                    {"{{version}}": of("adapter_requests")},
+                ),
                 Panel("Publishes per minute", "", "short", {"{{outcome}}": f"60 * {rate('publishes_total')}"}),
             ),
         ),

@@ -345,7 +345,8 @@ class PublishEnded(Event, frozen=True):
     staged_seconds: float
     """Duration of staging, before the pause."""
     paused_seconds: float
-    """From the first pause request until every engine decodes again; `pause` lists its parts."""
+    """From the first pause request until every engine decodes again; `pause` lists its parts. 0 for an adapter, which
+    engines load while they generate."""
     stopping_seconds: float
     """Until every engine had stopped."""
     write_seconds: float
@@ -519,6 +520,8 @@ class Pulse(Event, frozen=True, kw_only=True):
     """Almost no group of the run takes longer (`scheduling/durations.py`); 0 before enough groups have ended."""
     processors: float = 0.0
     """Fraction of the processors' time on the node of the rollout worker that was used since the last pulse."""
+    adapters: dict[str, int] = {}
+    """Requests in flight by the version of the adapter that they name, for all versions that requests may name."""
 
 
 class ProcessSilent(Event, frozen=True):

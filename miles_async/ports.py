@@ -209,6 +209,9 @@ class Learner(Protocol):
 class WeightChannel(Protocol):
     """Moves weights from the learner to the engines: connect once, then stage and send each version.
 
+    In a run that trains an adapter, a version is an adapter that engines hold beside older ones: `send` loads it and
+    drops those that requests may not name any more.
+
     Staging and sending are two phases so that only sending has to happen while the engines are paused.
     """
 
@@ -276,6 +279,8 @@ class Fleet(Protocol):
 
     async def commit(self, engine: str, version: int) -> None:
         """Make a paused engine drop everything it cached under older weights and report `version` from now on.
+
+        An engine that holds the version as an adapter is not paused and drops nothing.
 
         Raises EngineLostError if the engine does not report that version afterwards.
         """

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The value of `weight_transfer` that measures transports and uses the fastest one."""
+ADAPTER = "adapter"
+"""The transport of a run that trains an adapter: engines load it from a file."""
 ADVANTAGE = 1.2
 """A transport must be faster than p2p by this factor for `auto` to prefer it: smaller differences are noise."""
 
@@ -111,7 +113,8 @@ class Transports(Kind[Transport]):
 
     def needs_transfer_engine(self, wanted: str) -> bool:
         """Whether engines must start Mooncake's TransferEngine if `weight_transfer` is `wanted`."""
-        return any(self.find(name).needs_transfer_engine for name in (self.measured() if wanted == AUTO else [wanted]))
+        names = self.measured() if wanted == AUTO else [] if wanted == ADAPTER else [wanted]
+        return any(self.find(name).needs_transfer_engine for name in names)
 
 
 TRANSPORTS = Transports("weight transport", Transport, "miles_async.adapters.weights.transports")

@@ -35,6 +35,7 @@ from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.rollout.sample_hooks import HookedGenerator
 from miles_async.rollout.sample_service import SampleService
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
@@ -53,6 +54,7 @@ async def open_generators(
     journal: Journal,
     stored: StoredRun | None,
     live_version: Callable[[], int],
+    adapters: AdapterVersions | None,
     agent_key_file: Path,
 ) -> AsyncIterator[GeneratorFactory]:
     """Yield the generators of a run, with the tokenizer of its checkpoint and the parser of answers to agents."""
@@ -73,6 +75,7 @@ async def open_generators(
             journal=journal,
             stored=stored,
             live_version=live_version,
+            adapters=adapters,
             limits=sample_limits(config, handles.checkpoint),
             agent_key_file=agent_key_file,
         )
@@ -96,6 +99,7 @@ class GeneratorFactory:
         journal: Journal,
         stored: StoredRun | None,
         live_version: Callable[[], int],
+        adapters: AdapterVersions | None,
         limits: SampleLimits,
         agent_key_file: Path,
     ) -> None:
@@ -141,6 +145,7 @@ class GeneratorFactory:
             limit=partial(self._max_requests, config.engine.sglang_server_concurrency),
             engines=fleet.engines,
             router_key=handles.router_key,
+            adapters=adapters,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=journal.emit if config.observability.trace else None,
         )

@@ -23,6 +23,7 @@ from miles_async.adapters.system.memory import uncollected_imports
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.adapters.system.work_time import WorkTime
 from miles_async.config.fields import values_of
+from miles_async.config.generation import adapter_versions_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.untested import loaded_by_name
 from miles_async.config.user_functions import install_guests
@@ -37,6 +38,7 @@ from .heartbeats import Heartbeat, heartbeat
 if TYPE_CHECKING:
     from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
     from miles_async.adapters.megatron.training.learner import MegatronLearner
+    from miles_async.adapters.weights.adapters import AdapterSource
     from miles_async.adapters.weights.source import WeightSource
     from miles_async.batching.batch import TrainStep
 
@@ -82,7 +84,7 @@ class LearnerRank:
         self._checkpoint_thread = ThreadPoolExecutor(1, "checkpoint")
         self._learner: MegatronLearner
         self._port: ClaimedPort
-        self._source: WeightSource | None = None
+        self._source: WeightSource | AdapterSource | None = None
         self._copy: CheckpointCopy
         self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
         self._others: Sequence[ActorHandle[Any]] = ()
@@ -191,7 +193,18 @@ class LearnerRank:
 
     async def describe(self) -> None:
         """Find out which weights there are, once; `connect` needs to know. The learner has the devices. All ranks."""
-        if self._source is None:
+        adapters = adapter_versions_of(self._config)
+        if self._source is None and adapters is not None:
+            from miles_async.adapters.weights.adapters import AdapterSource
+
+            self._source = AdapterSource(
+                self._folder / "adapters",
+                self._learner.adapter_config,
+                self._config.weights,
+                rank=self._rank,
+                resident=adapters.resident,
+            )
+        elif self._source is None:
             from miles_async.adapters.weights.source import WeightSource
             from miles_async.adapters.weights.staging import describe
 
@@ -221,9 +234,11 @@ class LearnerRank:
         source = self._connected_source
 
         def stage() -> list[float] | None:
-            from miles_async.adapters.weights.source import TOKENS
+            from miles_async.adapters.weights.engine import TOKENS
 
-            source.stage(version, self._learner.weights(), transports)
+            trains_adapter = self._config.learner.lora_rank > 0
+            tensors = self._learner.adapter().items() if trains_adapter else self._learner.weights()
+            source.stage(version, tensors, transports)
             return self._learner.logprobs([TOKENS])[0] if source.compared else None
 
         self._logprobs = await self._run(self._model_thread, stage)
@@ -287,7 +302,7 @@ class LearnerRank:
             return self._learner.train(rollout_id, steps)
 
     @property
-    def _connected_source(self) -> WeightSource:
+    def _connected_source(self) -> WeightSource | AdapterSource:
         assert self._source is not None, "describe() comes first"
         return self._source
 

@@ -29,6 +29,7 @@ from miles_async.adapters.system.processors import Processors
 from miles_async.adapters.weights.channel import Channel
 from miles_async.config.fields import values_of
 from miles_async.config.generation import (
+    adapter_versions_of,
     bounds_of,
     rollout_mode,
     schedule_of,
@@ -139,6 +140,7 @@ class RolloutWorker:
         faults = FaultInjector(config.faults, self._folder.faults, SystemClock())
         async with AsyncExitStack() as cleanup:
             stored = await self._open_journal(faults, received, cleanup)
+            adapters = adapter_versions_of(config)
             fleet = await self._connect(handles, taking_over=stored is not None)
             if handles.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
@@ -150,6 +152,7 @@ class RolloutWorker:
                     journal=self._journal,
                     stored=stored,
                     live_version=self._live_version,
+                    adapters=adapters,
                     agent_key_file=self._folder.agent_key,
                 )
             )
@@ -190,6 +193,7 @@ class RolloutWorker:
                 eval_sets=self._eval_sets(data, generators, rewarder),
                 processors=Processors().in_use,
                 on_rollout=partial(begin_rollout, logs),
+                adapters=adapters,
                 restore_posted=generators.trajectories.restore,
             )
             self._service = Service(
@@ -306,6 +310,7 @@ class RolloutWorker:
             emit=self._journal.emit,
             health_timeout=engine.engine_health_timeout_seconds,
             colocated=self._config.cluster.colocate,
+            adapters=self._config.learner.lora_rank > 0,
             former_urls=handles.engine_urls,
         )
         if taking_over:

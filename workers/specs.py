@@ -20,6 +20,7 @@ from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
+from miles_async.config.generation import adapter_versions_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.redaction import read_secret
 from miles_async.config.schema import EvalDataset, RunConfig
@@ -132,7 +133,7 @@ def engine_spec(
     `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `key` is
     the API key of the server; by default a random one.
     """
-    engine = config.engine
+    engine, adapters = config.engine, adapter_versions_of(config)
     return EngineSpec(
         name=name,
         model_path=checkpoint,
@@ -152,6 +153,9 @@ def engine_spec(
         colocated=config.cluster.colocate,
         p2p=TRANSPORTS.needs_transfer_engine(weight_transport(config, on_gpus=bool(devices))),
         max_kv_staleness=config.weights.max_kv_staleness,
+        lora_rank=config.learner.lora_rank,
+        lora_modules=() if adapters is None else config.learner.lora_modules,
+        lora_versions=0 if adapters is None else adapters.resident,
         server_args=engine.sglang_server_args,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

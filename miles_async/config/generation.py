@@ -13,6 +13,7 @@ from miles_async.config.user_functions import install_guests, load_function
 from miles_async.errors import UserError
 from miles_async.modes.mode import MODES, RolloutMode, Undeclared, mode_of
 from miles_async.modes.shipped import Saved
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.scheduling.bounds import Bounds, Schedule
 
 _modes: dict[str, RolloutMode] = {}
@@ -101,6 +102,17 @@ def reason_of_schedule(config: RunConfig, entry: str) -> str:
     if config.rollout.schedule is not None:
         return f"{entry} with --schedule"
     return entry if entry == "train.py" else f"{entry}; the rollout function {rollout_mode(config).summary}"
+
+
+def adapter_versions_of(config: RunConfig) -> AdapterVersions | None:
+    """The versions of the adapter that engines hold; None if the run trains no adapter.
+
+    Where generation and training take turns, no group is more than one version old.
+    """
+    if not config.learner.lora_rank:
+        return None
+    limit = config.rollout.max_weight_staleness
+    return AdapterVersions(1 if limit is None else limit, moves_between_turns=config.weights.lora_newest_each_turn)
 
 
 def bounds_of(config: RunConfig, entry: str) -> Bounds:

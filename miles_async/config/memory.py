@@ -10,9 +10,10 @@ from typing import Literal
 from miles_async.config.device_plan import demand_of
 from miles_async.config.generation import generates
 from miles_async.config.losses import estimator_of
-from miles_async.config.model_shape import hf_config
+from miles_async.config.model_shape import hf_config, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
+from miles_async.models.lora import elements_per_layer
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split
 from miles_async.planning.plan import (
@@ -160,7 +161,9 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        references=int(config.keeps_reference),
+        adapters=_adapters_per_layer(config),
+        # Without its adapters, the policy is its own reference model.
+        references=int(config.keeps_reference and not (learner.lora_rank and algorithm.ref_load is None)),
         critics=int(estimator_of(algorithm).trains_critic),
         checkpoints=learner.save is not None,
         gathers_on_host=learner.distrib_optim_fully_reshardable_mem_efficient,
@@ -172,10 +175,26 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         chunk_entries=int(card * LOGITS_FRACTION) // width,
         foreach_adam=learner.transformer_impl != "transformer_engine" and not learner.optimizer_holds_masters,
     )
-    if learner.transformer_impl is not None or width == 4:
+    if learner.transformer_impl is not None or width == 4 or learner.lora_rank:
         return job
     both = [job, replace(job, split=replace(job.split, transformer_engine=True), foreach_adam=False)]
     return max(both, key=lambda one: highest(plan_learner(one)).peak)
+
+
+def adapter_elements(config: RunConfig) -> int | None:
+    """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known."""
+    shape, learner = shape_of(config.model), config.learner
+    if shape is None or not learner.lora_rank:
+        return None
+    return shape.layers * elements_per_layer(shape, learner.lora_rank, learner.lora_modules)
+
+
+def _adapters_per_layer(config: RunConfig) -> int:
+    """Elements on each tensor-parallel rank; 0 without adapters."""
+    shape, learner = shape_of(config.model), config.learner
+    if shape is None or not learner.lora_rank:
+        return 0
+    return elements_per_layer(shape, learner.lora_rank, learner.lora_modules, learner.tensor_model_parallel_size)
 
 
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:

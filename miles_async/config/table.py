@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from miles_async.config.disk import checkpoints_written, disk_space
 from miles_async.config.generation import bounds_of, generates, reason_of_schedule, rollout_mode, schedule_of
 from miles_async.config.losses import described, objective_name
-from miles_async.config.memory import MemoryPlan, gib_text, memory_plan, precision_on_gpus
+from miles_async.config.memory import (
+    MemoryPlan,
+    adapter_elements,
+    gib_text,
+    memory_plan,
+    planned_model,
+    precision_on_gpus,
+)
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
+from miles_async.planning.layers import Split
 from miles_async.planning.plan import GIB, GRADIENT
 from miles_async.scheduling.bounds import Schedule
 
@@ -61,6 +69,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
         ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
         else ("engines", 0, "the run generates nothing"),
+        *_adapter_row(config),
         *_disk_rows(config, entry),
         *_memory_rows(memory_plan(config), precision_on_gpus(learner)),
         *read,
@@ -130,6 +139,16 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[TableRow]:
         parts = f"weights {gib_text(engine.weights)}, KV cache {gib_text(engine.cache)}{tokens}"
         rows.append(("engine", gib_text(engine.weights + engine.cache), f"on each rank: {parts}"))
     return rows
+
+
+def _adapter_row(config: RunConfig) -> list[TableRow]:
+    elements, model, learner = adapter_elements(config), planned_model(config), config.learner
+    if elements is None:
+        return []
+    fraction = "" if model is None else f", {elements / model.weights(Split()).total:.1%} of the model's"
+    kind = f"rank {learner.lora_rank}, scale {learner.lora_scale:g}, {' '.join(learner.lora_modules)}"
+    meaning = f"trainable parameters{fraction}; an adapter of {_size(4 * elements)} in float32 ({kind})"
+    return [("adapters", f"{elements:,}", meaning)]
 
 
 def _size(number: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from miles_async.config.fields import nearest
 from miles_async.config.schema import RunConfig
-from miles_async.transports import TRANSPORTS
+from miles_async.transports import ADAPTER, TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ UNTESTED: Mapping[str, Untested] = {
     ),
     "lora": Untested(
         r"(enable_lora\w*|lora_\w+|max_lora\w*|max_loaded_loras|experts_shared_outer_loras)=.*",
-        "the learner trains and publishes whole weights and knows no adapter, so engines would sample from another "
-        "policy",
+        "a run that trains an adapter (lora_rank) sets these itself, and other adapters would sample from another "
+        "policy than the one that trains",
     ),
     "attention_data_parallelism": Untested(
         r"(dp_size|data_parallel_size|enable_dp_\w+)=.*",
@@ -137,7 +137,9 @@ def loaded_by_name(config: RunConfig) -> str | None:
 
 
 def weight_transport(config: RunConfig, *, on_gpus: bool) -> str:
-    """`weight_transfer`, or the default of a run on GPUs or on CPUs."""
+    """`weight_transfer`, or the default of a run on GPUs or on CPUs; `ADAPTER` if the run trains an adapter."""
+    if config.learner.lora_rank:
+        return ADAPTER
     if config.weights.weight_transfer is not None:
         return config.weights.weight_transfer
     colocated = on_gpus and config.cluster.colocate

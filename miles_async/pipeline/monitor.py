@@ -17,6 +17,7 @@ from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_state import RunState
 from miles_async.ports import Fleet, Generator, Learner
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
 from miles_async.scheduling.ledger import GroupState, Ledger
 from miles_async.scheduling.stall import StallClock
@@ -59,8 +60,10 @@ class RunMonitor:
         limits: StageLimits,
         taken: Callable[[], int],
         processors: Callable[[], float],
+        adapters: AdapterVersions | None = None,
     ) -> None:
-        """`taken` returns the number of prompts that a rollout function holds. `processors` is that of `Ports`."""
+        """`taken` returns the number of prompts that a rollout function holds. `processors` and `adapters` are those of
+        `Ports`."""
         self._run_state = run_state
         self._lifecycle = lifecycle
         self._producer = producer
@@ -72,6 +75,7 @@ class RunMonitor:
         self._limits = limits
         self._taken = taken
         self._processors = processors
+        self._adapters = adapters
         self._head = 0, run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
@@ -172,6 +176,7 @@ class RunMonitor:
             warn_seconds=round(self._warn_after, 3),
             slow_group_seconds=round(run_state.durations.slow_seconds or 0.0, 3),
             processors=round(self._processors(), 3),
+            adapters={} if self._adapters is None else {str(v): n for v, n in self._adapters.requests().items()},
         )
 
     def _warn(self, idle_seconds: float) -> None:

@@ -96,6 +96,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         channel=ports.channel,
         fleet=ports.fleet,
         pause_mode=config.weights.engine_pause,
+        adapters=ports.adapters,
         queue_depth=lambda: len(producer.queue),
         on_live=collector.sweep_queue,
     )
@@ -221,6 +222,7 @@ def _monitor(
         ),
         taken=lambda: len(held.taken),
         processors=ports.processors,
+        adapters=ports.adapters,
     )
 
 

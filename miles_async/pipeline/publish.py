@@ -13,6 +13,7 @@ from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import Lease, TaskSupervisor
 from miles_async.ports import Fleet, WeightChannel
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group, SendOutcome
 
@@ -49,6 +50,9 @@ class Publisher:
     each other transport; an engine that none of them reaches is fenced. A restarted engine gets the version in the
     staging buffer from `join` before it receives requests. If no engine is routed, the version stays staged and
     `publish` waits until one joins.
+
+    With `adapters`, a version is loaded beside older ones, so no engine pauses. Requests name it once all routed
+    engines hold it. Before an engine drops a version, `publish` waits until no request names that version.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Publisher:
         channel: WeightChannel,
         fleet: Fleet,
         pause_mode: str,
+        adapters: AdapterVersions | None = None,
         queue_depth: Callable[[], int],
         on_live: Callable[[], None],
     ) -> None:
@@ -70,6 +75,7 @@ class Publisher:
         self._channel = channel
         self._fleet = fleet
         self._pause_mode = pause_mode
+        self._adapters = adapters
         self._queue_depth = queue_depth
         self._on_live = on_live
         self._running: asyncio.Task[None] | None = None
@@ -101,9 +107,15 @@ class Publisher:
         """Make the staged version live on every routed engine; does nothing if no version is staged."""
         # A publish that fences the last engine leaves the version staged: try again once an engine has joined.
         while self._staged is not None:
-            await self._run_state.changed.until(lambda: bool(self._fleet.routed()))
+            await self._run_state.changed.until(lambda: bool(self._fleet.routed()) and self._may_drop())
             async with self._buffer_lease.held_by(f"the publish of version {self._staged.version}"):
                 await self._publish(self._staged)
+
+    def _may_drop(self) -> bool:
+        """Whether no request names an adapter that engines drop when they load the staged version."""
+        if self._adapters is None or self._staged is None:
+            return True
+        return self._adapters.idle_below(self._staged.version - self._adapters.resident + 1)
 
     async def join(self, engine: str) -> None:
         """Send the version in the staging buffer to a restarted or new engine, then let requests reach it.
@@ -133,18 +145,23 @@ class Publisher:
                 await self._channel.connect(routed)
 
     async def _publish(self, staged: _StagedVersion) -> None:
-        """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards."""
+        """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards.
+
+        Adapters are sent and committed without a pause.
+        """
         run_state, version = self._run_state, staged.version
         run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
         paused_at = run_state.clock.monotonic()
         try:
-            await self._pause()
+            if self._adapters is None:
+                await self._pause()
             stopped_at = run_state.clock.monotonic()
             outcomes = await asyncio.gather(*(self._update(version, engine) for engine in self._fleet.routed()))
         finally:
             # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.monotonic()
-            await self._fleet.resume()
+            if self._adapters is None:
+                await self._fleet.resume()
         resumed_at = run_state.clock.monotonic()
         live = bool(self._fleet.routed())
         run_state.journal.emit(
@@ -153,7 +170,7 @@ class Publisher:
                 version=version,
                 live=live,
                 staged_seconds=staged.seconds,
-                paused_seconds=resumed_at - paused_at,
+                paused_seconds=resumed_at - paused_at if self._adapters is None else 0.0,
                 stopping_seconds=stopped_at - paused_at,
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
                 resuming_seconds=resumed_at - written_at,
@@ -167,6 +184,8 @@ class Publisher:
         # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
         run_state.live_version = version
+        if self._adapters is not None:
+            self._adapters.live = version
         self._lifecycle.advance(staged.trained, GroupState.PUBLISHED)
         run_state.mark_progress()
         self._on_live()

@@ -10,6 +10,7 @@ from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.types import Group, Verdict
 
 EvaluationFunction = Callable[[int, RolloutSource], Awaitable[Scores]]
@@ -69,5 +70,7 @@ class Ports:
     """Data sets to evaluate on; those without problems are left out."""
     on_rollout: Callable[[int], None] = ignore
     """Called with the rollout id when the collection of a batch begins."""
+    adapters: AdapterVersions | None = None
+    """The versions that requests name, if the run trains an adapter."""
     restore_posted: Callable[[Sequence[str]], None] = ignore
     """Called with the feed indexes of the posted groups of a restored run that are not trained yet."""

@@ -61,6 +61,8 @@ class LearnerJob:
     tokens: int
     """Of a full micro-batch, on each rank."""
     recomputation: Recomputation = Recomputation()
+    adapters: int = 0
+    """Elements of the float32 adapters of each layer, which are trained in place of the weights; 0 without adapters."""
     references: int = 0
     """Frozen models beside the policy."""
     critics: int = 0
@@ -146,39 +148,42 @@ def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> lis
 def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -> RankMemory:
     split, model = job.split, job.model
     weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
-    has_copy = job.width < MASTER
+    trained = Weights(job.adapters * len(model.stage(split, stage, job.pipeline))) if job.adapters else weights
+    has_copy = job.width < MASTER and not job.adapters
     state, stored = job.moments + job.master * has_copy, MOMENTS + MASTER * has_copy
     on_device = state * (1 - job.offloaded)
     per_stage = job.ranks // job.pipeline
     copies = (per_stage // split.tensor, per_stage // (split.expert * split.expert_tensor))
     shards = copies if job.sharded_optimizer else (1, 1)
-    sharded = -(-weights.dense // shards[0]) + -(-weights.expert // shards[1])
-    trained = weights.total * (job.width + job.gradient) + int(sharded * on_device)
+    sharded = -(-trained.dense // shards[0]) + -(-trained.expert // shards[1])
+    weight_bytes = weights.total * job.width + (MASTER * trained.total if job.adapters else 0)
+    critic = weights.total * (job.width + job.gradient) + int(sharded * on_device)
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = (elements * job.width for elements in _activations(job, stage))
     if measured is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     in_host = (1 + job.critics) * sharded * job.offloaded
-    copied = weights.total * job.width + sharded * max(job.rollback * state, job.offloads * on_device)
+    is_copied = weight_bytes if job.offloads or not job.adapters else MASTER * trained.total
+    copied = is_copied + sharded * max(job.rollback * state, job.offloads * on_device)
     staged_there = staged * (not job.stages_on_device)
     host = staged_there + in_host * (state + HOST_GRADIENT) + (job.rollback or job.offloads) * copied
     # At first Megatron copies the weights that other data-parallel ranks update too.
-    host = max(host, MASTER * (in_host + weights.total * job.offloaded))
+    host = max(host, MASTER * (in_host + trained.total * job.offloaded))
     # The first data-parallel rank copies weights and state. Before, all of these ranks, or only this one, gather the
     # state if they divide it: all three values in float32, and one of them twice more (`get_parameter_state_dp_zero` of
     # Megatron's optimizer).
     shares = job.checkpoints and job.sharded_optimizer
-    gathered = weights.total * (MASTER + MOMENTS + 2 * MASTER) * shares
-    saved = weights.total * (job.width + stored) * job.checkpoints + gathered
+    gathered = trained.total * (MASTER + MOMENTS + 2 * MASTER) * shares
+    saved = trained.total * ((MASTER if job.adapters else job.width) + stored) * job.checkpoints + gathered
     # Transformer Engine's Adam computes states of less than 4 bytes in float32.
     unpacked = (MASTER - job.master + MOMENTS - job.moments) // 2
     return RankMemory(
         stage=stage,
-        weights=weights.total * job.width,
-        gradients=weights.total * job.gradient,
+        weights=weight_bytes,
+        gradients=trained.total * job.gradient,
         optimizer=int(sharded * on_device),
-        others=job.references * weights.total * job.width + job.critics * trained,
+        others=job.references * weights.total * job.width + job.critics * critic,
         activations=int(activations),
         layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
@@ -186,7 +191,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         publish=2 * _largest_matrix(model, split.expert) * job.width + job.bucket * (not job.stages_on_device),
         staged=(staged + min(job.bucket, staged)) * job.stages_on_device,
         # One value of all weights in float32, gathered on the device.
-        checkpoint=MASTER * max(weights.dense, weights.expert) * (shares and not job.gathers_on_host),
+        checkpoint=MASTER * max(trained.dense, trained.expert) * (shares and not job.gathers_on_host),
         host=int(host),
         saved=saved,
         gathered=gathered * (not job.gathers_on_host),

@@ -15,6 +15,18 @@ With `--max-kv-staleness` K, a token may be sampled with keys and values of a ve
 weights (`adapters/sglang/key_versions.py` proves it), so the oldest version of a group is that of its oldest keys.
 `B = (S - K + 1) * P - (W - 1)` keeps the weights within S - K versions, and therefore the keys within S. Without a
 limit for keys, only the gate enforces S.
+
+An adapter (`--lora-rank`) has a name per version, and a request keeps the version that it began with. An engine holds
+at most S + 2 of them (`resident_adapters`):
+
+1. Let a group be admitted while version a is live. While it is in flight it is not trained, so by the bound above at
+   most S versions become live before it ends: the live version is at most a + S. It names a version that was live when
+   its first request began, a or later. So while v is live, no group in flight names a version below v - S.
+2. Before v + 1 is loaded, an engine drops all versions below v - S. It then holds S + 1 versions, v - S to v, and v + 1
+   is one more. By step 1 none of the dropped versions is in use, so nothing has to be aborted or waited for.
+3. Groups that step 1 does not cover (evaluations, continued groups, and groups that were in flight when the learner was
+   rolled back) may name an older version. A publish waits until their requests have ended (`AdapterVersions`), which
+   needs no publish. So the bound holds for them too.
 """
 
 from __future__ import annotations
@@ -58,6 +70,11 @@ class Bounds:
     """The effective capacity of the queue: groups in flight, blocked by the window and queued together."""
     held: int
     """The most groups that a rollout function which keeps groups may hold and have in batches."""
+
+    @property
+    def resident_adapters(self) -> int | None:
+        """The most versions of an adapter that an engine holds; None if nothing bounds the staleness."""
+        return None if self.staleness is None else self.staleness + 2
 
     @classmethod
     def derive(

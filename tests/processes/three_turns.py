@@ -28,6 +28,7 @@ from miles_async.adapters.sglang.answer_parser_process import Choice, Parsed, Pa
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.processes.dialects import DIALECTS, Dialect
 
@@ -123,7 +124,9 @@ class Engine(SGLangGenerator):
         self._encode = tokenizer.encode_text
         self.text = ""
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         [sample] = group
         ids, start = self._encode(self.text), sample.response_length
         sample.tokens += ids

@@ -13,6 +13,7 @@ from miles_async.events import SampleDiscarded
 from miles_async.ports import Generator
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.sim.engines import Engines, Latency
 from tests.sim.virtual_time import VirtualClock
@@ -39,7 +40,9 @@ class AgentModel:
 class AgentEngines(Engines):
     """Serves single turns, whose length the function has chosen."""
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         [sample] = group
         # The engines remember the remaining work of aborted requests under the name of the group.
         group.feed_index = f"sample {sample.index}"

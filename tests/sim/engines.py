@@ -113,13 +113,17 @@ class Engines:
         status, born = await self._serve(group, lengths)
         if status is SampleStatus.COMPLETED and fault < self._model.failure_rate + self._model.lost_rate:
             raise TrajectoryError("injected") if fault < self._model.failure_rate else EngineLostError("injected")
-        versions = () if born is None else range(born, self.version + 1)
+        versions = () if born is None else self._sampled_by(born)
         start = before[-1].end if before else 0
         spans = [*before, *(VersionSpan(version, start + i, start + i + 1) for i, version in enumerate(versions))]
         for sample in unfinished:
             prompt = sample.tokens[: sample.prompt_length] or [0]
             sample.spans, sample.response_length, sample.status = spans, len(spans), status
             sample.tokens, sample.rollout_log_probs = [*prompt, *[0] * len(spans)], [0.0] * len(spans)
+
+    def _sampled_by(self, born: int) -> Sequence[int]:
+        """The versions that have sampled an answer whose first token is of `born`."""
+        return range(born, self.version + 1)
 
     async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
         """How it ended, and the version of its first token."""

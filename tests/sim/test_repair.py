@@ -96,12 +96,15 @@ class MortalEngines(Engines):
         server = min(routed, key=lambda each: len(each.holds))
         if not server.alive:
             raise EngineLostError("connection refused")
-        assert server.version == self.version, "a request reached an engine that does not hold the current weights"
+        self._require_weights(server, group)
         server.holds[group] = None
         try:
             return await super()._serve(group, lengths if not server.hung else [1e9])
         finally:
             del server.holds[group]
+
+    def _require_weights(self, server: Server, group: Group) -> None:
+        assert server.version == self.version, "a request reached an engine that does not hold the current weights"
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         outcome = await super().send(version, engine)

@@ -12,6 +12,7 @@ import pytest
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.errors import EngineLostError, FatalError
 from miles_async.events import GroupGenerated, GroupMoved, StepEnded
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, Sample, SampleStatus
 from tests.configuration import run_config
@@ -34,7 +35,9 @@ class HangingEngines(AgentEngines):
         self._held: Group | None = None
         self._hung = False
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         if group[0].index != 0 or self._hung:
             await super().generate(group, sampling)
             return

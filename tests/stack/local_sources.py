@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights.adapters import AdapterSource
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import NamedTensors, describe
 from miles_async.config.schema import Weights
+from miles_async.models.lora import AdapterConfig
 from miles_async.types import SendOutcome
 from tests.waiting import PATIENCE_SECONDS
 
@@ -19,12 +21,26 @@ class LocalSources:
     """`adapters.weights.channel.Ranks`; `weights` are those of now, and every source is a thread."""
 
     def __init__(
-        self, weights: Callable[[], NamedTensors], folder: Path, *, sources: int = 1, timeout: float = PATIENCE_SECONDS
+        self,
+        weights: Callable[[], NamedTensors],
+        folder: Path,
+        *,
+        sources: int = 1,
+        timeout: float = PATIENCE_SECONDS,
+        adapter: AdapterConfig | None = None,
+        resident: int = 0,
     ) -> None:
+        """With `adapter`, the weights are those of an adapter, of which engines hold `resident` versions."""
         self._weights = weights
-        named = describe(weights())
         settings = Weights(update_weight_timeout_seconds=timeout)
-        self.all = [WeightSource(named, folder, settings, rank=rank, sources=sources) for rank in range(sources)]
+        self.all: list[WeightSource | AdapterSource]
+        if adapter is not None:
+            self.all = [
+                AdapterSource(folder, adapter, settings, rank=rank, resident=resident) for rank in range(sources)
+            ]
+        else:
+            named = describe(weights())
+            self.all = [WeightSource(named, folder, settings, rank=rank, sources=sources) for rank in range(sources)]
 
     async def on_all(self, method: str, *arguments: Any) -> list[Any]:
         return await getattr(self, method)(*arguments)

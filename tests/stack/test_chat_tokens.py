@@ -19,6 +19,7 @@ from miles_async.adapters.storage.warm_starts import Example
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TemplateError, UserError
 from miles_async.rollout.sft_rollout import fill_example
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.stack.tokenizer_families import FAMILIES, save_family
@@ -68,7 +69,9 @@ class Engine(SGLangGenerator):
         super().__init__("http://127.0.0.1:1", tokenizer, SamplingParams(max_new_tokens=99), limit=int, engines=list)
         self.answer: list[int] = [tokenizer.transformers.eos_token_id]
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         self.tokenize(group)
         [sample] = group
         sample.tokens += self.answer

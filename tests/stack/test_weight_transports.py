@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from miles_async.adapters.sglang.engine_weights import RankLayout
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
-from miles_async.adapters.weights.source import TOKENS, WeightSource
+from miles_async.adapters.weights.engine import TOKENS
+from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.adapters.weights.transports.memory import MemoryTransport
 from miles_async.batching.batch import rank_batches

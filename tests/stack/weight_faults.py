@@ -118,6 +118,7 @@ def faulty(sources: LocalSources, faults: Iterator[str | None], kill: Callable[[
         changed._open = lambda transport: FaultyTransport(opened(transport), faults, kill)
 
     for source in sources.all:
+        assert isinstance(source, WeightSource)
         tamper(source)
 
 

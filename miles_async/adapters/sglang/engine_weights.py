@@ -28,8 +28,12 @@ WATCH = "miles_async.watch:"
 """The action after which the checksums of loaded tensors are kept. JSON follows: whether they cover all bytes."""
 RECEIVED = "miles_async.received:"
 """The action that returns these checksums. JSON follows: the names of the tensors."""
+ADAPTER_SUM = "miles_async.adapter:"
+"""The action that returns the checksum of an adapter. JSON follows: its name, and whether it covers all bytes."""
 SAMPLE_BYTES = 4096
 """Bytes that a checksum covers, unless it covers all of a tensor or of a copy."""
+SAMPLE_COLUMNS = 8
+"""Columns of an adapter's tensor that its checksum covers, unless it covers all of them."""
 DELTA_FORMAT = "miles_async_delta"
 """The `load_format` of a folder with a delta file."""
 DELTA_FILE = "delta.safetensors"
@@ -88,6 +92,9 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
     elif action.startswith(RECEIVED):
         received = checker._get_model().miles_received
         answer = {"received": {name: received.pop(name, None) for name in json.loads(action.removeprefix(RECEIVED))}}
+    elif action.startswith(ADAPTER_SUM):
+        name, whole = json.loads(action.removeprefix(ADAPTER_SUM))
+        answer = {"adapter": adapter_checksum(_adapter_tensors(checker._get_model(), name), whole=whole)}
     else:
         native: dict[str, Any] | None = original(checker, action, **options)
         return native
@@ -139,6 +146,38 @@ def checksum_of(tensor: Any, *, whole: bool) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     distance = 1 if whole else max(1, len(data) // SAMPLE_BYTES)
     return zlib.crc32(data[::distance].contiguous().cpu().numpy())
+
+
+def remember_adapters(_: None, manager: Any, *__: Any, **___: Any) -> None:
+    """Let the model know SGLang's `LoRAManager`, so that the actions of this module find adapters."""
+    manager.base_model.miles_adapters = (manager,)  # in a tuple, so that torch does not look for modules in it
+
+
+def _adapter_tensors(model: Model, name: str) -> Iterator[Any]:
+    """The tensors of an adapter as SGLang keeps them: those of some modules are joined."""
+    (manager,) = model.miles_adapters
+    for adapter in (manager.loras[key] for key, reference in manager.lora_refs.items() if reference.lora_name == name):
+        for layer in adapter.layers:
+            yield from layer.weights.values()
+        yield from adapter.embedding_layers.values()
+
+
+def adapter_checksum(tensors: Iterable[Any], *, whole: bool) -> int:
+    """A checksum of the rows of an adapter's tensors, in all columns or in `SAMPLE_COLUMNS` at equal distances.
+
+    SGLang joins the rows of tensors, with rows of zeros for modules without an adapter. Neither changes the checksum.
+    """
+    import torch
+
+    total = 0
+    for tensor in tensors:
+        width = tensor.shape[-1]
+        columns = tensor.detach().reshape(-1, width)[:, :: 1 if whole else max(1, width // SAMPLE_COLUMNS)]
+        words = columns.contiguous().view(torch.uint8).long()
+        # The remainders of sums and products in int64 do not depend on the order of the rows.
+        rows = (words * (torch.arange(1, words.shape[1] + 1) * 0x9E3779B97F4A7C15 % (1 << 61))).sum(1)
+        total += int((rows * rows).sum())
+    return total % (1 << 64)
 
 
 def regions(model: Model) -> dict[str, dict[str, Any]]:

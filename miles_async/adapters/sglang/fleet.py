@@ -100,6 +100,7 @@ class SGLangFleet:
         timeout: float = 30.0,
         health_timeout: float = 30.0,
         colocated: bool = False,
+        adapters: bool = False,
         former_urls: Collection[str] = (),
     ) -> None:
         """`router_key` is the API key of the router; empty if it has none.
@@ -110,6 +111,7 @@ class SGLangFleet:
         allocated memory. `health_timeout` is in seconds until an engine answers any other request, and until a checked
         engine has generated a token.
         `colocated` engines must be idle when they release their devices, so they are never asked to generate a token.
+        `adapters` means that versions are adapters: none of them uses prefixes of another, so no cache is dropped.
         `former_urls` are those of engines that the run had before: they are removed from the router.
         """
         self._router = router_url
@@ -119,6 +121,7 @@ class SGLangFleet:
         self._timeout = timeout
         self._health_timeout = health_timeout
         self._colocated = colocated
+        self._adapters = adapters
         self._client = JsonClient()
         self._members: dict[str, None] = {}
         """An ordered set, in insertion order."""
@@ -199,8 +202,9 @@ class SGLangFleet:
     async def commit(self, engine: str, version: int) -> None:
         """See `ports.Fleet.commit`. Raises EngineLostError even if the engine only refuses to drop its cache."""
         info = self._infos[engine]
-        # SGLang refuses to flush while retracted requests wait; the hook in `plugin.py` allows it.
-        await self._post(info, "/flush_cache")
+        if not self._adapters:
+            # SGLang refuses to flush while retracted requests wait; the hook in `plugin.py` allows it.
+            await self._post(info, "/flush_cache")
         # The default of SGLang is to abort the requests in flight.
         await self._post(info, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         reported = (await self._get(info, "/model_info"))["weight_version"]

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.adapters.sglang.plugin import EACH_SAMPLE, PACKED
+from miles_async.adapters.sglang.plugin import ADAPTER, EACH_SAMPLE, PACKED
 from miles_async.adapters.sglang.response import extend
 from miles_async.columns.tokens import too_long
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
@@ -33,6 +33,7 @@ from miles_async.events import RequestEnded
 from miles_async.identity import IdentityMap
 from miles_async.parsing import parse
 from miles_async.sample_schema import ScoredAnswer, decode_answers
+from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
 from miles_async.token_values import TokenValues, array_of
 from miles_async.types import Group, Prompt, Sample, SampleStatus
 
@@ -109,6 +110,8 @@ class _GenerateCall:
 
     sequence: int | None
     """Sequence number of the group."""
+    pin: PinnedVersion
+    """The adapter that its requests name."""
     request_ids: list[str] = field(default_factory=list)
     """The ids of the requests that were sent to the engines, each with the end that stands for all of its samples
     (`plugin.abort_samples`)."""
@@ -133,6 +136,7 @@ class SGLangGenerator:
         dataset_limits: Mapping[str, TokenLimits] | None = None,
         priority: int = 0,
         sampling_masks: bool = False,
+        adapters: AdapterVersions | None = None,
         on_request: Callable[[RequestEnded], None] | None = None,
     ) -> None:
         """`limit` returns how many samples may be at the engines at once: it changes with the number of engines.
@@ -142,8 +146,8 @@ class SGLangGenerator:
         and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Samples of
         some data sets have other limits, `dataset_limits` by name, which are lower. Requests of a lower `priority` are
         served only while no request of a higher one waits. With `sampling_masks` samples get the sampling mask that the
-        engines return (`plugin.py`) and the log-probabilities over the kept tokens. `on_request` is called after each
-        answered request.
+        engines return (`plugin.py`) and the log-probabilities over the kept tokens. `adapters` are the versions that
+        requests name, if the run trains an adapter. `on_request` is called after each answered request.
         """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -158,6 +162,7 @@ class SGLangGenerator:
         # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
         self._sampling_masks = sampling_masks
+        self._adapters = adapters
         self._on_request = on_request
         self._client = JsonClient()
         self._permits = Permits(limit)
@@ -190,12 +195,17 @@ class SGLangGenerator:
         """Seconds in which at least one sample was at the engines."""
         return self._permits.busy_seconds
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         """Finish every unfinished sample of the group, in place; `sampling` overrides the default parameters.
 
-        A sample that already has response tokens is continued. Raises TrajectoryError if a prompt is empty or too long,
-        an engine refuses the request or exceeds the time limit, or an answer cannot be trained on; EngineLostError if
-        the engine was lost; and RouterLostError if the request reached no engine.
+        All requests name the adapter that `pin` holds, or else the one that sampled the group's tokens, or else the
+        newest one. A sample that already has response tokens is continued.
+
+        Raises TrajectoryError if a prompt is empty or too long, an engine refuses the request or exceeds the time
+        limit, or an answer cannot be trained on; EngineLostError if the engine was lost; and RouterLostError if the
+        request reached no engine.
         """
         chosen = sampling or self.sampling
         self.tokenize(group)
@@ -204,7 +214,10 @@ class SGLangGenerator:
             if not sample.tokens:
                 # SGLang's scheduler would crash, and all other requests of the engine would be lost.
                 raise TrajectoryError(f"sample {sample.index} of group {group.feed_index}: its prompt has no tokens")
-        call = self._calls[group] = _GenerateCall(group.sequence)
+        pin = PinnedVersion() if pin is None else pin
+        if pin.version is None:
+            pin.version = max((span.version for sample in group for span in sample.spans), default=None)
+        call = self._calls[group] = _GenerateCall(group.sequence, pin)
         posts = [
             self._post(call, samples, chosen.body(budget)) for budget, samples in self._requests(unfinished, chosen)
         ]
@@ -290,7 +303,8 @@ class SGLangGenerator:
             if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
-            answer = await self._ask(body)
+            with self._naming(PinnedVersion()) as adapter:
+                answer = await self._ask(body | adapter)
         scored = parse(answer, ScoredAnswer, f"sample {sample.index}: the engine's answer").meta_info
         log_probs = [log_prob for log_prob, _, _ in scored.input_token_logprobs[-sample.response_length :]]
         known = [log_prob for log_prob in log_probs if log_prob is not None]
@@ -373,7 +387,8 @@ class SGLangGenerator:
                 **self._priority,
             }
             started = time.monotonic()
-            answers = await self._ask(body, decode_answers)
+            with self._naming(call.pin) as adapter:
+                answers = await self._ask(body | adapter, decode_answers)
             ended, seconds = time.time(), time.monotonic() - started
         if not isinstance(answers, list) or len(answers) != len(samples):
             raise TrajectoryError(f"an engine did not answer with a list of {len(samples)} samples")
@@ -391,6 +406,18 @@ class SGLangGenerator:
                     response_tokens=sum(sample.response_length for sample in samples) - before,
                 )
             )
+
+    @contextmanager
+    def _naming(self, pin: PinnedVersion) -> Iterator[dict[str, str]]:
+        """Yield the name of an adapter for a request. The version is in use inside the block."""
+        if self._adapters is None:
+            yield {}
+            return
+        version = self._adapters.begin(pin)
+        try:
+            yield {"lora_path": f"{ADAPTER}{version}"}
+        finally:
+            self._adapters.end(version)
 
     async def _ask(self, body: dict[str, Any], decode: Decode | None = None) -> Any:
         """Send one request to the router and return its answer."""

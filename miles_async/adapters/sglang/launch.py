@@ -59,6 +59,12 @@ class EngineSpec:
     """Register the weights for one-sided writes by Mooncake."""
     max_kv_staleness: int = 0
     """See the setting of this name."""
+    lora_rank: int = 0
+    """Rank of the adapters that the engine serves; 0 means that it serves none."""
+    lora_modules: tuple[str, ...] = ()
+    """The linear layers that they change."""
+    lora_versions: int = 0
+    """The most versions of an adapter that the engine holds."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Other arguments of `sglang.launch_server`, with dashes or underscores. They override all arguments set here."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
@@ -218,7 +224,20 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
         # Without a copy in host memory, an engine that resumes has no weights until the next publish. No version is due
         # after a batch without gradients, or between two publishes with update_weights_interval.
         arguments["enable-weights-cpu-backup"] = True
+    if spec.lora_rank:
+        # One more than the versions of the run, so that SGLang never has to choose which one to drop: it counts the
+        # model without an adapter too, which health checks use.
+        most = spec.lora_versions + 1
+        arguments |= {
+            "enable-lora": True,
+            "max-lora-rank": spec.lora_rank,
+            "lora-target-modules": spec.lora_modules,
+            "max-loras-per-batch": most,
+            "max-loaded-loras": most,
+        }
     if not has_cuda():
+        if spec.lora_rank:
+            arguments["lora-backend"] = "torch_native"
         arguments |= {
             "device": "cpu",
             "attention-backend": "torch_native",

@@ -20,6 +20,7 @@ from miles_async.adapters.sglang.generator import PromptTokenizer, SamplingParam
 from miles_async.adapters.sglang.response import continued_text
 from miles_async.columns.column import append_tokens
 from miles_async.identity import IdentityMap
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.token_values import TokenValues
 from miles_async.types import Group, Sample, SampleStatus
 
@@ -45,6 +46,8 @@ class _Trajectory:
 
     segments: list[Sample]
     """In the order in which their latest turns ended."""
+    pin: PinnedVersion = field(default_factory=PinnedVersion)
+    """The adapter of its requests, which all trajectories of a group share."""
     aborted: IdentityMap[Sample, None] = field(default_factory=IdentityMap)
     """The segments whose latest turn was aborted."""
     generating: bool = False
@@ -80,7 +83,7 @@ class MultiTurnSampler:
         sample.status = SampleStatus.PENDING
         turn = self._turns[sample] = Group([sample], feed_index=str(sample.metadata.get("feed_index", "")))
         try:
-            await self._engine.generate(turn, SamplingParams.of(sampling_params))
+            await self._engine.generate(turn, SamplingParams.of(sampling_params), trajectory.pin)
         finally:
             del self._turns[sample]
         # The sample may have been forgotten meanwhile.
@@ -95,7 +98,8 @@ class MultiTurnSampler:
     def generating(self, samples: Iterable[Sample]) -> Iterator[None]:
         """Inside the block, `stop` stops these samples. Afterwards, the sampler knows nothing of their trajectories."""
         roots = list(samples)
-        self._trajectories.update((root, _Trajectory([root], generating=True)) for root in roots)
+        pin = PinnedVersion()
+        self._trajectories.update((root, _Trajectory([root], pin, generating=True)) for root in roots)
         try:
             yield
         finally:

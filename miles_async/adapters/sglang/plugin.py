@@ -7,17 +7,21 @@ On all machines: no prefix that was cached under older weights is used after a p
 allows it (`key_versions.py`), answers contain sampling masks and packed log-probabilities, the engine gives access to
 its weights and loads delta files (`engine_weights.py`), and it is closed to web pages and to clients without the key
 (`lockdown.py`). Without CUDA also: registration of main memory for one-sided writes, a faster start, attention for a
-whole batch (`cpu_attention.py`), faster sampling and products (`cpu_generation.py`), and a paused scheduler that does
-not occupy a core.
+whole batch (`cpu_attention.py`), adapters (`cpu_lora.py`), faster sampling and products (`cpu_generation.py`), and a
+paused scheduler that does not occupy a core.
+
+Each version of a LoRA adapter has another name. A request without a name gets the version that was committed
+last, and every answer reports the version that its request named.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,11 @@ EACH_SAMPLE = "_"
 """The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
 PACKED = "packed-"
 """The beginning of the id of a request whose log-probabilities are to be packed."""
+ADAPTER = "v"
+"""The beginning of the name of a LoRA adapter; its version follows."""
+HEALTH_CHECK = "HEALTH_CHECK"
+"""The beginning of the id of a health check."""
+UNLOAD_POLL_SECONDS = 0.02
 LISTENING_SECONDS = 30.0
 """Time for the HTTP server to start listening."""
 
@@ -37,7 +46,14 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import cpu_attention, cpu_generation, engine_weights, key_versions, lockdown
+    from miles_async.adapters.sglang import (
+        cpu_attention,
+        cpu_generation,
+        cpu_lora,
+        engine_weights,
+        key_versions,
+        lockdown,
+    )
     from miles_async.adapters.system.matrix_products import has_slow_mkl
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -56,8 +72,17 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )
+    HookRegistry.register(
+        "sglang.srt.lora.lora_manager.LoRAManager.__init__", engine_weights.remember_adapters, HookType.AFTER
+    )
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)
+    HookRegistry.register(f"{tokenizer}._unload_lora_adapter_locked", unload_adapter, HookType.AROUND)
+    HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", note_adapter, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info", report_adapter, HookType.AFTER
+    )
     HookRegistry.register(f"{tokenizer}.abort_request", abort_samples, HookType.AROUND)
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", pack_logprobs, HookType.AROUND)
     manager = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -78,6 +103,14 @@ def register() -> None:
         HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
         HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
         HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
+        cpu_lora.unpin()
+        lora = "sglang.srt.lora.backend.torch_backend"
+        HookRegistry.register(
+            f"{lora}.TorchNativeLoRABackend.prepare_lora_batch", cpu_lora.prepare_batch, HookType.REPLACE
+        )
+        HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
+        HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
+        HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
         prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
         HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
         layers = "sglang.srt.layers"
@@ -144,6 +177,52 @@ def request_sampling_masks(tokenizer_manager: Any, request: Any, *_: Any, **__: 
     top_ks = range(2, arguments.sampling_mask_max_tokens + 1)
     if arguments.speculative_algorithm is None and all(one.get("top_k") in top_ks for one in params):
         request.return_sampling_mask = True
+
+
+def name_adapter(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Let a request that names no adapter use the version that was committed last, if adapters are served.
+
+    These are requests that functions of users send. Health checks use the model without an adapter: SGLang forgets them
+    before they end, so that an adapter could be dropped while a health check needs it.
+    """
+    if not tokenizer_manager.enable_lora or request.lora_path or str(request.rid).startswith(HEALTH_CHECK):
+        return
+    committed = f"{ADAPTER}{tokenizer_manager.config_value('weight_version')}"
+    if committed in tokenizer_manager.lora_registry.get_all_adapters():
+        request.lora_path = committed
+
+
+async def unload_adapter(original: Callable[..., Awaitable[Any]], tokenizer_manager: Any, request: Any) -> Any:
+    """Wrap `TokenizerManager._unload_lora_adapter_locked`: wait for the requests that there are, not for a counter.
+
+    SGLang counts the requests of each adapter, but never counts down if a request is refused or is aborted while it
+    waits. Unloading the adapter would then never end, and neither would any later change of adapters.
+    """
+    registry = tokenizer_manager.lora_registry
+    if (reference := registry.get_all_adapters().get(request.lora_name)) is not None:
+        states = tokenizer_manager.rid_to_state
+        while any(state.obj.lora_id == reference.lora_id for state in states.values()):  # noqa: ASYNC110
+            await asyncio.sleep(UNLOAD_POLL_SECONDS)
+        # SGLang counts down in tasks, and those of the last requests may not have begun.
+        await asyncio.sleep(UNLOAD_POLL_SECONDS)
+        counter = registry._counters[reference.lora_id]
+        registry._counters[reference.lora_id] = type(counter)()
+    return await original(tokenizer_manager, request)
+
+
+def note_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:
+    """Say in an answer which adapter its request has, for `report_adapter`."""
+    if state.obj.lora_path:
+        meta_info["adapter"] = state.obj.lora_path
+
+
+def report_adapter(_: None, meta_info: dict[str, Any], *__: Any, **___: Any) -> None:
+    """Report the adapter of an answer as the version of all its tokens: it stays the same to the end of a request."""
+    version = str(meta_info.get("adapter", "")).removeprefix(ADAPTER)
+    if version.isdecimal():
+        end = meta_info["weight_versions"][-1]["end"]
+        meta_info["weight_versions"] = [{"version": version, "start": 0, "end": end}]
+        meta_info["weight_version"] = version
 
 
 def abort_samples(

@@ -15,7 +15,7 @@ import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLostError, FatalError, UserError
-from miles_async.transports import AUTO, TRANSPORTS
+from miles_async.transports import ADAPTER, AUTO, TRANSPORTS
 from miles_async.types import SendOutcome
 
 MOST_DIFFERENCE = 0.3
@@ -109,9 +109,9 @@ async def find_transports(
 ) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
 
-    `wanted` is `auto` or the name of a transport. The first fallback that works replaces an optional transport that
-    does not work, with a warning. `auto` measures transports and keeps the last fallback as the last one. The engines
-    must be idle. If they share `devices` with the learner, the learner has them before and afterwards.
+    `wanted` is `auto`, `ADAPTER` or the name of a transport. The first fallback that works replaces an optional
+    transport that does not work, with a warning. `auto` measures transports and keeps the last fallback as the last
+    one. The engines must be idle. If they share `devices` with the learner, the learner has them before and afterwards.
 
     A warning says if an engine computes other log-probabilities than the learner.
 
@@ -125,7 +125,11 @@ async def find_transports(
     await ranks.on_all("stage", 0, [])
     await devices.to_engines()
     infos = {engine.name: engine for engine in engines}
-    transports = await (_fastest(ranks, infos) if wanted == AUTO else _working(ranks, wanted, infos))
+    if wanted == ADAPTER:
+        await _measure(ranks, ADAPTER, infos)
+        transports: tuple[str, ...] = (ADAPTER,)
+    else:
+        transports = await (_fastest(ranks, infos) if wanted == AUTO else _working(ranks, wanted, infos))
     for sentence in await asyncio.gather(*(_compare(ranks, engine) for engine in infos)):
         if sentence is not None:
             _log.warning(sentence)

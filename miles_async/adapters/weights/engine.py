@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from miles_async.adapters.sglang.engine_weights import (
+    ADAPTER_SUM,
     CHECKSUMS,
     PLACEMENTS,
     RECEIVED,
@@ -27,6 +28,11 @@ from miles_async.errors import EngineLostError
 
 if TYPE_CHECKING:
     from miles_async.adapters.sglang.launch import EngineInfo
+
+FIRST_REQUEST_SECONDS = 600.0
+"""Time for an engine to answer its first request, for which it may compile kernels."""
+TOKENS = tuple(range(33, 65))
+"""Tokens for which engines and learner are compared: printable characters or bytes in most vocabularies."""
 
 Window = tuple[str, int, int]
 """A range of bytes in a parameter: parameter name, first byte, number of bytes."""
@@ -119,10 +125,30 @@ def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *,
     return [json.loads(answer["checksums"]) for answer in answers]
 
 
-def read_logprobs(info: EngineInfo, tokens: Sequence[int], *, timeout: float) -> list[float]:
+def read_adapter_checksums(info: EngineInfo, name: str, *, whole: bool, timeout: float) -> list[int]:
+    """Return the checksum of an adapter on each rank; see `engine_weights.adapter_checksum`."""
+    answers = _ask_all_ranks(info, ADAPTER_SUM + json.dumps([name, whole]), timeout=timeout)
+    return [json.loads(answer["adapter"]) for answer in answers]
+
+
+def compare_logprobs(
+    info: EngineInfo, logprobs: Sequence[float], *, adapter: str | None = None, timeout: float
+) -> float:
+    """Return the mean difference in nats between an engine's log-probabilities of `TOKENS` and `logprobs`.
+
+    Raises EngineLostError if the engine does not answer.
+    """
+    found = read_logprobs(info, TOKENS, adapter=adapter, timeout=max(timeout, FIRST_REQUEST_SECONDS))
+    return sum(abs(ours - theirs) for ours, theirs in zip(logprobs, found, strict=True)) / len(found)
+
+
+def read_logprobs(
+    info: EngineInfo, tokens: Sequence[int], *, adapter: str | None = None, timeout: float
+) -> list[float]:
     """Let an engine compute the log-probabilities of all tokens but the first, in nats."""
     body = {
         "input_ids": tokens,
+        "lora_path": adapter,
         "sampling_params": {"max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,

@@ -13,10 +13,10 @@ from miles_async.adapters.sglang.engine_weights import Shape
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights.engine import (
     EngineMemory,
+    compare_logprobs,
     read_checksums,
     read_engine_memory,
     read_layouts,
-    read_logprobs,
     read_received,
     watch_loader,
 )
@@ -31,10 +31,6 @@ SIGN_OF_LIFE_SECONDS = 5.0
 """Time for an engine to answer after a failed send."""
 LAYOUT_SECONDS = 600.0
 """Time for an engine to find out where SGLang's loader puts the weights."""
-FIRST_REQUEST_SECONDS = 600.0
-"""Time for an engine to answer its first request, for which it may compile kernels."""
-TOKENS = tuple(range(33, 65))
-"""Tokens for which engines and learner are compared: printable characters or bytes in most vocabularies."""
 
 Layout = tuple[list[dict[str, Shape]], dict[str, str]]
 """An engine's parameters: their shapes on each of its ranks, and their dtypes."""
@@ -165,8 +161,7 @@ class WeightSource:
 
         Raises EngineLostError if the engine does not answer.
         """
-        found = read_logprobs(self._engines[name].info, TOKENS, timeout=max(self.timeout, FIRST_REQUEST_SECONDS))
-        return sum(abs(ours - theirs) for ours, theirs in zip(logprobs, found, strict=True)) / len(found)
+        return compare_logprobs(self._engines[name].info, logprobs, timeout=self.timeout)
 
     def close(self) -> None:
         """Close all transports."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from miles_async.config.translation import Flag, Idle, Only, Refused, Rule, converts, sets
 
 _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
-_LORA = Refused("LoRA is not supported: remove it")
+_EXPERTS_LORA = Refused("experts get no adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 _AGENT = Refused("set custom_generate_function_path to a function that runs the agent (docs/how-to/agents.md)")
@@ -21,8 +21,8 @@ _SWITCHES: Mapping[str, Rule] = {
     "use_prometheus": Idle("has no effect: metrics are always exported"),
     "use_session_server": _SESSIONS,
     "gradient_checkpointing": _FSDP,
-    "experts_shared_outer_loras": _LORA,
-    "lora_base_cpu_backup": _LORA,
+    "experts_shared_outer_loras": _EXPERTS_LORA,
+    "lora_base_cpu_backup": Idle("has no effect: engines keep the weights of the base model"),
     "fsdp_cpu_offload": _FSDP,
     "use_miles_dashboard": Idle("has no effect: each run has a live page"),
     "true_on_policy_mode": Refused("engines and learner use kernels of their own: remove it"),
@@ -60,10 +60,7 @@ _VALUES: Mapping[str, Rule] = {
     "original_max_position_embeddings": _MODEL,
     "beta_fast": _MODEL,
     "beta_slow": _MODEL,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
-    "lora_adapter_path": _LORA,
+    "lora_adapter_path": sets("learner.lora_load"),
     "opd_log_prob_top_k": _DISTILLATION,
     "opd_top_k_strategy": _DISTILLATION,
     "opd_reward_weight_mode": _DISTILLATION,
@@ -73,6 +70,7 @@ _VALUES: Mapping[str, Rule] = {
 FLAGS: Mapping[str, Flag] = {
     **{name: Flag(rule, "nothing") for name, rule in _SWITCHES.items()},
     **{name: Flag(rule) for name, rule in _VALUES.items()},
-    "target_modules": Flag(_LORA, "values"),
+    "target_modules": Flag(sets("learner.lora_target_modules"), "values"),
+    "exclude_modules": Flag(sets("learner.lora_exclude_modules"), "values"),
 }
 """All flags by name."""

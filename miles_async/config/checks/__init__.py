@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from miles_async.config import untested
 from miles_async.config.checks import (
+    adapters,
     layouts,
     memory,
     models,
@@ -50,6 +51,11 @@ def problems(config: RunConfig, entry: str) -> list[str]:
     elif (problem := sizes.key_age_problem(config, overlaps=schedule is not Schedule.SYNCHRONOUS)) is not None:
         found.append(problem)
     elif schedule is Schedule.FULLY_ASYNC:
+        if config.learner.lora_rank and config.rollout.max_weight_staleness is None:
+            found.append(
+                "without max_weight_staleness, engines may have to hold any number of adapters: set it, for example "
+                "to 2, or set lora_rank to 0"
+            )
         found += sizes.fully_async_problems(config, bounds_of(config, entry))
     return found
 
@@ -59,5 +65,5 @@ def notes(config: RunConfig, entry: str) -> list[str]:
     return [sentence for note in NOTES for sentence in note(config, entry)]
 
 
-_MODULES = (plugins, sizes, placeholders, rollouts, models, switches, layouts, memory, serving, untested)
+_MODULES = (plugins, sizes, placeholders, rollouts, models, adapters, switches, layouts, memory, serving, untested)
 _CHECKS = [check for module in _MODULES for check in module.CHECKS]

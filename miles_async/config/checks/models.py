@@ -169,7 +169,11 @@ def _exports(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     if learner.save_hf is None:
         return
-    for setting, path in (("hf_checkpoint", config.model.hf_checkpoint), ("ref_load", config.algorithm.ref_load)):
+    for setting, path in (
+        ("hf_checkpoint", config.model.hf_checkpoint),
+        ("ref_load", config.algorithm.ref_load),
+        ("lora_load", learner.lora_load),
+    ):
         if path is not None and _may_export_to(Path(path).expanduser().resolve(), config):
             yield f"save_hf {learner.save_hf} would overwrite {setting}: set save_hf to a different folder"
 

@@ -96,6 +96,23 @@ def _key_versions(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _published_adapters(config: RunConfig) -> Iterator[str]:
+    if not config.learner.lora_rank:
+        return
+    if config.weights.max_kv_staleness:
+        yield (
+            f"max_kv_staleness {config.weights.max_kv_staleness} has no effect with lora_rank, because every request "
+            "keeps its version of the adapter to its end: set max_kv_staleness to 0"
+        )
+    if config.weights.weight_transfer is not None:
+        yield (
+            f"weight_transfer {config.weights.weight_transfer} sends whole weights, and with lora_rank engines load "
+            "adapters from files: unset weight_transfer"
+        )
+    if config.cluster.colocate:
+        yield "nobody has tried colocate with lora_rank: unset colocate"
+
+
 def _faults(config: RunConfig) -> Iterator[str]:
     others = {fault.process for fault in config.faults.inject_faults if fault.process != "rollout_worker"}
     if others and config.cluster.ray_address is not None:
@@ -105,4 +122,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _published_adapters, _faults)

@@ -121,6 +121,13 @@ NEEDS = (
         lambda c: c.learner.optimizer_cpu_offload,
         "optimizer_cpu_offload",
     ),
+    Needs("lora_newest_each_turn", lambda c: c.learner.lora_rank > 0, "lora_rank"),
+    Needs(
+        "lora_alpha lora_dropout lora_target_modules lora_exclude_modules lora_type lora_load lora_merge",
+        lambda c: c.learner.lora_rank > 0,
+        "lora_rank",
+    ),
+    Needs("lora_merge", lambda c: c.learner.save_hf is not None, "save_hf"),
     Needs("micro_batch_size", lambda c: not c.learner.use_dynamic_batch_size, "use_dynamic_batch_size turned off"),
     Needs(
         "max_tokens_per_microbatch_in_train sequence_length_round_in_train",

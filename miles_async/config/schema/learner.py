@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field
 
 from miles_async.config.learning_rate import AnnealStyle, DecayStyle
-from miles_async.config.schema.megatron import MegatronSwitches
+from miles_async.config.schema.lora import LoraSettings
 
 
-class Learner(MegatronSwitches):
+class Learner(LoraSettings):
     """The learner: optimizer, batching, parallelism, checkpoints and processes. It runs Megatron-core."""
 
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = "policy_loss"

@@ -40,6 +40,10 @@ class Weights(Section):
     publish. Requests and cached prefixes with older ones are computed again. 0 computes everything again, -1 nothing.
     Other values than 0 need pause_generation_mode retract. max_weight_staleness counts the age of the keys."""
 
+    lora_newest_each_turn: bool = False
+    """Let each turn of an agent use the newest version of the adapter that lora_rank trains. If off, all turns of a
+    group use the version of its first turn."""
+
     @property
     def engine_pause(self) -> str:
         """How a publish pauses the engines (`Fleet.pause`): with max_kv_staleness, an engine itself removes requests

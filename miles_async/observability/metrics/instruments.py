@@ -340,6 +340,9 @@ class Instruments:
         self.trainer_version = gauge("trainer_weight_version", "Newest weight version of the learner.")
         self.live_version = gauge("live_weight_version", "Newest weight version that all routed engines hold.")
         self.engine_version = gauge("engine_weight_version", "Weight version that an engine holds.", "engine")
+        self.adapter_requests = gauge(
+            "adapter_requests", "Requests at the engines, by the version of the adapter (--lora-rank).", "version"
+        )
         self.engine_routed = gauge(
             "engine_routed", "1 while the engine receives requests, 0 while it is fenced.", "engine"
         )

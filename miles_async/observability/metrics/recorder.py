@@ -345,6 +345,9 @@ class MetricsRecorder:
         self._metrics.rewarding_groups.set(event.rewarding)
         self._metrics.live_version.set(event.live_version)
         self._metrics.trainer_version.set(event.trainer_version)
+        self._metrics.adapter_requests.clear()
+        for version, requests in event.adapters.items():
+            self._metrics.adapter_requests.labels(version).set(requests)
         if event.waits_for is not None:
             self._count_blocked(event.waits_for, event.waits_seconds)
 

@@ -45,7 +45,8 @@ class Publishes:
         self.version = 0
         """The newest version that was published."""
         self.whole, self.pause = Milliseconds(), Milliseconds()
-        """From the start of staging until every engine decodes again, and the part of it in which engines paused."""
+        """From the start of staging until every engine decodes again, or has loaded the adapter, and the part of it in
+        which engines paused."""
         self.bytes = 0
         self.recent: deque[PublishEnded] = deque(maxlen=RECENT_PUBLISHES)
 
@@ -56,7 +57,7 @@ class Publishes:
         self.running = None
         if event.live and event.version > 0:
             self.version = max(self.version, event.version)
-            self.whole.add(event.staged_seconds + event.paused_seconds)
+            self.whole.add(event.staged_seconds + max(event.paused_seconds, event.write_seconds))
             self.pause.add(event.paused_seconds)
             self.bytes += event.bytes
             self.recent.append(event)

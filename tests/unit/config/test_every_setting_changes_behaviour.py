@@ -24,12 +24,13 @@ from miles_async.adapters.sglang.launch import Rendezvous
 from miles_async.batching.batch import PackedBatch, rank_batches, repack_for_forward
 from miles_async.config.device_plan import demand_of
 from miles_async.config.fields import SETTINGS
-from miles_async.config.generation import bounds_of
+from miles_async.config.generation import adapter_versions_of, bounds_of
 from miles_async.config.learning_rate import critic_learning_rate, learning_rate
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.errors import FatalError
 from miles_async.events import RunStarted
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -66,6 +67,16 @@ def engine(config: RunConfig) -> object:
     spec = engine_spec(config, "engine-0", "checkpoint", Path("logs"))
     words = launch.command(spec, 30000, Rendezvous("127.0.0.1", 30001, 30002))
     return words, launch.environment(spec), spec.cpus, spec.start_timeout
+
+
+def second_turn(config: RunConfig) -> object:
+    """The version of the adapter that the second turn of a group names after a publish."""
+    adapters, pin = adapter_versions_of(config), PinnedVersion()
+    assert adapters is not None
+    versions = []
+    for adapters.live in (1, 2):
+        versions.append(adapters.begin(pin))
+    return versions
 
 
 def routing(config: RunConfig) -> object:
@@ -262,6 +273,11 @@ OBSERVED: dict[str, Change] = {
     "ref_use_dynamic_batching_in_infer": change(forward_batches, True),
     "ref_max_tokens_per_microbatch_in_infer": change(forward_batches, 64, **REFERENCE_ROWS),
     "ref_sequence_length_round_in_infer": change(forward_batches, 32, **REFERENCE_ROWS),
+    "lora_rank": change(plan, 8),
+    "lora_alpha": change(plan, 32.0, lora_rank=8),
+    "lora_target_modules": change(plan, ["q_proj", "v_proj"], lora_rank=8),
+    "lora_exclude_modules": change(plan, ["q_proj"], lora_rank=8),
+    "lora_type": change(plan, "rslora", lora_rank=8),
     "tensor_model_parallel_size": change(learner_input, 2),
     "pipeline_model_parallel_size": change(learner_input, 2),
     "virtual_pipeline_model_parallel_size": change(learner_input, 2, **STAGES),
@@ -278,6 +294,7 @@ OBSERVED: dict[str, Change] = {
     "weight_transfer": change(engine, "disk"),
     "update_weights_interval": change(simulated(), 2, **SMALL),
     "max_kv_staleness": change(engine, 1),
+    "lora_newest_each_turn": change(second_turn, True, lora_rank=8, max_weight_staleness=2),
     # engines and cluster
     "rollout_num_gpus": change(plan, 2),
     "rollout_num_gpus_per_engine": change(engine, 2),
@@ -328,6 +345,7 @@ SKIP_MANAGER = "unit/compat/verl/test_skip_manager.py"
 CRITIC = "stack/test_learner_critic.py"
 LOGS = "unit/observability/console/test_logs_and_sinks.py"
 LEARNER = "stack/test_learner_settings.py"
+LORA = "stack/test_learner_lora.py"
 LEARNER_HOOKS = "stack/test_learner_hooks.py"
 LOSS_FUNCTIONS = (
     "stack/test_loss_functions.py::"
@@ -552,6 +570,9 @@ NAMED: dict[str, str] = {
     "learner_cpus": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "seed": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
+    "lora_dropout": f"{LORA}::test_dropout_acts_on_gradients_only",
+    "lora_load": f"{LORA}::test_adapters_get_the_gradients_of_lora_in_plain_pytorch",
+    "lora_merge": f"{LORA}::test_merged_weights_after_a_step_are_those_of_plain_pytorch",
     # weights
     "gpu_memory_gib": "unit/config/test_memory.py::test_a_job_that_does_not_fit_is_refused_with_settings_that_do",
     "host_memory_gib": "unit/config/test_memory.py::test_copies_that_exceed_the_host_memory_are_refused",

@@ -241,7 +241,7 @@ def another_value(name: str) -> Any:
     if bool in setting.kinds:
         return not setting.default
     if list in setting.kinds:
-        return [0.1, 9.0]
+        return ["other"] if setting.element is str else [0.1, 9.0]
     if str in setting.kinds:
         return "other"
     return (

@@ -20,6 +20,7 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.unit.byte_tokenizer import Bytes
@@ -43,7 +44,9 @@ class Script(SGLangGenerator):
         self.discarded: list[tuple[int | None, str, int]] = []
         """Index, reason and tokens of discarded responses."""
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         assert sampling is not None
         self.asked.append(sampling)
         self.begun.set()

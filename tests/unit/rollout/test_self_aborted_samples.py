@@ -13,6 +13,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Sample, SampleStatus
 from tests.unit.byte_tokenizer import Bytes
 
@@ -20,7 +21,9 @@ from tests.unit.byte_tokenizer import Bytes
 class AbortingEngine(SGLangGenerator):
     """An engine that aborts every request, as engines do when weights are published with mode `abort`."""
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         for sample in group:
             sample.status = SampleStatus.ABORTED
 

@@ -68,6 +68,7 @@ async def generators(*, agent_key: Any = "", **settings: Any) -> AsyncIterator[G
             journal=DirectJournal(Trace()),
             stored=None,
             live_version=lambda: 0,
+            adapters=None,
             limits=NO_LIMITS,
             agent_key_file=Path(folder) / "agent_key",
         )

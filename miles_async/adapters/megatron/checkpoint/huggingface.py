@@ -12,6 +12,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.hf_weights import open_tensors
 from miles_async.atomic_files import atomic_folder, replace_folder, temporary_path
+from miles_async.models.lora import CONFIG, AdapterConfig, base_hash, write_adapter
 from miles_async.models.text_part import is_of_images
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -30,6 +31,18 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
     new = temporary_path(path)
     write_checkpoint(new, tensors, like=like, notes={})
     replace_folder(new, path)
+
+
+def replace_adapter(path: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, *, base: Path) -> None:
+    """Write an adapter in PEFT's format; an earlier one at `path` is replaced after the new one is written completely.
+
+    Raises OSError if `path` is something else than an adapter, and not an empty folder.
+    """
+    new = temporary_path(path)
+    with atomic_folder(new if (path / CONFIG).is_file() else path) as draft:
+        write_adapter(draft, tensors, config, base=str(base), hash_of_base=base_hash(base))
+    if new.exists():
+        replace_folder(new, path)
 
 
 def _set_dtype(config: Path, tensor: Tensor) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_to_host, without_dtensor_warnings
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import TrainedModel
+from miles_async.adapters.megatron.model.lora import sharded_adapters
 from miles_async.errors import UserError
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -89,7 +90,7 @@ def _load(model: TrainedModel, folder: str) -> None:
     modules, optimizer = _sharded_state(model, is_loading=True)
     module_states = _load_shards(_prefer_fp32_values(modules, folder), folder)
     for chunk, state in zip(model.chunks, module_states, strict=True):
-        chunk.module.load_state_dict(state)
+        chunk.module.load_state_dict(state, strict=not model.settings.lora_rank)
     # The optimizer is loaded separately from the weights: both may need the same stored tensor, because a master copy
     # may have to come from the key of the weight.
     optimizer_state = _load_shards(_find_master_keys(optimizer, folder), folder)
@@ -136,7 +137,8 @@ def _load_shards(state: Any, folder: str) -> Any:
 
 def _sharded_state(model: TrainedModel, *, is_loading: bool) -> tuple[list[Any], dict[str, Any]]:
     """Megatron's sharded state dicts of the chunks and of the optimizer."""
-    chunks = [chunk.module.sharded_state_dict() for chunk in model.chunks]
+    has_adapters = model.settings.lora_rank > 0
+    chunks = [sharded_adapters(one.module) if has_adapters else one.module.sharded_state_dict() for one in model.chunks]
     form = _FORMAT | {_GATHER_ON_ONE_RANK: model.settings.distrib_optim_fully_reshardable_mem_efficient}
     optimizer = model.optimizer.sharded_state_dict({"chunks": chunks}, is_loading, metadata=form)
     return chunks, optimizer

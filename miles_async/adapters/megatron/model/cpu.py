@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,8 +81,8 @@ def _use_onednn() -> None:
 
     A mode around the whole step would not do: torch runs a backward pass without the modes that are active around it.
     """
-    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
-    for name in ("forward", "backward"):
+    frozen, trained = layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication
+    for linear, name in product((frozen, trained), ("forward", "backward")):
         compute = vars(linear)[name].__func__
 
         def with_onednn(*args: Any, compute: Callable[..., Any] = compute) -> Any:

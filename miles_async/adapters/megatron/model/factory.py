@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.environment import ATTENTION, environment
 from miles_async.adapters.megatron.model.host_memory import HostMemory
 from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_swiglu, uses_local_layers
+from miles_async.adapters.megatron.model.lora import attach_adapters
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
@@ -107,6 +109,12 @@ def build_reference(settings: Learner, hf_checkpoint: str) -> MegatronModel:
     return MegatronModel(settings, settings.ref_env_vars, source, frozen, output_layer, *positions)
 
 
+def frozen_part(model: TrainedModel, settings: Learner) -> MegatronModel:
+    """The reference model of a run that trains adapters: the same weights, computed without the adapters."""
+    parts = (model.source, model.chunks, model.output_layer, model.by_position, model.shares_prefixes)
+    return MegatronModel(settings, settings.ref_env_vars, *parts)
+
+
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> TrainedModel:
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
@@ -120,6 +128,9 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         source, chunks = _load_chunks(settings, hf_checkpoint)
         for chunk in chunks if values else ():
             attach_value_head(chunk)
+        if settings.lora_rank:
+            assert isinstance(source, PluginSource), "config/checks refuses models of Megatron-Bridge"
+            attach_adapters(chunks, source.converter, settings, Path(hf_checkpoint).expanduser())
         output_layer = None if values else _replace_output_layer(chunks)
         positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)
@@ -146,6 +157,8 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
 
 
 def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
+    # Adapters are float32, whatever the type of the frozen weights.
+    dtype = torch.float32 if settings.lora_rank else dtype_of(settings)
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -153,8 +166,8 @@ def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
         clip_grad=settings.clip_grad,
-        bf16=dtype_of(settings) is torch.bfloat16,
-        params_dtype=dtype_of(settings),
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
         use_distributed_optimizer=sharded,
         overlap_param_gather=settings.overlap_param_gather and sharded,
         # Megatron keeps the fp32 weights on the GPU unless the optimizer holds them.

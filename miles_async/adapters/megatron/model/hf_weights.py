@@ -66,11 +66,11 @@ class WeightConverter:
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
         prefix = self.plugin.hf_layer if layer else ""
         numbers = {"layer": layer[1] if layer else "", "expert": expert[3] if expert else ""}
-        return [f"{prefix}{hf_name}".format(**numbers) for hf_name in self._conversion(name).names]
+        return [f"{prefix}{hf_name}".format(**numbers) for hf_name in self.conversion(name).names]
 
     def to_megatron(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Return a whole parameter from the tensors of `hf_names`, in the same order."""
-        conversion = self._conversion(name)
+        conversion = self.conversion(name)
         # The bias of a router is kept in float32.
         tensors = [tensor if "expert_bias" in name else tensor.to(self._dtype) for tensor in tensors]
         match conversion:
@@ -93,7 +93,7 @@ class WeightConverter:
 
     def to_hf(self, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
         """Return the tensors of the checkpoint, with their names, from a whole parameter."""
-        conversion = self._conversion(name)
+        conversion = self.conversion(name)
         match conversion:
             case Same():
                 tensors: Sequence[Tensor] = [whole[: self.shape.vocabulary] if name in _VOCABULARY else whole]
@@ -114,7 +114,7 @@ class WeightConverter:
         """Split a whole parameter into those of tensor-parallel ranks, which have `shape` if the plug-in is correct."""
         if tuple(shape) == tuple(whole.shape):
             return [whole] * ranks
-        if isinstance(self._conversion(name), GateUp):
+        if isinstance(self.conversion(name), GateUp):
             # Each rank holds its part of the gate and its part of the up projection.
             return [torch.cat(parts) for parts in zip(*(half.chunk(ranks) for half in whole.chunk(2)), strict=True)]
         sizes = enumerate(zip(shape, whole.shape, strict=False))
@@ -123,7 +123,7 @@ class WeightConverter:
 
     def merge(self, name: str, parts: Sequence[Tensor], axis: int) -> Tensor:
         """Return a whole parameter from those of tensor-parallel ranks, which are split along `axis`."""
-        if isinstance(self._conversion(name), GateUp):
+        if isinstance(self.conversion(name), GateUp):
             halves = zip(*(part.chunk(2) for part in parts), strict=True)
             return torch.cat([torch.cat(half) for half in halves])
         return torch.cat(list(parts), axis)
@@ -133,7 +133,8 @@ class WeightConverter:
         used = {_without_numbers(hf_name) for name in parameters for hf_name in self.hf_names(name)}
         return [name for name in checkpoint if _without_numbers(name) not in used and not name.endswith(self._unused)]
 
-    def _conversion(self, name: str) -> Conversion:
+    def conversion(self, name: str) -> Conversion:
+        """How a parameter follows from tensors of the checkpoint. Raises UserError if the plug-in does not map it."""
         layer = _LAYER.match(name)
         table: Mapping[str, Conversion] = self._layer if layer else self._outer
         key = name[layer.end() :] if layer else name
@@ -311,7 +312,8 @@ def _experts_per_rank(converter: WeightConverter) -> int:
 
 def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     module = unwrap_model(chunk)
-    yield from module.named_parameters()
+    # Adapters have a format of their own (`lora.py`).
+    yield from ((name, one) for name, one in module.named_parameters() if ".adapters." not in name)
     # The router's load-balancing bias is updated without gradients, so it is a buffer; engines need it all the same.
     yield from ((name, buffer) for name, buffer in module.named_buffers() if "expert_bias" in name)
 

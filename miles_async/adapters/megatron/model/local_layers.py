@@ -301,7 +301,9 @@ def uses_local_layers(settings: Learner) -> bool:
 
     Raises UserError if the settings ask for Transformer Engine and this process cannot use it.
     """
-    # None of Transformer Engine's attention kernels computes packed sequences in float32.
+    # None of Transformer Engine's attention kernels computes packed sequences in float32. Its layers get no adapters.
+    if settings.transformer_impl is None and settings.lora_rank:
+        return True
     if settings.transformer_impl is None:
         return on_cpu() or not HAVE_TE or dtype_of(settings) is torch.float32
     if settings.transformer_impl == "transformer_engine" and (on_cpu() or not HAVE_TE):

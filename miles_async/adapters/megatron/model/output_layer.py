@@ -111,17 +111,22 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         (hidden,), weight = ctx.saved_tensors, ctx.weight
         hidden_gradient = torch.empty_like(hidden)
+        is_trained = weight.requires_grad
         has_buffer = hasattr(weight, "main_grad") and weight.main_grad.dtype is torch.float32
-        total = weight.main_grad if has_buffer else torch.zeros_like(weight, dtype=torch.float32)
+        total = None
+        if is_trained:
+            total = weight.main_grad if has_buffer else torch.zeros_like(weight, dtype=torch.float32)
         for chunk in _chunks(hidden, ctx.size):
-            inputs = hidden[chunk].detach().requires_grad_(), weight.detach().requires_grad_()
+            inputs = hidden[chunk].detach().requires_grad_(), weight.detach().requires_grad_(is_trained)
             with torch.enable_grad():
                 results = ctx.compute(*inputs, chunk)
             pairs = [(one, part[..., chunk]) for one, part in zip(results, gradients, strict=True) if part is not None]
             outputs, of_outputs = zip(*pairs, strict=True)
-            hidden_gradient[chunk], weight_gradient = torch.autograd.grad(outputs, inputs, of_outputs)
-            total += weight_gradient
-        return hidden_gradient, None if has_buffer else total.to(weight.dtype), None, None
+            gradients_of_inputs = torch.autograd.grad(outputs, inputs[: 1 + is_trained], of_outputs)
+            hidden_gradient[chunk] = gradients_of_inputs[0]
+            if total is not None:
+                total += gradients_of_inputs[1]
+        return hidden_gradient, None if has_buffer or total is None else total.to(weight.dtype), None, None
 
 
 def _chunks(rows: Tensor, size: int) -> Iterator[slice]:

@@ -44,7 +44,7 @@ class PluginSource(ModelSource):
         self.shape = self._plugin.shape(self._hf_config)
         # Tensor-parallel ranks hold equal parts of the vocabulary.
         self._padded = self.shape.vocabulary + -self.shape.vocabulary % settings.tensor_model_parallel_size
-        self._converter = WeightConverter(
+        self.converter = WeightConverter(
             self._plugin, self._hf_config, padded_vocabulary=self._padded, dtype=dtype_of(settings)
         )
         with plugin_errors(self._plugin, "describe its position embedding"):
@@ -78,10 +78,10 @@ class PluginSource(ModelSource):
         return chunk
 
     def load(self, chunks: Sequence[torch.nn.Module]) -> None:
-        load_weights(self._converter, chunks, self._checkpoint)
+        load_weights(self.converter, chunks, self._checkpoint)
 
     def export(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-        return export_weights(self._converter, chunks)
+        return export_weights(self.converter, chunks)
 
 
 def _read_checkpoint(hf_checkpoint: str) -> tuple[ModelPlugin, HfConfig]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -21,13 +22,29 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_async.adapters.megatron.checkpoint.huggingface import replace_checkpoint, write_checkpoint
+from miles_async.adapters.megatron.checkpoint.huggingface import (
+    replace_adapter,
+    replace_checkpoint,
+    write_checkpoint,
+)
 from miles_async.adapters.megatron.checkpoint.state_copy import CheckpointCopy
 from miles_async.adapters.megatron.checkpoint.training_state import copy_state, load_state
 from miles_async.adapters.megatron.model.cpu import on_cpu
-from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel, build_model, build_reference
+from miles_async.adapters.megatron.model.factory import (
+    MegatronModel,
+    TrainedModel,
+    build_model,
+    build_reference,
+    frozen_part,
+)
 from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.local_layers import refuse_for_local_layers, uses_local_layers
+from miles_async.adapters.megatron.model.lora import (
+    adapter_config,
+    export_adapter,
+    merge_adapter,
+    without_adapters,
+)
 from miles_async.adapters.megatron.model.process_groups import (
     add_over_data_parallel,
     broadcast_from_last_stage,
@@ -80,6 +97,7 @@ from miles_async.losses.policy import (
     supervised_loss,
 )
 from miles_async.losses.tokens import TokenColumns
+from miles_async.models.lora import AdapterConfig
 from miles_async.plugins import errors_of
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import StepReport
@@ -140,7 +158,9 @@ class MegatronLearner:
         if estimator_of(config.algorithm).trains_critic:
             self._critic = Critic(config, hf_checkpoint)
         self._reference = None
-        if config.keeps_reference:
+        if config.keeps_reference and config.learner.lora_rank and config.algorithm.ref_load is None:
+            self._reference = frozen_part(self._model, config.learner.reference_batching)
+        elif config.keeps_reference:
             reference = Path(reference_of(config.algorithm.ref_load, hf_checkpoint)).expanduser()
             self._reference = build_reference(config.learner.reference_batching, str(reference))
         self._offloaded: list[Offloaded] = []
@@ -156,6 +176,11 @@ class MegatronLearner:
     def _trained(self) -> dict[str, TrainedModel]:
         """The models with an optimizer, by the names of their checkpoints."""
         return {"actor": self._model} | ({} if self._critic is None else {"critic": self._critic.model})
+
+    @property
+    def _shares_weights(self) -> bool:
+        """Whether the reference model is the policy without its adapters."""
+        return self._reference is not None and self._reference.chunks is self._model.chunks
 
     @property
     def shares_prefixes(self) -> bool:
@@ -367,8 +392,11 @@ class MegatronLearner:
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
         """[m] log-probabilities of each micro-batch under the current weights of a model."""
-        self._hooks.before_log_prob(model, "ref_" if model is self._reference else "")
-        return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
+        is_reference = model is self._reference
+        self._hooks.before_log_prob(model, "ref_" if is_reference else "")
+        # Any other reference model has no adapters.
+        with without_adapters(model.chunks) if is_reference else nullcontext():
+            return inference.frozen_logprobs(model, step.micro_batches, temperature=self._temperature)
 
     def supervised_step(self, prompts: Sequence[list[int]], responses: Sequence[list[int]], lr: float) -> float:
         """Take one supervised step on token ids; returns the mean negative log-likelihood in nats per response token.
@@ -406,29 +434,48 @@ class MegatronLearner:
         return inference.greedy(self._model, prompts, max_new_tokens, eos)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, whole and with Hugging Face names, on every rank.
+        """Yield all weights, whole and with Hugging Face names, on every rank; with adapters, those of the base model.
 
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
         return self._model.source.export(self._model.chunks)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Copies of the adapter's tensors in host memory on rank 0, in float32 and with PEFT's names and shapes.
+
+        Other ranks return nothing. All ranks must call it.
+        """
+        return self._gather(export_adapter(self._model.chunks))
+
+    @property
+    def adapter_config(self) -> AdapterConfig:
+        """What PEFT and the engines must know of the adapter."""
+        return adapter_config(self._settings)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.
 
         `notes` are the contents of further files by name. Raises OSError if `path` exists and is not empty.
         """
-        tensors = self._gather_weights()
+        tensors = self._gather(self.weights())
         if self._rank == 0:
             write_checkpoint(Path(path), tensors, like=self._checkpoint, notes=notes)
         dist.barrier()
 
-    def _gather_weights(self) -> dict[str, Tensor]:
-        """Copies of all weights in host memory on rank 0, and nothing on other ranks. All ranks must call it."""
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.weights():
-            if self._rank == 0:
-                tensors[name] = tensor.to("cpu", copy=True)
-        return tensors
+    def _gather(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of tensors in host memory on rank 0, and nothing on other ranks. All ranks must call it."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in named if self._rank == 0}
+
+    def _export(self, path: Path) -> Callable[[], None]:
+        """Copy what is exported; returns a function that writes it. All ranks must call it."""
+        like, config = self._checkpoint, self.adapter_config if self._settings.lora_rank else None
+        adapter = {} if config is None else self.adapter()
+        if config is not None and not self._settings.lora_merge:
+            return lambda: replace_adapter(path, adapter, config, base=like)
+        tensors = self._gather(self.weights())
+        if config is not None:
+            merge_adapter(tensors, adapter, config.scale)
+        return lambda: replace_checkpoint(path, tensors, like=like)
 
     def copy_state(self, folder: str | None, hf_path: str | None = None) -> CheckpointCopy:
         """Copy the training state to host memory, to be written into `folder` while training goes on.
@@ -440,16 +487,13 @@ class MegatronLearner:
             models = [copy_state(model, Path(folder) / name) for name, model in self._trained.items()]
         if hf_path is None:
             return CheckpointCopy(models)
-        tensors = self._gather_weights()
-        if self._rank > 0:
-            return CheckpointCopy(models)
-        like = self._checkpoint
-        return CheckpointCopy(models, lambda: replace_checkpoint(Path(hf_path), tensors, like=like))
+        export = self._export(Path(hf_path))
+        return CheckpointCopy(models, export if self._rank == 0 else None)
 
     def offload(self) -> None:
         """Free the GPU memory of all models for an engine that shares the device, until `onload`."""
         if not self._offloaded:
-            reference = [] if self._reference is None else [self._reference]
+            reference = [] if self._reference is None or self._shares_weights else [self._reference]
             self._offloaded = offload([*self._trained.values(), *reference])
 
     def onload(self) -> None:

@@ -22,6 +22,7 @@ from miles_async.adapters.megatron.model.environment import environment
 from miles_async.adapters.megatron.model.factory import MegatronModel, TrainedModel
 from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
+from miles_async.adapters.megatron.model.lora import without_dropout
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.batching.batch import PackedBatch, pack_samples
 from miles_async.batching.layout import Padding, context_parallel_indices
@@ -65,7 +66,7 @@ def run_forward(model: MegatronModel, inputs: Sequence[ModelInput], read: Callab
     def keep(number: int, output: Tensor, non_loss_data: bool) -> None:
         results[number] = read(inputs[number], output[0])
 
-    with torch.no_grad():
+    with torch.no_grad(), without_dropout(model.chunks):
         _run_schedule(model, inputs, keep, forward_only=True, collect_non_loss_data=True)
     return [results[number] for number in sorted(results)]
 

@@ -104,13 +104,14 @@ def complete_weights(model: TrainedModel) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def model_tensors(model: TrainedModel) -> Iterator[Tensor]:
+def model_tensors(model: TrainedModel, *, frozen: bool = True) -> Iterator[Tensor]:
     """Parameters, the optimizer's own copies (fp32 masters) and its state; the same tensor may appear twice.
 
-    What an offloaded optimizer keeps in main memory is among them.
+    What an offloaded optimizer keeps in main memory is among them. Without `frozen`, weights that are not trained are
+    left out.
     """
     for chunk in model.chunks:
-        yield from chunk.module.parameters()
+        yield from (parameter for parameter in chunk.module.parameters() if frozen or parameter.requires_grad)
     for optimizer in model.inner_optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]
@@ -142,7 +143,7 @@ class Snapshot:
 
     def __init__(self, model: TrainedModel) -> None:
         self._model, self._steps_taken = model, model.steps_taken
-        self._storages = list(distinct_storages(model_tensors(model)).values())
+        self._storages = list(distinct_storages(model_tensors(model, frozen=False)).values())
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = not any(optimizer.state for optimizer in model.inner_optimizers)
         # Fused optimizers count their steps there.

@@ -41,6 +41,7 @@ _ONE_RANK = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "sequence_parallel": False,
+    "lora_rank": 0,  # a warm start trains the base model
 }
 
 

@@ -111,8 +111,9 @@ function table(head, rows, empty) {
 
 function drawTables(now) {
   const router = now.router ? [["router", now.router.up ? "up" : "does not answer", "–", `${now.router.healthy} of ${plural(now.router.engines, "engine")} healthy`]] : [];
+  const adapters = Object.entries(now.pulse?.adapters ?? {}).map(([version, requests]) => ["adapter", "loaded", `v${version}`, plural(requests, "request")]);
   $("engines").replaceChildren(table(["engine", "state", "version", ""],
-    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""])), "No engine has been started yet."));
+    router.concat(now.engines.map((e) => [e.engine, now.silent[e.engine] ? `silent for ${duration(now.silent[e.engine])}` : e.state, e.version === null ? "–" : `v${e.version}`, e.reason ?? ""]), adapters), "No engine has been started yet."));
   const ages = Object.entries(now.staleness), most = Math.max(1, ...ages.map(([, n]) => n)), sum = ages.reduce((a, [, n]) => a + n, 0);
   $("ages").replaceChildren(table(["staleness", "groups", ""], ages.map(([age, n]) => {
     const bar = el("div");

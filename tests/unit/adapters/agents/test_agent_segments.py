@@ -11,6 +11,7 @@ from miles_async.adapters.agents.endpoint import Agents
 from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.time_limit import TimeLimit, innermost_limit
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -61,9 +62,11 @@ async def test_the_requests_of_an_agent_run_under_the_time_limit_of_its_sample()
         limits: list[TimeLimit | None] = []
         answer = agent.engine.generate
 
-        async def observed(group: Group, sampling: SamplingParams | None = None) -> None:
+        async def observed(
+            group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+        ) -> None:
             limits.append(innermost_limit.get())
-            await answer(group, sampling)
+            await answer(group, sampling, pin)
 
         agent.engine.generate = observed  # type: ignore[method-assign]
 

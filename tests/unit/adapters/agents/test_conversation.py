@@ -15,6 +15,7 @@ from miles_async.adapters.agents.conversation import Completion, Conversation, I
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.errors import EngineLostError, PromptTooLongError, TrajectoryError
+from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.unit.byte_tokenizer import Bytes
 
@@ -38,7 +39,9 @@ class Engine(SGLangGenerator):
         self.contexts: list[list[int]] = []
         """The tokens before each answer."""
 
-    async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
+    async def generate(
+        self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
+    ) -> None:
         [sample], number = group, next(self._numbers)
         assert sampling is not None
         self.contexts.append(list(sample.tokens))

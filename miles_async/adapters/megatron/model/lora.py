@@ -1,0 +1,339 @@
+"""LoRA adapters of Megatron's linear layers: one for each linear layer of the checkpoint (`models/lora.py`).
+
+Megatron computes queries, keys and values in one layer, and gate and up projection in another. Each of them has an
+adapter here, as in PEFT. Tensor-parallel ranks divide B where the layer divides its outputs, and A where it
+divides its inputs. Between both matrices, activations are only as wide as the rank of the adapter, so what the ranks
+exchange for it is small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    linear_with_grad_accumulation_and_async_allreduce,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.utils import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    unwrap_model,
+)
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterList
+from torch.nn.functional import dropout
+
+from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broadcast_from_stage
+from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
+from miles_async.config.schema import Learner
+from miles_async.errors import UserError
+from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, tensor_names
+from miles_async.models.plugin import Custom, QueryKeyValue
+from miles_async.plugins import name_of
+
+_LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+class Adapters(Module):
+    """The adapters of one of Megatron's linear layers, which holds one or several layers of the checkpoint."""
+
+    def __init__(self, linear: Any, names: Sequence[str], sizes: Sequence[int], groups: int, settings: Learner) -> None:
+        """`names` are the layers of the checkpoint, and `sizes` their outputs on this rank.
+
+        The outputs of all of them alternate in `groups` equal parts.
+        """
+        super().__init__()
+        chosen = settings.lora_modules
+        self.names = [name for name in names if name.rpartition(".")[2] in chosen]
+        self.enabled = True
+        """Whether the layer adds the outputs of the adapters."""
+        own_sizes = [size for name, size in zip(names, sizes, strict=True) if name in self.names]
+        self._columns = [
+            columns for name, columns in zip(names, _columns_of(sizes, groups), strict=True) if name in self.names
+        ]
+        self._rank, self._scale = settings.lora_rank, settings.lora_scale
+        self._dropout = settings.lora_dropout
+        self._splits_output = isinstance(linear, ColumnParallelLinear)
+        self._sequence_parallel = settings.sequence_parallel
+        inputs, device = linear.weight.shape[1], linear.weight.device
+
+        def parameter(rows: int, columns: int, axis: int) -> Parameter:
+            made = Parameter(torch.zeros(rows, columns, device=device))
+            is_split = axis == (0 if self._splits_output else 1)
+            set_tensor_model_parallel_attributes(made, is_split, axis if is_split else -1, 1)
+            # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
+            made.sequence_parallel = settings.sequence_parallel and not is_split  # type: ignore[attr-defined]
+            return made
+
+        self.a = ParameterList(parameter(self._rank, inputs, 1) for _ in own_sizes)
+        self.b = ParameterList(parameter(size, self._rank, 0) for size in own_sizes)
+
+    def named_pairs(self) -> Iterator[tuple[str, Parameter]]:
+        """This rank's parts of A and B of each adapter, with PEFT's names."""
+        for name, a, b in zip(self.names, self.a, self.b, strict=True):
+            yield from zip(tensor_names(name), (a, b), strict=True)
+
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the layer's output [t, 1, outputs of this rank], plus what the adapters compute from its input.
+
+        `output` must not be used afterwards, because it may have been changed in place.
+        """
+        dropped = dropout(x, self._dropout) if self._dropout and self.training else x
+        hidden = self._scale * _product(dropped, torch.cat(list(self.a)))
+        if self._splits_output:
+            exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
+        else:
+            exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
+        if not self._splits_output:
+            # A single rank's "reduced" output is a view, which autograd lets nobody change.
+            output = output.clone()
+        matrices = [b.to(output.dtype) for b in self.b]
+        added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
+        return added
+
+
+class Columns(NamedTuple):
+    """Adjacent columns of a layer's output that are rows of one B."""
+
+    of_output: slice
+    of_adapter: slice
+
+
+def _columns_of(sizes: Sequence[int], groups: int) -> list[list[Columns]]:
+    """The columns of each layer of the checkpoint, whose outputs alternate in `groups` equal parts."""
+    widths = [size // groups for size in sizes]
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    return [
+        [
+            Columns(
+                slice(group * sum(widths) + start, group * sum(widths) + start + width),
+                slice(group * width, (group + 1) * width),
+            )
+            for group in range(groups)
+        ]
+        for start, width in zip(starts, widths, strict=True)
+    ]
+
+
+class _AddOutputs(torch.autograd.Function):
+    """Adds `hidden @ B.T` of each adapter to the columns of its layer, without further tensors of the output's size."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, hidden: Tensor, columns: list[list[Columns]], *matrices: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, *matrices)
+        ctx.columns = columns
+        ctx.mark_dirty(output)
+        rows = output.view(-1, output.shape[-1])
+        for part, b, own in zip(_parts(hidden, matrices), matrices, columns, strict=True):
+            for one in own:
+                rows[:, one.of_output].addmm_(part, b[one.of_adapter].t())
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, *matrices = ctx.saved_tensors
+        rows, of_hidden = gradient.reshape(-1, gradient.shape[-1]), torch.zeros_like(hidden)
+        of_matrices = [torch.empty_like(b) for b in matrices]
+        parts = zip(
+            _parts(hidden, matrices), _parts(of_hidden, matrices), matrices, of_matrices, ctx.columns, strict=True
+        )
+        for part, of_part, b, of_b, own in parts:
+            for one in own:
+                of_output = rows[:, one.of_output]
+                of_part.addmm_(of_output, b[one.of_adapter])
+                of_b[one.of_adapter] = of_output.t() @ part
+        return gradient, of_hidden, None, *of_matrices
+
+
+def _parts(hidden: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """[t, rank] for each adapter."""
+    return hidden.view(-1, hidden.shape[-1]).split(matrices[0].shape[1], -1)
+
+
+_copy_to_ranks = copy_to_tensor_model_parallel_region
+_reduce_scatter = reduce_scatter_to_sequence_parallel_region
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in the type of `x`, by the function of Megatron that `cpu.py` makes faster on some processors."""
+    result: Tensor = linear_with_grad_accumulation_and_async_allreduce(
+        x,
+        weight.to(x.dtype),
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+    )
+    return result
+
+
+def _add_output(linear: Any, original: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
+    """Replaces `forward` of a linear layer."""
+    output, bias = original(x, *args, **options)
+    return linear.adapters(x, output) if linear.adapters.enabled else output, bias
+
+
+def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settings: Learner, checkpoint: Path) -> None:
+    """Freeze loaded chunks and give their linear layers adapters, in float32.
+
+    A is drawn as in PEFT, from the seed and the name of the layer, and B is 0; or both are those of `lora_load`. Raises
+    UserError if that adapter does not fit.
+    """
+    loaded = None
+    if settings.lora_load is not None:
+        folder = Path(settings.lora_load).expanduser()
+        check_adapter(folder, adapter_config(settings), checkpoint)
+        loaded = read_tensors(folder)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        model = unwrap_model(chunk)
+        for layer in model.decoder.layers:
+            for path in _LINEAR:
+                linear = layer.get_submodule(path)
+                adapters = _adapters_of(linear, f"decoder.layers.{layer.layer_number - 1}.{path}", converter, settings)
+                if adapters.names:
+                    _fill(adapters, loaded, settings.seed)
+                    linear.adapters = adapters
+                    linear.forward = partial(_add_output, linear, linear.forward)
+        if model.pre_process and settings.recompute_granularity is not None:
+            # Recomputed layers only get gradients if their input needs one.
+            model.embedding.register_forward_hook(_require_gradient)
+
+
+def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: Learner) -> Adapters:
+    shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
+    names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(f"{name}.weight")]
+    conversion = converter.conversion(f"{name}.weight")
+    if isinstance(conversion, Custom):
+        raise UserError(f"the model plug-in {name_of(converter.plugin)} computes {names[0]}: unset lora_rank")
+    if isinstance(conversion, QueryKeyValue):
+        groups = shape.query_groups // ranks
+        width = groups * shape.head_width
+        return Adapters(linear, names, (shape.heads // ranks * shape.head_width, width, width), groups, settings)
+    return Adapters(linear, names, [len(linear.weight) // len(names)] * len(names), 1, settings)
+
+
+def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+@torch.no_grad()
+def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) -> None:
+    group = parallel_state.get_tensor_model_parallel_group()
+    for name, parameter in adapters.named_pairs():
+        axis = _split_axis(parameter)
+        if loaded is not None:
+            whole = loaded[name]
+        elif ".lora_A." in name:
+            # The same in every parallel layout. Kaiming's uniform distribution with a = sqrt(5) has this bound.
+            inputs = parameter.shape[1] * (group.size() if axis == 1 else 1)
+            generator = torch.Generator().manual_seed(_seed(f"{seed} {name}"))
+            bound = 1 / math.sqrt(inputs)
+            whole = torch.empty(len(parameter), inputs).uniform_(-bound, bound, generator=generator)
+        else:
+            continue
+        parameter.copy_(whole if axis is None else whole.chunk(group.size(), axis)[group.rank()])
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _split_axis(parameter: Any) -> int | None:
+    """The dimension that tensor-parallel ranks divide; None if each has the whole matrix."""
+    return parameter.partition_dim if parameter.tensor_model_parallel else None
+
+
+def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
+    """All adapters of the chunks of this rank; none if all weights are trained."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)]
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[Module]) -> Iterator[None]:
+    """Within the context, the model computes what its frozen weights compute alone."""
+    adapters = adapters_of(chunks)
+    for one in adapters:
+        one.enabled = False
+    try:
+        yield
+    finally:
+        for one in adapters:
+            one.enabled = True
+
+
+@contextmanager
+def without_dropout(chunks: Sequence[Module]) -> Iterator[None]:
+    """Within the context, adapters use all of their inputs."""
+    adapters = adapters_of(chunks)
+    for one in adapters:
+        one.train(False)
+    try:
+        yield
+    finally:
+        for one in adapters:
+            one.train()
+
+
+def adapter_config(settings: Learner) -> AdapterConfig:
+    return AdapterConfig(settings.lora_rank, settings.lora_scale, settings.lora_modules, settings.lora_dropout)
+
+
+@torch.no_grad()
+def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield A and B of every adapter once, whole and with PEFT's names, on every rank.
+
+    This is a collective operation: all ranks must iterate to the end. Tensors may be parameters, so copy those that
+    must outlast the next optimizer step.
+    """
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    own = {name: parameter for one in adapters_of(chunks) for name, parameter in one.named_pairs()}
+    described = [(name, tuple(parameter.shape), _split_axis(parameter)) for name, parameter in own.items()]
+    for stage, held in enumerate(gather_json(described, pipeline)):
+        for name, shape, axis in held:
+            held_here = own[name] if stage == pipeline.rank() else None
+            part = broadcast_from_stage(held_here, shape, "torch.float32", stage)
+            yield name, part if axis is None else torch.cat(all_gather(part, tensor), axis)
+
+
+def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
+    """Megatron's sharded state of the adapters of a chunk, by their names in the chunk.
+
+    The keys in the checkpoint are PEFT's names, which do not depend on the parallel layout.
+    """
+    local_names = {parameter: name for name, parameter in chunk.named_parameters()}
+    state = {}
+    for name, parameter in (pair for one in adapters_of([chunk]) for pair in one.named_pairs()):
+        axis = _split_axis(parameter)
+        state[local_names[parameter]] = (
+            make_sharded_tensor_for_checkpoint(parameter, name)
+            if axis is None
+            else make_tp_sharded_tensor_for_checkpoint(parameter, name, axis)
+        )
+    return state
+
+
+def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:
+    """Add what the adapter computes to weights with Hugging Face names, in float32 and in place."""
+    for name, weight in weights.items():
+        of_a, of_b = tensor_names(name.removesuffix(".weight"))
+        if of_a in adapter:
+            change = scale * adapter[of_b].float() @ adapter[of_a].float()
+            weights[name] = (weight.float() + change).to(weight.dtype)

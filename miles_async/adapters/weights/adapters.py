@@ -1,0 +1,138 @@
+"""Publishes LoRA adapters: one folder in PEFT's format per version, which engines load under a new name.
+
+An engine loads a version while it generates. Nothing is written over, so nothing has to stop.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from miles_async.adapters.sglang.engine_weights import adapter_checksum
+from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.sglang.plugin import ADAPTER
+from miles_async.adapters.weights.engine import call_engine, compare_logprobs, read_adapter_checksums
+from miles_async.adapters.weights.staging import NamedTensors
+from miles_async.config.schema import Weights
+from miles_async.errors import EngineLostError
+from miles_async.models.lora import TENSORS, AdapterConfig, read_tensors, write_adapter
+from miles_async.types import SendOutcome
+
+
+class AdapterSource:
+    """Sends adapters as `source.WeightSource` sends weights. Only rank 0 of the learner has something to send."""
+
+    def __init__(self, folder: Path, config: AdapterConfig, settings: Weights, *, rank: int, resident: int) -> None:
+        """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them."""
+        self._folder = folder
+        self._config = config
+        self._rank = rank
+        self._resident = resident
+        self._whole, self._timeout = settings.check_weight_update_equal, settings.update_weight_timeout_seconds
+        self._engines: dict[str, EngineInfo] = {}
+        self._checksums: dict[int, int] = {}
+        """By version; those of the versions that were sent."""
+        self.compared = True
+        """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
+        first version that changes the model. The checksums of later ones suffice."""
+        self._changes = False
+        """Whether a staged version changes the model: a new adapter does not."""
+
+    def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
+        """Remember the engines. Raises EngineLostError if one does not answer."""
+        if self._rank == 0:
+            for info in engines:
+                loaded_versions(info, timeout=self._timeout)
+        self._engines = {info.name: info for info in engines}
+
+    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
+        """Write the adapter as `version`, and remove the files of versions that no engine may load any more."""
+        if self._rank:
+            return
+        for old in self._versions():
+            if not version - self._resident < old < version:
+                shutil.rmtree(self._path(old))
+                self._checksums.pop(old, None)
+        unfinished = self._folder / "unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        tensors = dict(named_tensors)
+        write_adapter(unfinished, tensors, self._config, base=None, hash_of_base=None)
+        unfinished.rename(self._path(version))
+        self.compared = not self._changes
+        self._changes = self._changes or any(bool(one.any()) for name, one in tensors.items() if "lora_B" in name)
+
+    def send(self, version: int, name: str, transport: str) -> SendOutcome:
+        """Let an engine load all versions in the folder that it lacks, and drop the others. Verify `version` there.
+
+        A failure is in the outcome.
+        """
+        started, size, error = time.perf_counter(), 0, None
+        if self._rank == 0:
+            try:
+                size = self._update(version, self._engines[name])
+            except EngineLostError as failure:
+                error = f"engine {name}: {failure}"
+        return SendOutcome(engine=name, seconds=time.perf_counter() - started, bytes=size, error=error)
+
+    def compare(self, name: str, logprobs: Sequence[float]) -> float:
+        """See `WeightSource.compare`."""
+        return compare_logprobs(
+            self._engines[name], logprobs, adapter=f"{ADAPTER}{max(self._versions())}", timeout=self._timeout
+        )
+
+    def close(self) -> None: ...
+
+    def _update(self, version: int, engine: EngineInfo) -> int:
+        """Returns the bytes of the versions that the engine has loaded."""
+        wanted, loaded = self._versions(), loaded_versions(engine, timeout=self._timeout)
+        # Before anything is loaded, so that the engine never holds more than its bound.
+        for old in loaded - set(wanted):
+            self._unload(engine, old)
+        if version in loaded and not self._holds(engine, version):
+            # An engine that an earlier run has used may hold another adapter of this name.
+            self._unload(engine, version)
+            loaded.discard(version)
+        size = 0
+        for one in wanted:
+            if one not in loaded:
+                self._call(engine, "/load_lora_adapter", one, lora_path=str(self._path(one)))
+                size += (self._path(one) / TENSORS).stat().st_size
+                if not self._holds(engine, one):
+                    raise EngineLostError(f"the adapter of version {one} differs from what was sent")
+        return size
+
+    def _holds(self, engine: EngineInfo, version: int) -> bool:
+        """Whether every rank of an engine holds what the file of a version contains."""
+        if version not in self._checksums:
+            self._checksums[version] = adapter_checksum(read_tensors(self._path(version)).values(), whole=self._whole)
+        name = f"{ADAPTER}{version}"
+        found = read_adapter_checksums(engine, name, whole=self._whole, timeout=self._timeout)
+        return all(one == self._checksums[version] for one in found)
+
+    def _unload(self, engine: EngineInfo, version: int) -> None:
+        self._call(engine, "/unload_lora_adapter", version)
+
+    def _call(self, engine: EngineInfo, path: str, version: int, **body: str) -> None:
+        call_engine(engine, path, {"lora_name": f"{ADAPTER}{version}", **body}, timeout=self._timeout)
+
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{ADAPTER}{version}"
+
+    def _versions(self) -> list[int]:
+        """The versions in the folder, oldest first."""
+        return sorted(version for path in self._folder.glob("*") if (version := _version_of(path.name)) is not None)
+
+
+def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
+    """The versions that an engine has loaded. Raises EngineLostError if it does not answer."""
+    models = call_engine(engine, "/v1/models", timeout=timeout)["data"]
+    return {version for model in models if (version := _version_of(model["id"])) is not None}
+
+
+def _version_of(name: str) -> int | None:
+    match = re.fullmatch(rf"{ADAPTER}(\d+)", name)
+    return int(match[1]) if match else None

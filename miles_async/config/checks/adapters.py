@@ -1,0 +1,44 @@
+"""Checks of LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_async.config.losses import estimator_of
+from miles_async.config.model_shape import shape_of
+from miles_async.config.model_source import source_of
+from miles_async.config.schema import RunConfig
+from miles_async.models.lora import AdapterConfig, check_adapter, read_config
+
+
+def _adapters(config: RunConfig) -> Iterator[str]:
+    learner, checkpoint = config.learner, config.model.hf_checkpoint
+    if not learner.lora_rank:
+        return
+    wanted = AdapterConfig(learner.lora_rank, learner.lora_scale, learner.lora_modules)
+    shape = shape_of(config.model)
+    if shape is not None and shape.experts:
+        yield "lora_rank: models with experts get no adapters; unset lora_rank, or train a dense model"
+    if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
+        yield (
+            f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
+            f"tensor_model_parallel_size to {shape.query_groups} or less"
+        )
+    if estimator_of(config.algorithm).trains_critic:
+        yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"
+    if learner.transformer_impl == "transformer_engine":
+        yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
+    is_folder = checkpoint is not None and (Path(checkpoint).expanduser() / "config.json").is_file()
+    if checkpoint is not None and is_folder and source_of(learner.megatron_to_hf_mode, checkpoint) == "bridge":
+        yield "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset lora_rank"
+    if learner.lora_load is None:
+        return
+    folder = Path(learner.lora_load).expanduser()
+    if checkpoint is not None and is_folder:
+        check_adapter(folder, wanted, Path(checkpoint).expanduser())
+    else:  # it is compared with the model when that has been made, converted or downloaded
+        read_config(folder)
+
+
+CHECKS = (_adapters,)

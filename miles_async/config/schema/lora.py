@@ -1,0 +1,55 @@
+"""Low-rank adapters, which are trained in place of the model's weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from miles_async.config.schema.megatron import MegatronSwitches
+from miles_async.models.lora import ALL_LINEAR, scale_of, select_modules
+
+
+class LoraSettings(MegatronSwitches):
+    """Settings of LoRA (arXiv 2106.09685). Names of modules and files are those of the library PEFT."""
+
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the low-rank adapters that are trained beside the frozen weights of the model (LoRA). 0 trains all
+    weights."""
+    lora_alpha: float = Field(16.0, gt=0)
+    """The output of an adapter is multiplied by lora_alpha / lora_rank (lora_type)."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the adapters' inputs that is set to 0 at random while gradients are computed."""
+    lora_target_modules: list[str] = [ALL_LINEAR]
+    """Linear layers that get an adapter: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj."""
+    lora_exclude_modules: list[str] = []
+    """Linear layers among lora_target_modules that get no adapter."""
+    lora_type: Literal["lora", "rslora"] = "lora"
+    """Factor of the adapters' outputs: lora is lora_alpha / lora_rank, and rslora lora_alpha / sqrt(lora_rank) (arXiv
+    2312.03732)."""
+    lora_load: str | None = None
+    """Folder in PEFT's format whose adapter the training starts from. If unset, adapters start as those of PEFT: they
+    do not change the model."""
+    lora_merge: bool = False
+    """Export (save_hf) the whole model with the adapters merged into its weights, in place of a folder in PEFT's
+    format."""
+
+    @field_validator("lora_target_modules", "lora_exclude_modules", mode="before")
+    @classmethod
+    def _separated(cls, value: Any) -> Any:
+        """Miles separates modules by commas."""
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            return value
+        return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The linear layers that get an adapter. Raises UserError if one is unknown, or if none is left."""
+        return select_modules(self.lora_target_modules, self.lora_exclude_modules)
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of the adapters' outputs."""
+        return scale_of(self.lora_rank, self.lora_alpha, self.lora_type)

@@ -1,0 +1,250 @@
+"""LoRA adapters in the format of the library PEFT: names of tensors, `adapter_config.json` and folders.
+
+An adapter adds `scale * B(A(x))` to the output of a linear layer, with A [rank, inputs] and B [outputs, rank] (arXiv
+2106.09685). Folders always state the scale as `lora_alpha / r`, because SGLang does not read `use_rslora`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from miles_async.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from miles_async.models.plugin import ModelShape
+
+ALL_LINEAR = "all-linear"
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder layer."""
+FEED_FORWARD = MODULES[4:]
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
+_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Entries of `config.json` that do not determine what a model computes."""
+_IGNORED = {
+    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "lora_dropout", "megatron_core"),
+    *("peft_type", "peft_version", "qalora_group_size", "revision", "task_type", "use_rslora"),
+    *("r", "lora_alpha", "target_modules", "init_lora_weights", "bias"),
+}
+"""Entries of `adapter_config.json` that `read_config` checks, or that have no effect on a trained adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What `adapter_config.json` says of an adapter."""
+
+    rank: int
+    scale: float
+    modules: tuple[str, ...]
+    """In the order of `MODULES`."""
+    dropout: float = 0.0
+
+
+def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tuple[str, ...]:
+    """The chosen linear layers, in the order of `MODULES`. Raises UserError if one is unknown, or if none is left."""
+    for name in (*targets, *excluded):
+        if name not in MODULES and name != ALL_LINEAR:
+            raise UserError(
+                f"{name} is no linear layer that can have an adapter: use {ALL_LINEAR}, or some of {', '.join(MODULES)}"
+            )
+    chosen = MODULES if ALL_LINEAR in targets else targets
+    left = tuple(name for name in MODULES if name in chosen and name not in excluded)
+    if not left:
+        raise UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
+    return left
+
+
+def elements_per_layer(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
+    """Elements of the adapters of a dense layer on each of `tensor` ranks that share it."""
+    query, key = shape.heads * shape.head_width, shape.query_groups * shape.head_width
+    outputs = {"q_proj": query, "k_proj": key, "v_proj": key}
+    outputs |= dict.fromkeys(("gate_proj", "up_proj"), shape.feed_forward)
+    inputs = {"o_proj": query, "down_proj": shape.feed_forward}
+    # The other side of each of these layers is as wide as the model, and ranks do not divide it.
+    return sum(rank * (size // tensor + shape.hidden) for name, size in (outputs | inputs).items() if name in modules)
+
+
+def scale_of(rank: int, alpha: float, kind: str) -> float:
+    """The factor of an adapter's output. `kind` is `lora` or `rslora`."""
+    return alpha / (math.sqrt(rank) if kind == "rslora" else rank)
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    """The names of A and B of a module, such as `model.layers.0.self_attn.q_proj`."""
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def peft_config(config: AdapterConfig, base: str | None = None) -> dict[str, Any]:
+    """The content of `adapter_config.json`; `base` is the folder or the name of the base model."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": config.scale * config.rank,
+        "lora_dropout": config.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "target_modules": list(config.modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def write_adapter(
+    folder: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, *, base: str | None, hash_of_base: str | None
+) -> None:
+    """Write a folder that `peft` and SGLang load into an existing `folder`. `tensors` have PEFT's names.
+
+    `hash_of_base` is what `base_hash` returns. It becomes metadata of the file of the tensors.
+    """
+    from safetensors.torch import save_file
+
+    metadata = {"format": "pt"} | ({} if hash_of_base is None else {"base": hash_of_base})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, metadata)
+    (folder / CONFIG).write_text(json.dumps(peft_config(config, base), indent=2) + "\n")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter by their names in PEFT. Call `check_adapter` before."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / TENSORS)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read `adapter_config.json`. Raises UserError if it is missing, or asks for what is not supported."""
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"lora_load {folder} is not a folder in PEFT's format: {CONFIG} cannot be read ({error}); set another"
+        ) from error
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
+    others = [name for name, value in content.items() if value and name not in _IGNORED]
+    # Other initialisations change the weights of the base too.
+    if content.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        others.append("init_lora_weights")
+    if content.get("bias", "none") != "none":
+        others.append("bias")
+    if others:
+        shown = ", ".join(f"{name} {content[name]!r:.80}" for name in others)
+        raise UserError(f"{folder / CONFIG}: {shown} is not supported; use a plain LoRA adapter")
+    rank, alpha, targets = content.get("r"), content.get("lora_alpha"), content.get("target_modules")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
+        raise UserError(f"{folder / CONFIG} lacks r, lora_alpha or target_modules: use a complete adapter")
+    try:
+        modules = select_modules([targets] if isinstance(targets, str) else targets)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    kind = "rslora" if content.get("use_rslora") else "lora"
+    return AdapterConfig(rank, scale_of(rank, alpha, kind), modules, content.get("lora_dropout", 0.0))
+
+
+def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
+    """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
+    found = read_config(folder)
+    for what, setting, theirs, ours in (
+        ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
+        ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
+        ("target modules", "lora_target_modules", ", ".join(found.modules), ", ".join(wanted.modules)),
+    ):
+        if theirs != ours:
+            raise UserError(
+                f"the adapter in lora_load {folder} has the {what} {theirs}, but the settings say {ours}: adjust "
+                f"{setting}, or set another lora_load"
+            )
+    path, shapes = folder / TENSORS, _shapes(checkpoint)
+    if not path.is_file():
+        raise UserError(f"lora_load {folder} has no {TENSORS}: use a complete adapter in safetensors format")
+    header = _read_header(path)
+    base = header.get("__metadata__", {}).get("base")
+    if base is not None and base != base_hash(checkpoint):
+        raise UserError(
+            f"the adapter in lora_load {folder} was trained on another model than {checkpoint}: use its own model"
+        )
+    missing: dict[str, list[int]] = {}
+    for weight, shape in shapes.items():
+        module, _, kind = weight.rpartition(".")
+        if kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in wanted.modules:
+            of_a, of_b = tensor_names(module)
+            missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if missing.pop(name, None) != entry["shape"]:
+            shape = entry["shape"]
+            raise UserError(
+                f"{path}: {name} of the shape {shape} does not fit {checkpoint}; use the adapter's own model"
+            )
+    if missing:
+        raise UserError(f"{path} has no tensor {min(missing)}: use a complete adapter")
+
+
+def base_hash(checkpoint: Path) -> str:
+    """A hash of what a checkpoint computes: configuration, names, shapes, and the beginnings of some tensors.
+
+    It takes milliseconds. A copy in another dtype has another hash.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    content = {name: value for name, value in config.items() if name not in _VOLATILE}
+    shapes = _shapes(checkpoint)
+    digest = hashlib.sha256(json.dumps([content, sorted(shapes.items())], sort_keys=True).encode())
+    chosen = set(sorted(shapes)[:: max(1, len(shapes) // _HASHED_TENSORS)])
+    beginnings = {}
+    for path in checkpoint.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header, start = _header(file)
+            for name in chosen & header.keys():
+                first, last = header[name]["data_offsets"]
+                file.seek(start + first)
+                beginnings[name] = file.read(min(_HASHED_BYTES, last - first))
+    for name in sorted(beginnings):
+        digest.update(beginnings[name])
+    return digest.hexdigest()
+
+
+def _shapes(checkpoint: Path) -> dict[str, list[int]]:
+    """The shapes of all tensors of a checkpoint."""
+    return dict(_named_shapes(checkpoint))
+
+
+def _named_shapes(checkpoint: Path) -> Iterator[tuple[str, list[int]]]:
+    for path in checkpoint.glob("*.safetensors"):
+        for name, entry in _read_header(path).items():
+            if name != "__metadata__":
+                yield name, entry["shape"]
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return _header(file)[0]
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The JSON at the beginning of a safetensors file, and where the data begins.
+
+    Raises UserError if it is not such a file.
+    """
+    size, header = int.from_bytes(file.read(8), "little"), None
+    with suppress(ValueError):
+        header = json.loads(file.read(size) if size < _LARGEST_HEADER else b"")
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise UserError(f"{file.name} is not a safetensors file: copy it again")
+    if not all({"shape", "data_offsets"} <= entry.keys() for name, entry in header.items() if name != "__metadata__"):
+        raise UserError(f"{file.name} is not a safetensors file: copy it again")
+    return header, 8 + size

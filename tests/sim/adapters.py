@@ -1,0 +1,118 @@
+"""Simulated engines that hold versions of an adapter, beside the loss of engines, rollout workers and learners."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from miles_async.identity import IdentityMap
+from miles_async.pipeline.run_ports import Ports
+from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
+from miles_async.types import Group, SampleStatus, SendOutcome
+from tests.sim.lost_workers import LastingEngines, LostWorkers
+from tests.sim.test_repair import Fate, MortalEngines, Server
+from tests.sim.virtual_time import VirtualClock
+from tests.sim.world import World
+
+
+class AdapterEngines(MortalEngines):
+    """Each request names a version, which its engine must hold from its beginning to its end."""
+
+    failing_loads = 0.0
+    """Fraction of the loads that fail."""
+    waits_for_nothing = True
+    """Whether no publish may find a request that names a version which engines are about to drop."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.adapters: AdapterVersions
+        self.resident = 0
+        """The bound (`Bounds.resident_adapters`)."""
+        self.most_resident = 0
+        self._folder: set[int] = set()
+        self._named: IdentityMap[Group, int] = IdentityMap()
+        self._held: dict[str, set[int]] = {name: set() for name in self.servers}
+        self._loads = random.Random("loads")
+
+    async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
+        adapters = self.adapters
+        pin = PinnedVersion(max((span.version for sample in group for span in sample.spans), default=None))
+        version = self._named[group] = adapters.begin(pin)
+        try:
+            status, born = await super()._serve(group, lengths)
+        finally:
+            adapters.end(version)
+            del self._named[group]
+        return status, None if born is None else version
+
+    def _sampled_by(self, born: int) -> Sequence[int]:
+        return (born,)
+
+    def _require_weights(self, server: Server, group: Group) -> None:
+        name = next(name for name, one in self.servers.items() if one is server)
+        assert self._named[group] in self._held[name], "a request names a version that its engine lacks"
+
+    async def stage(self, version: int) -> None:
+        await super().stage(version)
+        self._folder = {old for old in self._folder if version - self.adapters.resident < old < version} | {version}
+        if self.waits_for_nothing:
+            assert self.adapters.idle_below(min(self._folder)), "a publish would wait for a request"
+
+    async def send(self, version: int, engine: str) -> SendOutcome:
+        outcome = await super().send(version, engine)
+        if outcome.error is None and self._loads.random() < self.failing_loads:
+            return replace(outcome, error="refused")
+        if outcome.error is None:
+            held = self._held.setdefault(engine, set())
+            in_use = {self._named[group] for group in self.servers[engine].holds}
+            assert not (held - self._folder) & in_use, "an engine drops a version that a request names"
+            held &= self._folder
+            held |= self._folder
+            self.most_resident = max(self.most_resident, len(held))
+            assert len(held) <= self.resident
+        return outcome
+
+    async def pause(self, mode: str) -> None:
+        raise AssertionError("nothing pauses")
+
+    async def restart(self, engine: str) -> None:
+        self._held[engine] = set()
+        await super().restart(engine)
+
+
+@dataclass(kw_only=True)
+class AdapterWorld(World):
+    """A run that trains an adapter."""
+
+    engine_kind: type[AdapterEngines] = AdapterEngines
+
+    def _ports(self, clock: VirtualClock) -> Ports:
+        return with_adapters(self, super()._ports(clock))
+
+
+@dataclass(kw_only=True)
+class AdapterLostWorkers(LostWorkers):
+    """The same; engines, rollout workers and learners are killed, and loads fail."""
+
+    fate: Fate = field(default_factory=Fate)
+    failing_loads: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Continued groups, and those of a learner that was rolled back, may be older than the proof allows.
+        own = {"fate": self.fate, "failing_loads": self.failing_loads, "waits_for_nothing": False}
+        self.engine_kind = type("MortalAdapterEngines", (AdapterEngines, LastingEngines), own)
+
+    def _ports(self, clock: VirtualClock) -> Ports:
+        return with_adapters(self, super()._ports(clock))
+
+
+def with_adapters(world: World, ports: Ports) -> Ports:
+    """The ports of a run with an adapter."""
+    assert isinstance(world.fleet, AdapterEngines)
+    assert world.bounds.staleness is not None
+    assert world.bounds.resident_adapters is not None
+    world.fleet.adapters = AdapterVersions(world.bounds.staleness)
+    world.fleet.resident = world.bounds.resident_adapters
+    return replace(ports, adapters=world.fleet.adapters)

@@ -1,0 +1,97 @@
+"""Adapters under virtual time: nothing pauses, no group spans versions, and engines hold as many as the bound says."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+
+from miles_async.events import PublishEnded, StepStarted
+from miles_async.scheduling.bounds import Schedule
+from miles_async.types import Group
+from tests.configuration import run_config
+from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld
+from tests.sim.test_repair import Fate
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ROLLOUTS, BATCH = 20, 8
+
+
+@pytest.fixture(autouse=True)
+def tasks_of_killed_workers_are_gone() -> Iterator[None]:
+    """Destroy the tasks while their warnings are ignored, and not in a later test."""
+    yield
+    gc.collect()
+
+
+def slow(group: Group, rng: random.Random) -> float:
+    """Some groups take as long as several steps, so that versions are in use for long."""
+    return rng.lognormvariate(0.0, 1.5)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_pauses_and_no_publish_waits_for_a_group(seed: int, staleness: int) -> None:
+    versions: list[set[int]] = []
+
+    def keep(group: Group) -> bool:
+        versions.append({span.version for sample in group for span in sample.spans})
+        return True
+
+    config = run_config(
+        rollout_batch_size=BATCH, num_rollout=ROLLOUTS, n_samples_per_prompt=2, max_weight_staleness=staleness
+    )
+    world = AdapterWorld(config=config, latency=slow, keep=keep, seed=seed).run()
+    assert world.audit.violations == []
+    assert len(versions) >= ROLLOUTS * BATCH
+    assert all(len(one) == 1 for one in versions), "no group spans versions"
+    publishes = world.trace.of(PublishEnded)
+    assert len(publishes) == ROLLOUTS + 1
+    assert all(publish.live and publish.paused_seconds == 0.0 for publish in publishes)
+    assert isinstance(world.fleet, AdapterEngines)
+    assert world.fleet.most_resident == staleness + 2, "the bound is reached"
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("seed", range(10))
+def test_engines_hold_what_requests_name_while_processes_are_lost_and_loads_fail(seed: int, schedule: Schedule) -> None:
+    world = hostile_run(seed, schedule)
+    assert world.audit.violations == []
+    trained = Counter(chain.from_iterable(world.trainer.batches))
+    assert set(trained.values()) == {1}, "no prompt is trained twice"
+    assert len(world.trainer.batches) == ROLLOUTS
+    limit = world.config.rollout.max_weight_staleness
+    assert all(age <= limit for step in world.trace.of(StepStarted) for age in step.staleness)
+
+
+def hostile_run(seed: int, schedule: Schedule) -> AdapterLostWorkers:
+    """A run in which engines, rollout workers and learners are killed, and loads fail."""
+    rng = random.Random(f"adapters {seed}")
+    config = run_config(
+        rollout_batch_size=BATCH,
+        num_rollout=ROLLOUTS,
+        n_samples_per_prompt=2,
+        max_weight_staleness=rng.randint(1, 4),
+        save="anywhere",
+        save_interval=4,
+    )
+    kills = [(rng.uniform(0, 60), f"engine-{rng.randrange(2)}") for _ in range(3)]
+    return AdapterLostWorkers(
+        config=config,
+        schedule=schedule,
+        latency=slow,
+        fate=Fate(kills=kills),
+        failing_loads=0.1,
+        kills=2,
+        learner_kills=2,
+        problems=rng.choice((0, 20)),
+        seed=seed,
+    ).run()

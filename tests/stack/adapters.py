@@ -1,0 +1,39 @@
+"""Adapters with random numbers, and the models that they make of a base model."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from transformers import PreTrainedModel
+
+from miles_async.models.lora import MODULES, AdapterConfig, tensor_names
+
+RANK = 8
+CONFIG = AdapterConfig(rank=RANK, scale=2.0, modules=MODULES)
+
+
+def adapter_of(model: PreTrainedModel, version: int, rank: int = RANK) -> dict[str, torch.Tensor]:
+    """Another adapter for each version, by PEFT's names. It moves log-probabilities by more than any tolerance."""
+    numbers = torch.Generator().manual_seed(version)
+    tensors = {}
+    for name, weight in _adapted(model):
+        of_a, of_b = tensor_names(name)
+        tensors[of_a] = 0.1 * torch.randn(rank, weight.shape[1], generator=numbers)
+        tensors[of_b] = 0.1 * torch.randn(weight.shape[0], rank, generator=numbers)
+    return tensors
+
+
+def merged(model: PreTrainedModel, version: int) -> PreTrainedModel:
+    """The base model with the adapter of a version in its weights, as a plain computation in PyTorch."""
+    tensors, changed = adapter_of(model, version), deepcopy(model)
+    with torch.no_grad():
+        for name, weight in _adapted(changed):
+            of_a, of_b = tensor_names(name)
+            weight.add_(CONFIG.scale * tensors[of_b] @ tensors[of_a])
+    return changed
+
+
+def _adapted(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
+    named = ((name.removesuffix(".weight"), parameter) for name, parameter in model.named_parameters())
+    return [(name, parameter) for name, parameter in named if name.rpartition(".")[2] in MODULES]
