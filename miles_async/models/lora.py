@@ -26,6 +26,8 @@ ALL_LINEAR = "all-linear"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer."""
 FEED_FORWARD = MODULES[4:]
+LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
+"""The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28

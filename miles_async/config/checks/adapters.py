@@ -9,7 +9,7 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
-from miles_async.models.lora import AdapterConfig, check_adapter, read_config
+from miles_async.models.lora import LOADED_TOGETHER, AdapterConfig, check_adapter, read_config
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
@@ -17,6 +17,12 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if not learner.lora_rank:
         return
     wanted = AdapterConfig(learner.lora_rank, learner.lora_scale, learner.lora_modules)
+    for name in wanted.modules:
+        if missing := [other for other in LOADED_TOGETHER.get(name, []) if other not in wanted.modules]:
+            yield (
+                f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(missing)}; "
+                "add it"
+            )
     shape = shape_of(config.model)
     if shape is not None and shape.experts:
         yield "lora_rank: models with experts get no adapters; unset lora_rank, or train a dense model"

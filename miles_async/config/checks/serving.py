@@ -110,7 +110,7 @@ def _published_adapters(config: RunConfig) -> Iterator[str]:
             "adapters from files: unset weight_transfer"
         )
     if config.cluster.colocate:
-        yield "nobody has tried colocate with lora_rank: unset colocate"
+        yield "colocate was never tried with lora_rank: unset colocate"
 
 
 def _faults(config: RunConfig) -> Iterator[str]:
