@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
-from miles_async.config.schema import Weights
+from miles_async.config.schema import TinyModel, Weights
 from miles_async.types import VersionSpan
 from tests.stack.engine_stack import Stack, group_of, start_generating
 
@@ -28,20 +29,21 @@ EXACT = 1e-4
 """The largest difference of log-probabilities if all keys and values were computed by the weights that sampled."""
 PROMPT = [(7 * i) % 250 for i in range(120)]
 SHORT = SamplingParams(max_new_tokens=8)
-LONG = SamplingParams(max_new_tokens=380)
+LONG = SamplingParams(max_new_tokens=380, other={"ignore_eos": True})
+LONGER = SamplingParams(max_new_tokens=1200, other={"ignore_eos": True})
+"""For requests that are in flight at two publishes, also on a busy machine."""
 Publish = Callable[[], Awaitable[int]]
 """Makes other weights live, and returns their version."""
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["one batch after the other", "overlapping batches"])
-def lenient(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
+def lenient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """An engine that keeps keys and values of the version before.
 
     Engines with a GPU launch a batch before they read the tokens of the one before.
     """
-    logs = tmp_path_factory.mktemp("logs")
+    logs, checkpoint = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("models") / "tiny"
+    create_tiny_model(TinyModel(max_position_embeddings=2048), checkpoint, seed=1)
     spec = EngineSpec(
         name="e0",
         model_path=str(checkpoint),
@@ -111,7 +113,7 @@ async def test_without_a_limit_of_keys_a_request_in_flight_is_computed_again(ser
 async def test_a_request_in_flight_keeps_its_keys_over_one_publish(lenient: Stack, tmp_path: Path) -> None:
     async with published(lenient, tmp_path, LENIENT) as (fleet, generator, publish):
         flying = group_of(PROMPT[:60], samples=8)
-        running = await start_generating(fleet, generator, LONG, flying)
+        running = await start_generating(fleet, generator, LONGER, flying)
         version = await publish()
         await running
         lived_through = [sample for sample in flying if len(sample.spans) == 2]
@@ -126,9 +128,9 @@ async def test_a_request_in_flight_keeps_its_keys_over_one_publish(lenient: Stac
 async def test_the_second_publish_removes_the_older_requests_only(lenient: Stack, tmp_path: Path) -> None:
     async with published(lenient, tmp_path, LENIENT) as (fleet, generator, publish):
         older, younger = group_of(PROMPT[:60], samples=4), group_of(PROMPT[60:], samples=4)
-        first = await start_generating(fleet, generator, LONG, older)
+        first = await start_generating(fleet, generator, LONGER, older)
         await publish()
-        second = await start_generating(fleet, generator, LONG, younger)
+        second = await start_generating(fleet, generator, LONGER, younger)
         version = await publish()
         await first
         await second
