@@ -47,6 +47,9 @@ SMOLLM2_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Settings of a `LlamaConfig` with the shape of SmolLM2-135M."""
+TRAINING = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
+LOSS = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
+"""Settings of the sections `learner` and `algorithm`."""
 
 
 def main() -> None:
@@ -110,9 +113,7 @@ def work(job: str, variant: str, model: str) -> None:
 
     torch.set_num_threads(THREADS)
     groups = groups_of(job)
-    training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98}
-    loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
-    config = RunConfig.model_validate({"algorithm": loss, "learner": training})
+    config = RunConfig.model_validate({"algorithm": LOSS, "learner": TRAINING})
     # This process runs a script, and therefore not `benchmarks/__init__.py`.
     cpu_compat.install()
     from miles_async.adapters.megatron.training.learner import MegatronLearner

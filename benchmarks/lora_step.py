@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.learner_step import JOBS, THREADS, create_model, groups_of
+from benchmarks.learner_step import JOBS, LOSS, THREADS, TRAINING, create_model, groups_of
 from benchmarks.records import record
 
 MOST_SECONDS, MOST_BYTES = 0.85, 0.35
@@ -38,6 +38,7 @@ def main() -> int:
         for name, rank in (("lora", options.rank), ("full", 0)):
             ends[name], theirs = processes.Pipe()
             processes.Process(target=learn, args=(f"{scratch}/model", rank, theirs), daemon=True).start()
+            theirs.close()  # so that `recv` raises EOFError if the process has ended
         state = {name: end.recv() for name, end in ends.items()}
         for job in ("chat", "long"):
             seconds: dict[str, list[float]] = {name: [] for name in ends}
@@ -67,9 +68,7 @@ def learn(model: str, rank: int, pipe: Connection) -> None:
     from miles_async.batching.batch import policy_steps
     from miles_async.config.schema import RunConfig
 
-    training = {"lr_decay_style": "constant", "weight_decay": 0.0, "adam_beta2": 0.98, "lora_rank": rank}
-    loss = {"loss_aggregation": "token_mean", "off_policy_correction": "tis"}
-    config = RunConfig.model_validate({"algorithm": loss, "learner": training})
+    config = RunConfig.model_validate({"algorithm": LOSS, "learner": {**TRAINING, "lora_rank": rank}})
     learner = MegatronLearner(config, model, 0, 1, "127.0.0.1", free_port())
     batches = {job: policy_steps(groups_of(job), config, ranks=1, share_prefixes=True)[0] for job in JOBS}
     learner.train(0, batches["chat"])

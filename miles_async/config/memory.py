@@ -161,7 +161,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        adapters=_adapters_per_layer(config),
+        adapters=_adapters_per_layer(config, learner.tensor_model_parallel_size),
         # Without its adapters, the policy is its own reference model.
         references=int(config.keeps_reference and not (learner.lora_rank and algorithm.ref_load is None)),
         critics=int(estimator_of(algorithm).trains_critic),
@@ -183,18 +183,16 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
 
 def adapter_elements(config: RunConfig) -> int | None:
     """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known."""
-    shape, learner = shape_of(config.model), config.learner
-    if shape is None or not learner.lora_rank:
-        return None
-    return shape.layers * elements_per_layer(shape, learner.lora_rank, learner.lora_modules)
+    shape = shape_of(config.model)
+    return None if shape is None else shape.layers * _adapters_per_layer(config, 1) or None
 
 
-def _adapters_per_layer(config: RunConfig) -> int:
-    """Elements on each tensor-parallel rank; 0 without adapters."""
+def _adapters_per_layer(config: RunConfig, tensor: int) -> int:
+    """Elements on each of `tensor` ranks that share a layer; 0 without adapters, or if no shape is known."""
     shape, learner = shape_of(config.model), config.learner
     if shape is None or not learner.lora_rank:
         return 0
-    return elements_per_layer(shape, learner.lora_rank, learner.lora_modules, learner.tensor_model_parallel_size)
+    return elements_per_layer(shape, learner.lora_rank, learner.lora_modules, tensor)
 
 
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:

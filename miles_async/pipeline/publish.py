@@ -151,16 +151,16 @@ class Publisher:
         """
         run_state, version = self._run_state, staged.version
         run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
-        paused_at = run_state.clock.monotonic()
+        pauses, paused_at = self._adapters is None, run_state.clock.monotonic()
         try:
-            if self._adapters is None:
+            if pauses:
                 await self._pause()
             stopped_at = run_state.clock.monotonic()
             outcomes = await asyncio.gather(*(self._update(version, engine) for engine in self._fleet.routed()))
         finally:
             # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.monotonic()
-            if self._adapters is None:
+            if pauses:
                 await self._fleet.resume()
         resumed_at = run_state.clock.monotonic()
         live = bool(self._fleet.routed())
@@ -170,7 +170,7 @@ class Publisher:
                 version=version,
                 live=live,
                 staged_seconds=staged.seconds,
-                paused_seconds=resumed_at - paused_at if self._adapters is None else 0.0,
+                paused_seconds=resumed_at - paused_at if pauses else 0.0,
                 stopping_seconds=stopped_at - paused_at,
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
                 resuming_seconds=resumed_at - written_at,

@@ -361,7 +361,7 @@ class Roll:
             else Semaphore(of_tag.get("max_env_step_concurrent") or self.MAX_THREADS)
             for tag, of_tag in self._tags.items()
         }
-        """What a call into an environment holds, also if its task is cancelled meanwhile."""
+        """By tag. A call into an environment holds its slot to the end, even if the task of the call is cancelled."""
         self._model: Any = None
         for tag, of_tag in self._tags.items():
             if missing := self.KEYS - of_tag.keys():

@@ -25,7 +25,7 @@ LISTS = (
 )  # fmt: skip
 """Fields that are lists with an entry per sequence."""
 MIN_SHARED_TOKENS = 256
-"""Shortest prompt that waits for the prefix cache. Copies of longer ones would fill a batch, and the cache twice."""
+"""Shortest prompt that waits for the prefix cache: the copies of such a prompt would fill a batch."""
 
 
 def share_prompts(original: Callable[..., Any], scheduler: Scheduler, *arguments: Any, **keywords: Any) -> Any:
@@ -84,7 +84,7 @@ def compute_prompts_once(original: Callable[..., Any], runner: Any, batch: Any, 
     cache = model_runner.token_to_kv_pool
     for layer in (*cache.k_buffer, *cache.v_buffer):
         layer.index_copy_(0, target, layer.index_select(0, source))
-    rows = torch.tensor([kept.index(sequence) for sequence in first])
+    rows = torch.searchsorted(torch.tensor(kept), torch.tensor(first))
     output.next_token_logits = output.next_token_logits.index_select(0, rows)
     return output
 

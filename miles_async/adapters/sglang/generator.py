@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.adapters.sglang.plugin import ADAPTER, EACH_SAMPLE, PACKED
+from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX, EACH_SAMPLE, PACKED
 from miles_async.adapters.sglang.response import extend
 from miles_async.columns.tokens import too_long
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
@@ -415,7 +415,7 @@ class SGLangGenerator:
             return
         version = self._adapters.begin(pin)
         try:
-            yield {"lora_path": f"{ADAPTER}{version}"}
+            yield {"lora_path": f"{ADAPTER_PREFIX}{version}"}
         finally:
             self._adapters.end(version)
 

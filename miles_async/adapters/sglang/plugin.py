@@ -32,7 +32,7 @@ EACH_SAMPLE = "_"
 """The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
 PACKED = "packed-"
 """The beginning of the id of a request whose log-probabilities are to be packed."""
-ADAPTER = "v"
+ADAPTER_PREFIX = "v"
 """The beginning of the name of a LoRA adapter; its version follows."""
 HEALTH_CHECK = "HEALTH_CHECK"
 """The beginning of the id of a health check."""
@@ -46,15 +46,7 @@ def register() -> None:
     import torch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from miles_async.adapters.sglang import (
-        cpu_attention,
-        cpu_generation,
-        cpu_lora,
-        engine_weights,
-        key_versions,
-        lockdown,
-    )
-    from miles_async.adapters.system.matrix_products import has_slow_mkl
+    from miles_async.adapters.sglang import engine_weights, key_versions, lockdown
 
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     server = "sglang.srt.entrypoints.http_server"
@@ -94,34 +86,41 @@ def register() -> None:
     gauges = "sglang.srt.utils.gauge_histogram.GaugeHistogram.set_by_current_observations"
     HookRegistry.register(gauges, set_gauges, HookType.AROUND)
     if not torch.cuda.is_available():
-        loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
-        HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)
-        HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
-        HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _yield_core, HookType.BEFORE)
-        attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-        HookRegistry.register(f"{attention}.init_forward_metadata", cpu_attention.forget_plan, HookType.AFTER)
-        HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
-        HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
-        HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
-        cpu_lora.unpin()
-        lora = "sglang.srt.lora.backend.torch_backend"
-        HookRegistry.register(
-            f"{lora}.TorchNativeLoRABackend.prepare_lora_batch", cpu_lora.prepare_batch, HookType.REPLACE
-        )
-        HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
-        HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
-        HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
-        prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
-        HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
-        layers = "sglang.srt.layers"
-        HookRegistry.register(
-            f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND
-        )
-        if has_slow_mkl():
-            linear = f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply"
-            HookRegistry.register(linear, cpu_generation.apply_linear, HookType.AROUND)
-            logits = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
-            HookRegistry.register(logits, cpu_generation.compute_logits, HookType.AROUND)
+        _register_without_cuda()
+
+
+def _register_without_cuda() -> None:
+    """Register the hooks of machines on which engines compute on the CPU."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from miles_async.adapters.sglang import cpu_attention, cpu_generation, cpu_lora
+    from miles_async.adapters.system.matrix_products import has_slow_mkl
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    loader = "sglang.srt.model_loader.remote_instance_weight_loader_utils"
+    HookRegistry.register(f"{loader}.register_memory_region_v2", _register_parameters, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
+    HookRegistry.register(f"{scheduler}._record_scheduler_state_for_paused_engine", _yield_core, HookType.BEFORE)
+    attention = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{attention}.init_forward_metadata", cpu_attention.forget_plan, HookType.AFTER)
+    HookRegistry.register(f"{attention}._run_sdpa_forward_extend", cpu_attention.extend, HookType.AROUND)
+    HookRegistry.register(f"{attention}._run_sdpa_forward_decode", cpu_attention.decode, HookType.AROUND)
+    HookRegistry.register(f"{scheduler}._get_new_batch_prefill_raw", cpu_generation.share_prompts, HookType.AROUND)
+    cpu_lora.unpin()
+    lora = "sglang.srt.lora.backend.torch_backend"
+    HookRegistry.register(f"{lora}.TorchNativeLoRABackend.prepare_lora_batch", cpu_lora.prepare_batch, HookType.REPLACE)
+    HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
+    HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
+    HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
+    prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
+    HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
+    layers = "sglang.srt.layers"
+    HookRegistry.register(f"{layers}.sampler.sampling_from_probs_torch", cpu_generation.sample_tokens, HookType.AROUND)
+    if has_slow_mkl():
+        linear = f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply"
+        HookRegistry.register(linear, cpu_generation.apply_linear, HookType.AROUND)
+        logits = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
+        HookRegistry.register(logits, cpu_generation.compute_logits, HookType.AROUND)
 
 
 def flush_cache(original: Callable[..., bool], scheduler: Scheduler, empty_cache: bool = True) -> bool:
@@ -187,7 +186,7 @@ def name_adapter(tokenizer_manager: Any, request: Any, *_: Any, **__: Any) -> No
     """
     if not tokenizer_manager.enable_lora or request.lora_path or str(request.rid).startswith(HEALTH_CHECK):
         return
-    committed = f"{ADAPTER}{tokenizer_manager.config_value('weight_version')}"
+    committed = f"{ADAPTER_PREFIX}{tokenizer_manager.config_value('weight_version')}"
     if committed in tokenizer_manager.lora_registry.get_all_adapters():
         request.lora_path = committed
 
@@ -218,7 +217,7 @@ def note_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], sta
 
 def report_adapter(_: None, meta_info: dict[str, Any], *__: Any, **___: Any) -> None:
     """Report the adapter of an answer as the version of all its tokens: it stays the same to the end of a request."""
-    version = str(meta_info.get("adapter", "")).removeprefix(ADAPTER)
+    version = str(meta_info.get("adapter", "")).removeprefix(ADAPTER_PREFIX)
     if version.isdecimal():
         end = meta_info["weight_versions"][-1]["end"]
         meta_info["weight_versions"] = [{"version": version, "start": 0, "end": end}]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from miles_async.adapters.sglang.engine_weights import adapter_checksum
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.sglang.plugin import ADAPTER
+from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX
 from miles_async.adapters.weights.engine import call_engine, compare_logprobs, read_adapter_checksums
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
@@ -81,7 +81,7 @@ class AdapterSource:
     def compare(self, name: str, logprobs: Sequence[float]) -> float:
         """See `WeightSource.compare`."""
         return compare_logprobs(
-            self._engines[name], logprobs, adapter=f"{ADAPTER}{max(self._versions())}", timeout=self._timeout
+            self._engines[name], logprobs, adapter=_name_of(max(self._versions())), timeout=self._timeout
         )
 
     def close(self) -> None: ...
@@ -109,18 +109,17 @@ class AdapterSource:
         """Whether every rank of an engine holds what the file of a version contains."""
         if version not in self._checksums:
             self._checksums[version] = adapter_checksum(read_tensors(self._path(version)).values(), whole=self._whole)
-        name = f"{ADAPTER}{version}"
-        found = read_adapter_checksums(engine, name, whole=self._whole, timeout=self._timeout)
+        found = read_adapter_checksums(engine, _name_of(version), whole=self._whole, timeout=self._timeout)
         return all(one == self._checksums[version] for one in found)
 
     def _unload(self, engine: EngineInfo, version: int) -> None:
         self._call(engine, "/unload_lora_adapter", version)
 
     def _call(self, engine: EngineInfo, path: str, version: int, **body: str) -> None:
-        call_engine(engine, path, {"lora_name": f"{ADAPTER}{version}", **body}, timeout=self._timeout)
+        call_engine(engine, path, {"lora_name": _name_of(version), **body}, timeout=self._timeout)
 
     def _path(self, version: int) -> Path:
-        return self._folder / f"{ADAPTER}{version}"
+        return self._folder / _name_of(version)
 
     def _versions(self) -> list[int]:
         """The versions in the folder, oldest first."""
@@ -133,6 +132,10 @@ def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
     return {version for model in models if (version := _version_of(model["id"])) is not None}
 
 
+def _name_of(version: int) -> str:
+    return f"{ADAPTER_PREFIX}{version}"
+
+
 def _version_of(name: str) -> int | None:
-    match = re.fullmatch(rf"{ADAPTER}(\d+)", name)
+    match = re.fullmatch(rf"{ADAPTER_PREFIX}(\d+)", name)
     return int(match[1]) if match else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
@@ -23,14 +23,7 @@ def replace_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path) ->
 
     Raises OSError if `path` is something else than a checkpoint, and not an empty folder.
     """
-    if not (path / "config.json").is_file():
-        write_checkpoint(path, tensors, like=like, notes={})
-        return
-    for leftover in path.parent.glob(f".*{path.name}.*.tmp"):  # from a run that was killed while it wrote
-        shutil.rmtree(leftover, ignore_errors=True)
-    new = temporary_path(path)
-    write_checkpoint(new, tensors, like=like, notes={})
-    replace_folder(new, path)
+    _replace(path, "config.json", lambda new: write_checkpoint(new, tensors, like=like, notes={}))
 
 
 def replace_adapter(path: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, *, base: Path) -> None:
@@ -38,11 +31,24 @@ def replace_adapter(path: Path, tensors: Mapping[str, Tensor], config: AdapterCo
 
     Raises OSError if `path` is something else than an adapter, and not an empty folder.
     """
+
+    def write(new: Path) -> None:
+        with atomic_folder(new) as draft:
+            write_adapter(draft, tensors, config, base=str(base), hash_of_base=base_hash(base))
+
+    _replace(path, CONFIG, write)
+
+
+def _replace(path: Path, known_by: str, write: Callable[[Path], None]) -> None:
+    """Let `write` create the folder `path`, in place of an earlier one that contains the file `known_by`."""
+    if not (path / known_by).is_file():
+        write(path)
+        return
+    for leftover in path.parent.glob(f".*{path.name}.*.tmp"):  # from a run that was killed while it wrote
+        shutil.rmtree(leftover, ignore_errors=True)
     new = temporary_path(path)
-    with atomic_folder(new if (path / CONFIG).is_file() else path) as draft:
-        write_adapter(draft, tensors, config, base=str(base), hash_of_base=base_hash(base))
-    if new.exists():
-        replace_folder(new, path)
+    write(new)
+    replace_folder(new, path)
 
 
 def _set_dtype(config: Path, tensor: Tensor) -> None:
