@@ -82,8 +82,9 @@ class Cell:
 
     def is_too_fresh(self, outcome: Outcome) -> bool:
         """Whether samples should have been really stale and were not."""
-        least = LEAST_SHARE * int(self.schedule.removeprefix("limit ")) if self.variant.startswith(STALE) else 0.0
-        return outcome.staleness < least
+        if self.schedule == "in turns" or not self.variant.startswith(STALE):
+            return False
+        return outcome.staleness < LEAST_SHARE * int(self.schedule.removeprefix("limit "))
 
     def command(self, run_dir: Path) -> list[str]:
         entry, schedule = ("train.py", []) if self.schedule == "in turns" else ("train_async.py", self._asynchronous())
@@ -159,7 +160,11 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
                     yield Cell(f"limit {limit}", name, seed, flags)
     if "stale" in parts:
         main = ("default", "recommended")
-        for limits, names in (((4, 16), main), ((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
+        for seed in SEEDS[:seeds]:
+            # A limit of 0: without over-sampling, no batch trains the surplus of the batch before.
+            yield Cell("in turns", STALE + "default", seed, ("--over-sampling-batch-size", "64"))
+            yield from (_stale(limit, name, seed) for limit in (4, 16) for name in main)
+        for limits, names in (((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
             for seed in SEEDS[:seeds]:
                 for limit in limits:
                     for name in names:
