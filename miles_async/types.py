@@ -658,7 +658,7 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The learner's report on one batch, which takes `num_steps_per_rollout` optimizer steps."""
+    """The learner's report on one batch, with all its optimizer steps."""
 
     seconds: float
     """From the beginning of the first optimizer step to the end of the last one."""

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, pairwise
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -161,22 +162,25 @@ def policy_steps(
     computes_all: bool = False,
     post_process: PostProcess | None = None,
 ) -> list[list[TrainStep]]:
-    """Build `num_steps_per_rollout` optimizer steps for `ranks` data-parallel ranks: `result[rank][step]`.
+    """Build the optimizer steps of a training batch for `ranks` data-parallel ranks: `result[rank][step]`.
 
     Samples without a gradient are in no micro-batch, but count in the mean over tokens or samples. With `computes_all`
     the micro-batches contain all samples; the gradient is the same. With `share_prefixes` samples with a common prefix
     are adjacent, and their common prefixes are marked, as far as the layout allows it. The segments of a trajectory are
-    in the same step.
+    in the same step, unless `segments_are_samples`.
 
     Raises TrajectoryError if a sample has no numeric reward, inconsistent columns or no sampling mask although another
     one has a mask, and ValueError if a sample with a gradient does not fit into a micro-batch or there are fewer
     trajectories than steps.
     """
-    steps = config.steps_per_rollout
     max_response_len = config.rollout.rollout_max_response_len
     scored = score_samples(groups, config.algorithm, max_response_len, post_process)
     _check_masks(scored)
     columns = trained_columns(one.sample for one in scored)
+    steps = config.steps_per_pass
+    if config.learner.segments_are_samples:
+        scored = [replace(one, trajectory=number) for number, one in enumerate(scored)]
+        steps = ceil(len(scored) / config.samples_per_step)
     trajectories = [list(segments) for _, segments in groupby(scored, key=lambda one: one.trajectory)]
     if len(trajectories) < steps:
         raise ValueError(f"{len(trajectories)} samples are fewer than num_steps_per_rollout={steps}")

@@ -167,7 +167,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         critics=int(estimator_of(algorithm).trains_critic),
         checkpoints=learner.save is not None,
         gathers_on_host=learner.distrib_optim_fully_reshardable_mem_efficient,
-        rollback=config.steps_per_rollout > 1,
+        rollback=config.steps_per_rollout > 1 or learner.segments_are_samples,
         offloads=config.cluster.colocate,
         bucket=config.weights.update_weight_buffer_size * (transport in ("broadcast", "ipc")),
         stages_on_device=transport == "ipc",

@@ -61,7 +61,11 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
             ),
         ]
     groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
-    steps = f"{config.steps_per_rollout} optimizer step(s) of {config.samples_per_step}"
+    steps = f"{config.steps_per_pass} optimizer step(s) of {config.samples_per_step}"
+    if config.learner.segments_are_samples:
+        steps = f"optimizer steps of at most {config.samples_per_step} segments"
+    if config.learner.passes_per_rollout > 1:
+        steps += f", {config.learner.passes_per_rollout} times"
     rows += [
         ("batch", config.samples_per_rollout, f"samples: {groups}, trained in {steps}"),
         *_objective_row(config),

@@ -48,8 +48,6 @@ _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
 """Layers, hidden size, heads, groups of keys and values, and feed-forward size by the name of a checkpoint."""
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 REASONS: Mapping[str, str] = {
-    "samples per step": "env_manager_cls",
-    "rewards per step": "is no advantage_estimator here",
     "rewards of ROLL's workers": "worker_cls",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
@@ -59,7 +57,6 @@ REASONS: Mapping[str, str] = {
     "a loss without a policy gradient": "rl_loss_coef",
     "a loss for negative samples": "use_topr_neg_loss_coef",
     "sums over tokens": "loss_agg_mode",
-    "several passes over a batch": "ppo_epochs",
     "clipped advantages of a critic": "advantage_clip has no counterpart with adv_estimator gae",
     "filters by differences of probabilities": "train_infer_correction.filters",
     "an unknown tracker": "track_with",
@@ -69,7 +66,6 @@ REASONS: Mapping[str, str] = {
     "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
     "pipeline stages of unequal length": "layers are not divisible by pipeline_model_parallel_size",
     "responses that are longer than the engines' context": "leaves no room for a prompt",
-    "steps of an agent as samples": "samples, but global_batch_size",
 }
 """What remains to be refused, and a part of the sentence."""
 _TAGS = {

@@ -309,6 +309,17 @@ def test_later_steps_of_a_batch_measure_their_ratio_from_before_the_first(learne
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+def test_a_second_pass_takes_the_same_optimizer_steps_again(tiny: Path, steps: int) -> None:
+    learned = []
+    for passes in (1, 2):
+        settings = CONFIG.learner.model_copy(update={"passes_per_rollout": passes})
+        with learning(tiny, CONFIG.model_copy(update={"learner": settings})) as learner:
+            learner.train(0, shares(batch(), steps=steps) * (2 // passes))
+            learned.append(weights_of(learner))
+    assert same(*learned)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
 def test_a_reward_that_is_not_a_number_leaves_the_weights_unchanged(learner: MegatronLearner, steps: int) -> None:
     before = weights_of(learner)
     poisoned = learner.train(0, shares(batch(poison=True), steps=steps))

@@ -7,6 +7,9 @@ The run writes requests to standard input, one JSON object per line, and reads t
     {"id": 2, "method": "run", "task": {}, "url": "…"}  -> {"id": 2, "result": {"reward": 1.0, "metrics": {}}}
     {"id": 3, "method": "cancel", "run": 2}             -> no answer, and none to request 2
 
+If each step of a task is a segment of its trajectory, the result also has `steps`: `reward` and `state` of each step.
+Steps with equal states began with the same observation.
+
 A failed request is answered with `{"id", "error": {"fault", "message"}}`. `fault` is `model` if a request to the model
 failed, `task` if the code of the environment raised, and `environment` for everything else. The process ends with its
 standard input. What an environment prints goes to standard error.
@@ -16,18 +19,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import hmac
 import importlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -47,6 +53,10 @@ MAX_LINE_BYTES = 1 << 26
 
 class ModelRequestError(Exception):
     """A request to the model failed: the environment itself is intact."""
+
+
+class RefusedRequestError(ModelRequestError):
+    """The endpoint refused a request, for example because its prompt is too long; the session goes on."""
 
 
 class TaskFailedError(Exception):
@@ -71,7 +81,8 @@ class Environment(Protocol):
         ...
 
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
-        """Let the model at the OpenAI base URL `url` do a task, and return `reward` and `metrics`."""
+        """Let the model at the OpenAI base URL `url` do a task, and return `reward`, `metrics` and, if each step is a
+        segment, `steps`."""
         ...
 
 
@@ -324,12 +335,28 @@ class OpenEnv:
         return choice["message"], choice["finish_reason"] != "length"
 
 
+@dataclass
+class RollStep:
+    """A step in an environment of ROLL."""
+
+    observation: Any
+    """What the environment showed before the step: a text, or chat messages."""
+    info: Mapping[str, Any]
+    """What the environment said beside it."""
+    state: str = ""
+    """Equal for steps with the same observation."""
+    action: str = ""
+    reward: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Roll:
     """Environments that are registered with `gem`, as ROLL's are. NAME is the module or file that registers them.
 
-    A split is a tag of the settings, and a task is a seed. Conversations are those of ROLL's `TrajEnvManager` (at
-    8eb27cc2): the system template, what the environment says about itself, and each observation in the template of the
-    tag. The reward is the sum over all steps.
+    A split is a tag of the settings, and a task is a seed. Conversations are those of the class in ROLL (at 8eb27cc2)
+    that `env_manager_cls` of the tag names. With `TrajEnvManager`, the default, it is the system template, what the
+    environment says about itself, and each observation in the template of the tag. With the classes in `BY_STEP`, each
+    step is a conversation, and so a segment of the trajectory. The reward is the sum over all steps.
     """
 
     SETTINGS: Mapping[str, Any] = {"tags": {}, "max_new_tokens": None}
@@ -337,6 +364,11 @@ class Roll:
     `max_tokens_per_step` of the tag."""
     KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
     """What each tag has."""
+    NATIVE = "AgentNativeStepEnvManager"
+    """The class for environments whose observations are chat messages."""
+    BY_STEP = ("StepEnvManager", "StepConcatEnvManager", NATIVE)
+    MAX_STEPS = 128
+    """Limit for the steps of a trajectory with these classes: its segments at the endpoint."""
     MODES: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
     """What becomes of the values of a metric that its `metrics_agg_mode` names; else their mean."""
     MAX_THREADS = 256
@@ -366,8 +398,14 @@ class Roll:
         for tag, of_tag in self._tags.items():
             if missing := self.KEYS - of_tag.keys():
                 raise ValueError(f"tags.{tag} has no {', '.join(sorted(missing))}")
+            if (manager := self._manager(of_tag)) not in (known := ("TrajEnvManager", *self.BY_STEP)):
+                raise ValueError(f"env_manager_cls of tags.{tag} is {manager}: set it to one of {', '.join(known)}")
+            if manager in self.BY_STEP and of_tag["max_steps"] > self.MAX_STEPS:
+                raise ValueError(
+                    f"max_steps of tags.{tag} is {of_tag['max_steps']}: set it to {self.MAX_STEPS} or less"
+                )
             try:
-                self._message(of_tag, "", {}, 0)
+                self._prompt(of_tag, [RollStep("", {})])
             except KeyError as error:
                 raise ValueError(f"agent_template of tags.{tag} has a field that is unknown: {error}") from error
 
@@ -375,7 +413,7 @@ class Roll:
         """Return one task per seed, from 0 on."""
         if split not in self._tags:
             raise ValueError(f"there is no tag {split}: set prompt_data to environment:TAG with one of `tags`")
-        self._idle[split].append(await self._in_thread(split, partial(self._made, split)))
+        self._idle[split].append(await self._in_thread(split, partial(self._made, split, 0)))
         return [
             {"prompt": f"{split} {seed}", "label": None, "task": {"tag": split, "seed": seed}} for seed in range(limit)
         ]
@@ -388,54 +426,154 @@ class Roll:
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
         tag = task["tag"]
         of_tag, idle = self._tags[tag], self._idle[tag]
-        env = idle.pop() if idle else await self._in_thread(tag, partial(self._made, tag))
+        # As in ROLL, a `seed` of the configuration stands for that of the task: another task needs another environment.
+        fixed = "seed" not in (of_tag.get("env_config") or {})
+        reused = bool(idle) and fixed
+        env = idle.pop() if reused else await self._in_thread(tag, partial(self._made, tag, task["seed"]))
         observation, info = await self._call(tag, env.reset, seed=task["seed"])
+        native, by_step = (self._manager(of_tag) in names for names in ([self.NATIVE], self.BY_STEP))
+        if native and env.env_reset_failed:
+            await self._call(tag, env.close)
+            raise RuntimeError(f"{tag} could not be reset: {info.get('failure_mode') or 'it gives no reason'}")
         if observation is None:
             raise TaskFailedError(f"{tag} has no task for seed {task['seed']}")
-        instruction = f"{info['env_instruction']}\n" if "env_instruction" in info else ""
-        messages: list[dict[str, Any]] = [{"role": "system", "content": of_tag["agent_system_template"]}]
+        steps, terminated, info = await self._play(tag, env, RollStep(observation, info), url)
+        reward = sum(step.reward for step in steps)
+        if native and not terminated:
+            from roll.utils.constants import EpisodeStopReason
+
+            # The environment computes its reward and releases its sandbox.
+            _, gained, *_ = await self._call(tag, env.step, EpisodeStopReason.MAX_LENGTH)
+            reward += float(gained)
+        if fixed:
+            idle.append(env)
+        metrics = defaultdict[str, list[float]](list)
+        for name, value in (entry for step in steps for entry in step.metrics.items()):
+            metrics[name].append(float(value))
+        modes = info.get("metrics_agg_mode", {})
+        summary = {name: self.MODES.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
+        result = {"reward": reward, "metrics": {**summary, "num_actions": len(steps)}}
+        return result | ({"steps": [{"reward": step.reward, "state": step.state} for step in steps]} if by_step else {})
+
+    async def _play(
+        self, tag: str, env: Any, step: RollStep, url: str
+    ) -> tuple[list[RollStep], bool, Mapping[str, Any]]:
+        """Let the model act until the trajectory ends.
+
+        Returns the steps, whether the environment has terminated, and what it said last. `step` is the first one.
+        """
+        of_tag, manager = self._tags[tag], self._manager(self._tags[tag])
+        by_step = manager in self.BY_STEP
         limit = min(filter(None, (of_tag["max_tokens_per_step"], self._max_new_tokens)))
-        reward, steps, metrics = 0.0, 0, defaultdict[str, list[float]](list)
+        # As in ROLL, an environment whose observations are messages counts its steps itself.
+        most = math.inf if manager == self.NATIVE else of_tag["max_steps"]
+        fields: dict[str, Any] = {"max_tokens": limit}
+        if manager == self.NATIVE and (tools := step.info.get("tools")):
+            fields["tools"] = tools
+        messages: list[dict[str, Any]] = []
+        steps: list[RollStep] = []
         terminated = False
         # As in ROLL, an environment that only truncates goes on.
-        while not terminated and steps < of_tag["max_steps"]:
-            message = self._message(of_tag, observation, info, steps)
-            messages.append(message if steps else {**message, "content": instruction + message["content"]})
-            response = await completion(self._model, url, messages, max_tokens=limit)
+        while not terminated and len(steps) < most:
+            messages = ([] if by_step else messages) + self._prompt(of_tag, [*steps, step])
+            if by_step:
+                # No template reads this variable. A request with another value opens a segment.
+                fields["chat_template_kwargs"] = {"roll_step": len(steps)}
+            try:
+                response = await completion(self._model, url, messages, **fields)
+            except RefusedRequestError:
+                if not by_step or not steps:
+                    raise
+                break  # as in ROLL, a prompt that is too long ends the trajectory
             [choice], sampled = response["choices"], response["usage"]["completion_tokens"]
             if not sampled:  # the trajectory is as long as it may be
                 break
             messages.append(choice["message"])
             action = (choice["message"].get("content") or "") + (choice["matched_stop"] or "")
             observation, gained, terminated, _, info = await self._call(tag, env.step, action)
-            reward, steps = reward + float(gained), steps + 1
-            for name, value in info.get("metrics", {}).items():
-                metrics[name].append(float(value))
-            if choice["finish_reason"] == "length" and sampled < limit:
+            step.reward, step.metrics = float(gained), info.get("metrics", {})
+            step.action = info.get("action_content", action)
+            steps.append(step)
+            step = RollStep(observation, info)
+            if not by_step and choice["finish_reason"] == "length" and sampled < limit:
                 break
-        idle.append(env)
-        modes = info.get("metrics_agg_mode", {})
-        summary = {name: self.MODES.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
-        return {"reward": reward, "metrics": {**summary, "num_actions": steps}}
+        return steps, terminated, step.info
 
-    def _message(
-        self, of_tag: Mapping[str, Any], observation: Any, info: Mapping[str, Any], steps: int
-    ) -> dict[str, Any]:
-        """What the model gets to see of an observation."""
-        if steps and info.get("use_tool"):
-            return {"role": "tool", "content": observation}
+    @staticmethod
+    def _manager(of_tag: Mapping[str, Any]) -> str:
+        return str(of_tag.get("env_manager_cls", "TrajEnvManager")).rpartition(".")[2]
+
+    def _prompt(self, of_tag: Mapping[str, Any], steps: Sequence[RollStep]) -> list[dict[str, Any]]:
+        """Set the state of the last step, and return the messages that precede its answer: all with `BY_STEP`, else
+        those that follow the answer before."""
+        *_, step = steps
+        manager = self._manager(of_tag)
+        state = step.observation
+        if manager == self.NATIVE:
+            messages = list(step.observation)
+        elif manager == "TrajEnvManager":
+            messages = self._next_messages(of_tag, steps)
+        else:
+            if manager == "StepConcatEnvManager":
+                state = f"{step.observation}\n{step.info.get('suffix', '')}"
+            messages = self._all_messages(of_tag, steps, state)
+        step.state = hashlib.sha256(json.dumps(state, default=str).encode()).hexdigest()
+        return messages
+
+    def _all_messages(self, of_tag: Mapping[str, Any], steps: Sequence[RollStep], shown: str) -> list[dict[str, Any]]:
+        """A prompt with earlier steps, at most `history_length` - 1 of them."""
+        earlier = steps[-of_tag["history_length"] : -1] if "history_length" in of_tag else ()
+        if self._manager(of_tag) == "StepConcatEnvManager":
+            content = of_tag["agent_template"].format(
+                history="\n".join(one.observation for one in earlier), current_observation=shown
+            )
+        else:
+            # As in ROLL, the history consists of the steps whose action was not valid.
+            invalid = [
+                f"(step: {number}, observation: {one.observation}, action: {one.action} (not valid, keep to the format "
+                f"of the instructions), reward: {one.reward})"
+                for number, one in enumerate(earlier, start=len(steps) - len(earlier))
+                if not one.metrics.get("action_is_valid", True)
+            ]
+            content = of_tag["agent_template"].format(
+                env_instruction=steps[0].info.get("env_instruction", ""),
+                history=", ".join(invalid),
+                history_length=len(earlier),
+                step_count=len(steps) - 1,
+                current_step=len(steps),
+                current_observation=shown,
+                max_response_length=of_tag["max_tokens_per_step"],
+            )
+        return [*self._system(of_tag), {"role": "user", "content": content}]
+
+    def _next_messages(self, of_tag: Mapping[str, Any], steps: Sequence[RollStep]) -> list[dict[str, Any]]:
+        """What the model gets to see of the last observation."""
+        *earlier, step = steps
+        if earlier and step.info.get("use_tool"):
+            return [{"role": "tool", "content": step.observation}]
         content = of_tag["agent_template"].format(
-            observation=observation,
-            turn_idx=steps + 1,
-            suffix=info.get("suffix", ""),
-            actions_left=of_tag["max_steps"] - steps,
+            observation=step.observation,
+            turn_idx=len(steps),
+            suffix=step.info.get("suffix", ""),
+            actions_left=of_tag["max_steps"] - len(earlier),
             max_response_length=of_tag["max_tokens_per_step"],
         )
-        return {"role": "user", "content": content}
+        if earlier:
+            return [{"role": "user", "content": content}]
+        instruction = f"{step.info['env_instruction']}\n" if "env_instruction" in step.info else ""
+        return [*self._system(of_tag), {"role": "user", "content": instruction + content}]
 
-    def _made(self, tag: str) -> Any:
+    @staticmethod
+    def _system(of_tag: Mapping[str, Any]) -> list[dict[str, Any]]:
+        template = of_tag["agent_system_template"]
+        return [] if template is None else [{"role": "system", "content": template}]
+
+    def _made(self, tag: str, seed: int) -> Any:
         of_tag = self._tags[tag]
-        env = self._gem.make(of_tag["env_type"], **with_numbers(of_tag.get("env_config") or {}))
+        config = with_numbers(of_tag.get("env_config") or {})
+        if "seed" in config:
+            config["seed"] = seed
+        env = self._gem.make(of_tag["env_type"], **config)
         if (tools := of_tag.get("tool_wrapper")) is None:
             return env
         from roll.pipeline.agentic.tools.tool_env_wrapper import tool_wrapper
@@ -480,26 +618,31 @@ def model_client() -> Any:
     return httpx.AsyncClient(verify=False, trust_env=False, timeout=None)
 
 
-async def completion(client: Any, url: str, messages: list[dict[str, Any]], **limits: int) -> dict[str, Any]:
-    """The response of the model to the messages. Raises ModelRequestError."""
+async def completion(client: Any, url: str, messages: list[dict[str, Any]], **others: Any) -> dict[str, Any]:
+    """The response of the model to the messages. `others` are further fields of the request.
+
+    Raises RefusedRequestError if the endpoint refuses the request, and ModelRequestError if the request fails.
+    """
     import httpx
 
     try:
         response = await client.post(
             f"{url}/chat/completions",
-            json={"model": MODEL, "messages": messages, **limits},
+            json={"model": MODEL, "messages": messages, **others},
             headers={"Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
         )
     except httpx.HTTPError as error:
         raise ModelRequestError(f"{type(error).__name__}: {error}") from error
     if response.is_error:
-        raise ModelRequestError(f"{response.status_code}: {response.text}")
+        kind = RefusedRequestError if response.status_code == 400 else ModelRequestError
+        raise kind(f"{response.status_code}: {response.text}")
     answered: dict[str, Any] = response.json()
     return answered
 
 
 FAULTS: Mapping[type[BaseException], str] = {
     ModelRequestError: "model",
+    RefusedRequestError: "model",
     TaskFailedError: "task",
     InvalidActionError: "task",
 }

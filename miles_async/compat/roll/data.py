@@ -45,6 +45,27 @@ def trains_agents(keys: CombinedKeys) -> bool:
     return bool(keys.given("train_env_manager", "custom_envs"))
 
 
+STEP_MANAGERS = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")
+"""Classes of ROLL with which each step of a trajectory is a sample."""
+
+
+def manager_of(tag: Mapping[str, Any]) -> str:
+    """The name of the class that runs an entry of `custom_envs`."""
+    return str(tag.get("env_manager_cls", "TrajEnvManager")).rpartition(".")[2]
+
+
+def trained_tags(keys: CombinedKeys) -> list[Mapping[str, Any]]:
+    """The entries of `custom_envs` that are trained, as far as they are sections."""
+    tags = keys.section("train_env_manager").get("tags")
+    found = [keys.section("custom_envs").get(str(tag)) for tag in (tags if isinstance(tags, list) else ())]
+    return [tag for tag in found if isinstance(tag, Mapping)]
+
+
+def trains_steps(keys: CombinedKeys) -> bool:
+    """Whether each step of a trajectory is a sample."""
+    return any(manager_of(tag) in STEP_MANAGERS for tag in trained_tags(keys))
+
+
 def sizes(keys: CombinedKeys) -> None:
     """Prompts per batch, samples per prompt and lengths."""
     sequences = f"{_GENERATING}.num_return_sequences"
@@ -78,6 +99,16 @@ def _lengths(keys: CombinedKeys) -> None:
     longest, key = f"{_GENERATING}.max_new_tokens", "response_length"
     whole, response = (keys.whole_number(name) for name in ("sequence_length", key))
     prompt = keys.whole_number("prompt_length")
+    answers = [tag.get("max_tokens_per_step") for tag in trained_tags(keys)] if trains_steps(keys) else []
+    lengths = [answer for answer in answers if type(answer) is int and answer > 0]
+    if whole is not None and lengths:
+        # ROLL limits a step together with its prompt.
+        answer = min(max(lengths), keys.whole_number(longest) or max(lengths))
+        keys.set("rollout.rollout_max_response_len", answer, "custom_envs")
+        if prompt is None:
+            keys.set("rollout.rollout_max_prompt_len", max(1, whole - answer), "sequence_length custom_envs")
+        keys.note("has no effect beside max_tokens_per_step of custom_envs", key)
+        return
     if response is None and whole is not None:
         # ROLL limits a trajectory together with its first prompt, and we limit what follows the first prompt.
         room = min(_PROMPT_LENGTH, whole // 2) if prompt is None else prompt
@@ -104,6 +135,12 @@ def schedule(keys: CombinedKeys) -> None:
         keys.set("rollout.max_weight_staleness", ceil(ratio), key)
     if (steps := keys.whole_number("max_steps")) is not None:
         keys.set("rollout.num_rollout", steps, "max_steps")
+    size = keys.size("learner.global_batch_size")
+    if trains_steps(keys) and steps is not None and size > 1:
+        # As in ROLL, where trajectories count, although their steps take more optimizer steps.
+        trained = steps * keys.size("rollout.rollout_batch_size") * keys.size("rollout.n_samples_per_prompt")
+        passes = keys.size("learner.passes_per_rollout")
+        keys.set("learner.lr_decay_steps", max(1, trained * passes // size), "max_steps rollout_batch_size")
     interval = keys.number("eval_steps")
     if interval and keys.given("validation", "val_env_manager"):
         keys.set("rollout.eval_interval", interval, "eval_steps")

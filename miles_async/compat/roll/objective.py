@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll.data import trains_agents
+from miles_async.compat.roll.data import STEP_MANAGERS, trains_agents, trains_steps
 from miles_async.config.combined_keys import CombinedKeys
 
 _FUNCTIONS = "miles_async.compat.roll.advantages"
 _PG_CLIP = 0.2
 """ROLL's default of pg_clip, pg_clip_low and pg_clip_high."""
 _OWN_ADVANTAGES = ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_advantages", "advantage_clip")
+_OF_STEPS = {"step_reward_gamma": 0.95, "step_reward_weight": 1.0, "episode_reward_weight": 1.0}
+"""ROLL's defaults of the rewards of steps."""
 _WEIGHTS = {"token": "tis", "sequence": "sequence", "geometric": "geometric"}
 _LEVELS = ("token", "sequence", "geometric")
 _METHODS = ("identity", "mean", "mean_std", "asym_clip")
@@ -25,13 +27,19 @@ def advantages(keys: CombinedKeys) -> None:
         if present := [key for key in _OWN_ADVANTAGES if key in keys.values]:
             keys.refuse(f"{', '.join(present)} need adv_estimator: set it to grpo, reinforce or gae")
         return
-    if estimator not in ("grpo", "reinforce", "gae"):
+    by_step = trains_steps(keys)
+    if estimator not in ("grpo", "reinforce", "gae", *(("step_reinforce", "gigpo") if by_step else ())) or (
+        estimator == "gae" and by_step
+    ):
+        advice = "step_reinforce, gigpo, grpo or reinforce" if by_step else "grpo or reinforce"
+        if estimator in ("step_reinforce", "gigpo"):
+            advice += f", or set env_manager_cls of custom_envs to one of {', '.join(STEP_MANAGERS)}"
         keys.refuse(
-            f"adv_estimator {estimator!r:.80} is no advantage_estimator here: set it to grpo or reinforce, which "
-            "reward whole responses, or write a function for custom_advantage_function_path"
+            f"adv_estimator {estimator!r:.80} is no advantage_estimator here: set it to {advice}, or write a function "
+            "for custom_advantage_function_path"
         )
         left = ("gamma", "lambd", "value_clip", "reward_pretrain", "reward_normalization")
-        keys.note("depends on adv_estimator", *_OWN_ADVANTAGES, *left)
+        keys.note("depends on adv_estimator", *_OWN_ADVANTAGES, *left, *_OF_STEPS)
         return
     key = "adv_estimator"
     chosen: dict[str, Any] = {
@@ -48,6 +56,10 @@ def advantages(keys: CombinedKeys) -> None:
     keys.note("has no effect at 1", "gamma")
     if keys.values.get("gamma", 1) != 1:
         keys.refuse(f"gamma {keys.values['gamma']!r:.80} is not supported without adv_estimator gae: set it to 1")
+    if by_step:
+        _rewards_of_steps(keys, chosen)
+        return
+    keys.note("has no effect without a class of steps in env_manager_cls", *_OF_STEPS)
     plain = not (chosen["reward_clip"] or chosen["whiten_advantages"] or chosen["advantage_clip"])
     if plain and set(norms.values()) == {"group"}:
         keys.note("is what advantage_estimator grpo does", *_OWN_ADVANTAGES, "reward_normalization")
@@ -79,7 +91,7 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
             "norm_mean_type": None if method == "identity" else over,
             "norm_std_type": over if method in ("mean_std", "asym_clip") else None,
         }
-        norms = {name: found.get(name) or derived[name] for name in names}
+        norms = {name: over if found.get(name) == "group" else found.get(name) or derived[name] for name in names}
     elif keys.values.get("adv_estimator") == "grpo":
         keys.note("has no effect in ROLL either: grpo sets it to group", *names)
         norms = dict.fromkeys(names, "group")
@@ -91,11 +103,32 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
     return norms
 
 
-def _own_function(keys: CombinedKeys, chosen: Mapping[str, Any], key: str) -> None:
-    function = "agentic_advantages" if trains_agents(keys) else "advantages"
+def _rewards_of_steps(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
+    """Advantages of samples that are steps."""
+    key = "adv_estimator"
+    estimator, method = keys.values[key], keys.section("reward_normalization").get("method")
+    given = {name: keys.number(name) for name in _OF_STEPS}
+    rewards: dict[str, Any] = {name: _OF_STEPS[name] if given[name] is None else given[name] for name in _OF_STEPS}
+    if estimator != "gigpo":
+        rewards |= {"step_reward_weight": None, "episode_reward_weight": None}
+        keys.note("has no effect without adv_estimator gigpo", "step_reward_weight", "episode_reward_weight")
+    if estimator in ("grpo", "reinforce"):
+        # ROLL gives a step the reward of this step alone.
+        rewards["step_reward_gamma"] = 0.0
+        keys.note("has no effect without adv_estimator step_reinforce or gigpo", "step_reward_gamma")
+    of_states = {
+        "state_norm_mean_type": "group" if method in ("mean", "mean_std", "asym_clip") else None,
+        "state_norm_std_type": "group" if method in ("mean_std", "asym_clip") else None,
+    }
+    _own_function(keys, {**chosen, **rewards, **of_states}, key, "step_advantages")
+
+
+def _own_function(keys: CombinedKeys, chosen: Mapping[str, Any], key: str, function: str | None = None) -> None:
+    function = function or ("agentic_advantages" if trains_agents(keys) else "advantages")
     keys.set("rollout.custom_reward_post_process_path", f"{_FUNCTIONS}.{function}", key)
     for name, value in chosen.items():
-        source = "reward_normalization" if name.startswith("norm_") and "reward_normalization" in keys.values else name
+        normalizes = name.startswith(("norm_", "state_norm_")) and "reward_normalization" in keys.values
+        source = "reward_normalization" if normalizes else name
         keys.set(f"rollout.custom_args.{name}", value, source if source in keys.values else key)
 
 

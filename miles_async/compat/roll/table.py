@@ -128,7 +128,7 @@ _TOP: Table = {
     "target_kl": Only((None,), "the coefficient of a KL penalty stays as it is, remove it"),
     "kl_horizon": Idle("has no effect without target_kl"),
     # The loss.
-    "ppo_epochs": Only((1,), "each batch is trained once; set global_batch_size for several optimizer steps per batch"),
+    "ppo_epochs": sets("learner.passes_per_rollout"),
     "loss_agg_mode": converts("algorithm.loss_aggregation", _AGGREGATIONS),
     "importance_sampling": converts("algorithm.policy_objective", {"token": "ppo", "seq": "gspo"}),
     "pg_variant": _UNREAD,
@@ -155,9 +155,9 @@ _TOP: Table = {
     "reward_normalization": Combined(),
     "batch_adjust_mode": Idle("has no effect: batches of any number of samples are divided among the ranks"),
     "ratio_type": Only(("token",), "set policy_objective to gspo for the ratio of a sequence"),
-    "episode_reward_weight": Idle("belongs to adv_estimator gigpo"),
-    "step_reward_weight": Idle("belongs to adv_estimator gigpo"),
-    "step_reward_gamma": Idle("belongs to adv_estimator step_reinforce and gigpo"),
+    "episode_reward_weight": Combined(),
+    "step_reward_weight": Combined(),
+    "step_reward_gamma": Combined(),
     **dict.fromkeys(
         ("render_save_dir", "env_monitor", "partial_gpu_mode", "skip_mock_system_prompt"),
         Idle("belongs to ROLL's processes of environments"),

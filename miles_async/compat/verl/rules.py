@@ -68,7 +68,7 @@ _ACTOR: Table = {
     "ppo_micro_batch_size_per_gpu": Combined("sets micro_batch_size if use_dynamic_bsz is false"),
     "use_dynamic_bsz": Combined("sets use_dynamic_batch_size"),
     "ppo_max_token_len_per_gpu": Combined("sets max_tokens_per_gpu, unless use_dynamic_bsz is false"),
-    "ppo_epochs": Only((1,), "each batch is trained once: set it to 1"),
+    "ppo_epochs": sets("learner.passes_per_rollout"),
     "shuffle": Idle("has no effect: a batch is divided into optimizer steps in the order in which groups finished"),
     "clip_ratio": Combined("sets eps_clip and eps_clip_high where clip_ratio_low and clip_ratio_high do not"),
     "clip_ratio_low": Combined("sets eps_clip"),

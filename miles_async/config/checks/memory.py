@@ -180,7 +180,7 @@ def _host_advice(config: RunConfig) -> str:
         found.append("lower optimizer_offload_fraction, so that more of the optimizer's state stays on the GPU")
     if config.cluster.colocate:
         found.append("unset colocate, which copies the learner's state")
-    elif config.steps_per_rollout > 1:
+    elif config.steps_per_pass > 1 and not config.learner.segments_are_samples:
         found.append("set num_steps_per_rollout to 1, which needs no copy for a rollback")
     found.append("raise actor_num_nodes and lower actor_num_gpus_per_node")
     return ", or ".join(found[:2])

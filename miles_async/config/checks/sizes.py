@@ -15,7 +15,7 @@ from miles_async.scheduling.bounds import Bounds
 
 def _batch_sizes(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
-    samples, steps = config.samples_per_rollout, config.steps_per_rollout
+    samples, steps = config.samples_per_rollout, config.steps_per_pass
     product = f"rollout_batch_size {rollout.rollout_batch_size} * n_samples_per_prompt {rollout.n_samples_per_prompt}"
     if learner.global_batch_size is None:
         if samples % steps:
@@ -24,7 +24,7 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
                 f"{product} = {samples} samples cannot be split into num_steps_per_rollout {steps} equal steps; "
                 f"set num_steps_per_rollout to {fitting}"
             )
-    elif samples != learner.global_batch_size * steps:
+    elif samples != learner.global_batch_size * steps and not learner.segments_are_samples:
         yield (
             f"{product} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
             f"{steps} = {learner.global_batch_size * steps}; set {_fitting_sizes(config)}"
@@ -38,7 +38,7 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
 
 def _fitting_sizes(config: RunConfig) -> str:
     """Advice: the smallest changes after which the batch sizes agree."""
-    requested, steps = config.learner.global_batch_size or 1, config.steps_per_rollout
+    requested, steps = config.learner.global_batch_size or 1, config.steps_per_pass
     samples, per_prompt = config.samples_per_rollout, config.rollout.n_samples_per_prompt
     options = []
     if samples % steps == 0:

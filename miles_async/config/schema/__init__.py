@@ -118,12 +118,18 @@ class RunConfig(Section):
     @property
     def samples_per_step(self) -> int:
         """Samples per optimizer step: `global_batch_size`, or the training batch divided by its steps."""
-        return self.learner.global_batch_size or self.samples_per_rollout // self.steps_per_rollout
+        return self.learner.global_batch_size or self.samples_per_rollout // self.steps_per_pass
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps per training batch: `num_steps_per_rollout`, or the training batch divided by
-        `global_batch_size`, or 1 if both are unset."""
+        """Optimizer steps per training batch, in all passes."""
+        return self.steps_per_pass * self.learner.passes_per_rollout
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Optimizer steps per pass over a training batch: `num_steps_per_rollout`, or the training batch divided by
+        `global_batch_size`, or 1 if both are unset. With `segments_are_samples` it is their number if each trajectory
+        has one segment."""
         if self.learner.num_steps_per_rollout is not None:
             return self.learner.num_steps_per_rollout
         samples = self.samples_per_rollout

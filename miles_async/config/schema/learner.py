@@ -32,8 +32,15 @@ class Learner(LoraSettings):
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step. If unset, it is rollout_batch_size * n_samples_per_prompt / num_steps_per_rollout."""
     num_steps_per_rollout: int | None = Field(None, ge=1)
-    """Optimizer steps per training batch. If unset, it is rollout_batch_size * n_samples_per_prompt /
+    """Optimizer steps per pass over a training batch. If unset, it is rollout_batch_size * n_samples_per_prompt /
     global_batch_size, or 1 if global_batch_size is unset too."""
+    passes_per_rollout: int = Field(1, ge=1)
+    """How often the optimizer steps of a training batch are taken (PPO's epochs). Ratios compare the weights with those
+    before the first pass."""
+    segments_are_samples: bool = False
+    """Train each segment of a trajectory as a sample: an optimizer step has at most global_batch_size segments, and
+    loss_aggregation gives segments the weights of trajectories. The number of optimizer steps per training batch then
+    depends on the batch. If off, all segments of a trajectory are in the same step, and count as one sample."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of the policy."""
     lr_warmup_steps: int = Field(0, ge=0)

@@ -145,6 +145,18 @@ def test_the_loss_is_averaged_over_tokens_or_over_trajectories(aggregation: str,
     assert {token: weight for token, (_, weight) in found.items()} == pytest.approx(weights, abs=1e-5)
 
 
+def test_segments_that_are_samples_have_weights_and_optimizer_steps_of_samples() -> None:
+    settings = {"segments_are_samples": True, "loss_aggregation": "sequence_mean"}
+    found = columns([group_of_two()], global_batch_size=4, **settings)
+    # 12 tokens in four segments, of 3, 5, 1 and 3 tokens.
+    assert {token: weight for token, (_, weight) in found.items()} == pytest.approx({20: 1, 21: 0.6, 22: 3, 23: 1})
+    [steps] = policy_steps([group_of_two()], run_config(global_batch_size=2, **settings), ranks=1, computes_all=True)
+    assert [(step.trajectories, step.total_tokens) for step in steps] == [(2, 8), (2, 4)]
+    # No step has more than global_batch_size segments.
+    [steps] = policy_steps([group_of_two()], run_config(global_batch_size=3, **settings), ranks=1, computes_all=True)
+    assert [step.trajectories for step in steps] == [2, 2]
+
+
 def test_the_longest_segment_of_a_trajectory_sets_its_length_penalty() -> None:
     settings = {"rollout_max_response_len": 6, "overlong_buffer_len": 2, "overlong_penalty": 1.0}
     # The segment of 5 tokens is one token into the buffer.

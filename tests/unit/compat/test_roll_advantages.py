@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isnan, sqrt
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from miles_async.compat.roll.advantages import advantages, agentic_advantages, mask
+from miles_async.compat.roll.advantages import advantages, agentic_advantages, mask, step_advantages
 from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus
 
 
@@ -106,3 +106,77 @@ def test_data_sets_of_agents_are_normalized_together() -> None:
     by_batch = settings(norm_mean_type="batch")
     assert agentic_advantages(by_batch, samples)[1] == [-1.75, -0.75, -0.75, 3.25]
     assert advantages(by_batch, samples)[1] == [-0.5, 0.5, -2, 2]
+
+
+def trajectories(*of: list[tuple[float, str]]) -> list[Sample]:
+    """Trajectories whose steps have these rewards and states; each step is a segment."""
+    return [
+        Sample(
+            index=index,
+            reward=sum(reward for reward, _ in steps),
+            response_length=10,
+            metadata={"step": {"reward": reward, "state": state}},
+        )
+        for index, steps in enumerate(of)
+        for reward, state in steps
+    ]
+
+
+def of_steps(**others: Any) -> SimpleNamespace:
+    rewards = {"step_reward_gamma": 0.5, "step_reward_weight": None, "episode_reward_weight": None}
+    return settings(**rewards, state_norm_mean_type="group", state_norm_std_type=None, **others)
+
+
+def test_the_reward_of_a_step_is_discounted_from_the_end_of_its_trajectory() -> None:
+    samples = trajectories([(1, "a"), (0, "b"), (4, "c")], [(2, "a")])
+    # 4, 0 + 0.5 * 4, and 1 + 0.5 * 2.
+    assert step_advantages(of_steps(), samples) == ([5, 5, 5, 2], [2, 2, 4, 2])
+
+
+@pytest.mark.parametrize(
+    "norms, expected",
+    [
+        # Returns 2, 2, 4 and 2 in one group, and 6 in another one: means 2.5 and 6, over all 3.2.
+        ({"norm_mean_type": "group"}, [-0.5, -0.5, 1.5, -0.5, 0]),
+        ({"norm_mean_type": "batch"}, [-1.2, -1.2, 0.8, -1.2, 2.8]),
+        # The deviation is 1 in the first group, and the second one has none.
+        ({"norm_mean_type": "group", "norm_std_type": "group"}, [-0.5, -0.5, 1.5, -0.5, 0]),
+        # The squared differences to 3.2 add up to 12.8.
+        (
+            {"norm_mean_type": "group", "norm_std_type": "batch"},
+            [value / sqrt(12.8 / 4) for value in (-0.5, -0.5, 1.5, -0.5, 0)],
+        ),
+    ],
+)
+def test_all_steps_of_a_group_or_of_the_batch_count_in_its_statistics(
+    norms: dict[str, Any], expected: list[float]
+) -> None:
+    samples = trajectories([(1, "a"), (0, "b"), (4, "c")], [(2, "a")], [(6, "a")])
+    assert step_advantages(of_steps(**norms), samples)[1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("std_type, scale", [(None, 1.0), ("group", 1 / sqrt(2))])
+def test_gigpo_adds_the_advantage_of_the_trajectory_and_that_among_steps_in_the_same_state(
+    std_type: str | None, scale: float
+) -> None:
+    samples = trajectories([(0, "a"), (4, "b")], [(0, "a"), (0, "c")])
+    args = of_steps(norm_mean_type="group")
+    args.episode_reward_weight, args.step_reward_weight, args.state_norm_std_type = 10.0, 1.0, std_type
+    # The rewards of the trajectories are 4 and 0, with mean 2. The returns are 2 and 4, 0 and 0. Only the state "a" has
+    # two steps: their mean is 1, and their deviation is the square root of 2.
+    assert step_advantages(args, samples)[1] == pytest.approx([20 + scale, 20, -20 - scale, -20], rel=1e-5)
+
+
+def test_steps_of_all_groups_that_began_in_the_same_state_are_compared() -> None:
+    samples = trajectories([(0, "a")], [(0, "b")], [(2, "a")], [(0, "c")])
+    args = of_steps()
+    args.episode_reward_weight, args.step_reward_weight = 0.0, 1.0
+    assert step_advantages(args, samples)[1] == [-1, 0, 1, 0]
+
+
+def test_rewards_of_steps_are_clipped_and_whitened_as_those_of_trajectories() -> None:
+    samples = trajectories([(9, "a"), (1, "b")])
+    assert step_advantages(of_steps(reward_clip=3, advantage_clip=2), samples)[1] == [2, 1]
+    whitened = step_advantages(of_steps(whiten_advantages=True), samples)[1]
+    assert whitened == pytest.approx([1, -1], rel=1e-4)
+    assert all(map(isnan, step_advantages(of_steps(), trajectories([(float("inf"), "a")]))[1]))

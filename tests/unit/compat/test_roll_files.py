@@ -283,14 +283,73 @@ def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> Non
             "custom_envs.FrozenLake has no max_steps, max_tokens_per_step, agent_system_template, agent_template",
         ),
         (
-            {"env_manager_cls": "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager"},
-            "custom_envs.FrozenLake.env_manager_cls 'StepEnvManager' has no counterpart: set it to TrajEnvManager",
+            {"env_manager_cls": "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"},
+            "custom_envs.FrozenLake.env_manager_cls 'VLTrajEnvManager' has no counterpart: set it to one of",
+        ),
+        (
+            {"adv_estimator": "gigpo"},
+            "adv_estimator 'gigpo' is no advantage_estimator here: set it to grpo or reinforce, or set",
+        ),
+        (
+            {"adv_estimator": "gae", "env_manager_cls": "roll.StepEnvManager"},
+            "adv_estimator 'gae' is no advantage_estimator here: set it to step_reinforce, gigpo, grpo or reinforce",
+        ),
+        (
+            {
+                "custom_envs.SimpleSokoban": {"env_manager_cls": "roll.StepEnvManager"},
+                "train_env_manager.tags": ["FrozenLake", "SimpleSokoban"],
+            },
+            "steps are samples of some tags and not of others",
         ),
     ],
 )
 def test_environments_that_cannot_be_run_are_refused(edits: dict[str, Any], message: str, tmp_path: Path) -> None:
     refused = agentic(tmp_path, edits)[1]
     assert any(message in sentence for sentence in refused), refused
+
+
+def test_steps_of_a_trajectory_are_samples_with_the_advantages_of_gigpo(tmp_path: Path) -> None:
+    config, refused = agentic(tmp_path, {}, "qwen2.5-0.5B-agentic-agent_val_frozen_lake_gigpo")
+    assert refused == []
+    tag = config.data.environment_settings["tags"]["FrozenLake"]
+    assert (tag["env_manager_cls"], tag["history_length"]) == ("StepEnvManager", 5)
+    # An answer of 64 tokens, and with its prompt 1024.
+    assert (config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_response_len) == (960, 64)
+    # 16 samples per device * 8 steps of accumulation * 8 devices.
+    assert (config.learner.segments_are_samples, config.learner.global_batch_size) == (True, 1024)
+    assert config.learner.lr_decay_steps == 10240
+    assert config.rollout.custom_reward_post_process_path == "miles_async.compat.roll.advantages.step_advantages"
+    assert config.rollout.custom_args == {
+        "norm_mean_type": "group",
+        "norm_std_type": None,
+        "reward_clip": None,
+        "whiten_advantages": False,
+        "advantage_clip": 20,
+        "step_reward_gamma": 0.95,
+        "step_reward_weight": 1.0,
+        "episode_reward_weight": 1.0,
+        "state_norm_mean_type": "group",
+        "state_norm_std_type": None,
+    }
+
+
+@pytest.mark.parametrize("estimator, gamma", [("step_reinforce", 1.0), ("reinforce", 0.0)])
+def test_without_gigpo_a_step_has_its_discounted_return_or_its_own_reward(
+    estimator: str, gamma: float, tmp_path: Path
+) -> None:
+    edits = {"adv_estimator": estimator}
+    config, refused = agentic(tmp_path, edits, "qwen3_agentic_gem-gem_game_guess_the_number")
+    assert refused == []
+    assert config.learner.passes_per_rollout == 2
+    args = config.rollout.custom_args
+    assert (args["step_reward_gamma"], args["episode_reward_weight"]) == (gamma, None)
+    assert (args["norm_mean_type"], args["norm_std_type"]) == ("batch", "batch")
+
+
+def test_statistics_of_groups_are_those_of_the_batch_if_the_batch_is_the_group(tmp_path: Path) -> None:
+    norms = {"grouping": "batch", "norm_mean_type": "group", "norm_std_type": "group"}
+    config, _ = agentic(tmp_path, {"reward_normalization": norms})
+    assert {config.rollout.custom_args[name] for name in ("norm_mean_type", "norm_std_type")} == {"batch"}
 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:

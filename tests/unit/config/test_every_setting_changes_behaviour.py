@@ -252,6 +252,7 @@ OBSERVED: dict[str, Change] = {
     # learner
     "global_batch_size": change(plan, 64),
     "num_steps_per_rollout": change(learner_input, 2),
+    "segments_are_samples": change(plan, True),
     "lr": change(learning_rates, 1.0),
     "lr_warmup_steps": change(learning_rates, 20),
     "lr_decay_style": change(learning_rates, "cosine"),
@@ -381,6 +382,9 @@ NAMED: dict[str, str] = {
     "hf_checkpoint": "unit/workers/test_preflight.py::test_a_checkpoint_whose_weights_are_missing_or_cut_off_is_named",
     "megatron_model_flags": (
         "unit/compat/test_guest_flags.py::test_a_flag_that_describes_another_model_is_refused_with_both_values"
+    ),
+    "passes_per_rollout": (
+        "stack/test_learner_megatron.py::test_a_second_pass_takes_the_same_optimizer_steps_again[1]"
     ),
     "tiny_num_layers": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",
     "tiny_hidden_size": f"{LEARNER}::test_the_tiny_model_has_the_configured_shape",

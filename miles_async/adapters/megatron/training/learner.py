@@ -199,14 +199,15 @@ class MegatronLearner:
         log.info("the prompt of a group is computed once per sample", cause=cause)
 
     def train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
-        """Take the optimizer steps of one drained batch; `steps` are this rank's parts of them.
+        """Take the optimizer steps of one drained batch; `steps` are this rank's parts of those of a pass.
 
         Either all steps count or none: if a loss or gradient is not finite, the weights from before the call are
         restored. Metrics are global and equal on all ranks; `tokens` are those that this rank computed.
         """
         started = time.monotonic()
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
-        pre_step_values = self._pre_step_values(rollout_id, steps)
+        pre_step_values = self._pre_step_values(rollout_id, steps) * self._settings.passes_per_rollout
+        steps = [*steps] * self._settings.passes_per_rollout
         # A single step is only applied if it is finite, so it needs no snapshot.
         snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
         metrics: list[Mapping[str, float]] = []
@@ -238,7 +239,8 @@ class MegatronLearner:
 
     def _pre_step_values(self, rollout_id: int, steps: Sequence[TrainStep]) -> list[PreStepValues]:
         """Compute what the steps need from the weights before the batch's first step."""
-        values = [self._values_of(step, is_one_of_several=len(steps) > 1) for step in steps]
+        several = len(steps) * self._settings.passes_per_rollout > 1
+        values = [self._values_of(step, is_one_of_several=several) for step in steps]
         if self._functions.advantages is not None:
             values = advantages_of_function(self._functions, steps, values, self._algorithm, self._device)
         if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):

@@ -23,23 +23,32 @@ GENERATE = "miles_async.rollout.environment.generate"
 class FakeProcess:
     """An environment whose reward is `reward`; it notes its tasks and the addresses of the model."""
 
-    def __init__(self, reward: Any = 0.5) -> None:
+    def __init__(self, reward: Any = 0.5, **others: Any) -> None:
         self.reward = reward
+        self.others = others
         self.ran: list[tuple[dict[str, Any], str]] = []
 
     async def run(self, task: dict[str, Any], url: str) -> dict[str, Any]:
         self.ran.append((task, url))
-        return {"reward": self.reward, "metrics": {}}
+        return {"reward": self.reward, "metrics": {}, **self.others}
 
 
 class FakeAgents:
+    """An endpoint at which a trajectory has the segments `own`."""
+
+    def __init__(self, own: list[Sample]) -> None:
+        self.own = own
+
+    def segments(self, sample: Sample) -> list[Sample]:
+        return self.own
+
     @asynccontextmanager
     async def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AsyncIterator[str]:
         yield "http://model"
 
 
-def args_with(process: FakeProcess) -> Any:
-    return SimpleNamespace(agents=FakeAgents(), environment_process=process)
+def args_with(process: FakeProcess, *segments: Sample) -> Any:
+    return SimpleNamespace(agents=FakeAgents([*segments]), environment_process=process)
 
 
 async def test_a_sample_is_one_task_in_the_environment_which_also_computes_its_reward() -> None:
@@ -48,6 +57,16 @@ async def test_a_sample_is_one_task_in_the_environment_which_also_computes_its_r
     await environment.generate(args, sample, {})
     assert process.ran == [({"number": 3}, "http://model")]
     assert sample.reward == 0.5
+
+
+async def test_each_segment_has_its_step_if_the_environment_reports_steps() -> None:
+    first, second = (Sample(tokens=[1, 2], response_length=1, metadata={"task": {}}) for _ in range(2))
+    unanswered = Sample(tokens=[1])
+    steps = [{"reward": 0.0, "state": "a"}, {"reward": 1.0, "state": "b"}]
+    args = args_with(FakeProcess(1.0, steps=steps), first, second, unanswered)
+    await environment.generate(args, first, {})
+    assert [first.metadata["step"], second.metadata["step"]] == steps
+    assert "step" not in unanswered.metadata
 
 
 @pytest.mark.parametrize("reward", ["0.5", float("nan")])
