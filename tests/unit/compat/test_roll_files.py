@@ -216,8 +216,8 @@ def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> 
 
 def agentic(tmp_path: Path, edits: Mapping[str, Any], name: str = FROZEN_LAKE) -> tuple[RunConfig, Sequence[str]]:
     """The configuration of a file whose values at dotted keys are changed, and what is refused."""
-    path = named(name).written(tmp_path, edits)
-    return checked_config(parse_flags(["--config", str(path)]), entry="train_async.py")
+    file = named(name)
+    return checked_config(parse_flags(["--config", str(file.written(tmp_path, edits))]), entry=file.entry)
 
 
 def test_environments_of_roll_are_those_of_the_run(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
     assert settings_of(content) == {
         "observability.experiment_name": "qwen",
         "learner.seed": 42,
+        "learner.passes_per_rollout": 1,
         "data.rollout_seed": 42,
         "learner.train_env_vars": {"USE_MODELSCOPE": "1", "NVTE_FLASH_ATTN": "1"},
         "engine.engine_env_vars": {"USE_MODELSCOPE": "1"},
