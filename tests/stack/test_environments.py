@@ -20,6 +20,7 @@ from tests.stack.test_agents import Wire, assert_nothing_was_retokenised, genera
 
 pytest_plugins = ["tests.stack.engine_fixtures"]
 
+ROLL = "roll:roll.pipeline.agentic.env"
 FROZEN_LAKE: dict[str, Any] = {
     "env_type": "frozen_lake",
     "max_steps": 2,
@@ -32,14 +33,24 @@ FROZEN_LAKE: dict[str, Any] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "verifiers:examples/environments/reverse.py": {},
     "openenv:examples/environments/two_words.py": {"observation_field": "word"},
-    "roll:roll.pipeline.agentic.env": {"tags": {"FrozenLake": FROZEN_LAKE}},
+    ROLL: {"tags": {"FrozenLake": FROZEN_LAKE}},
+}
+
+
+STEPS: dict[str, Any] = {
+    **FROZEN_LAKE,
+    "env_manager_cls": "roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager",
+    "agent_template": "{current_observation}",
 }
 
 
 @asynccontextmanager
-async def group_in(serving: Stack, name: str) -> AsyncIterator[tuple[Group, Wire]]:
+async def group_in(
+    serving: Stack, name: str, settings: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Group, Wire]]:
     """A group of two samples that was generated in the environment, and the requests to the engine."""
-    data = run_config(environment=name, environment_settings=SETTINGS[name], environment_size=1).data
+    settings = SETTINGS[name] if settings is None else settings
+    data = run_config(environment=name, environment_settings=settings, environment_size=1).data
     [[task]] = environment_tasks(data, ["FrozenLake" if name.startswith("roll:") else None])
     processes: list[EnvironmentProcess] = []
 
@@ -75,7 +86,20 @@ async def test_an_environment_trains_the_tokens_that_were_sampled(serving: Stack
             assert_nothing_was_retokenised(sample, wire)
 
 
-@pytest.mark.parametrize("name", [if_installed("roll:roll.pipeline.agentic.env")])
+@pytest.mark.parametrize("name", [if_installed(ROLL)])
+async def test_steps_of_a_trajectory_in_rolls_environment_may_be_samples(serving: Stack, name: str) -> None:
+    """An answer that is no valid action leaves the state as it was, so both steps have the same prompt."""
+    async with group_in(serving, name, {"tags": {"FrozenLake": STEPS}}) as (group, wire):
+        assert len(wire) == 4
+        assert [len(segments) for segments in group.trajectories] == [2, 2]
+        assert len({(*sample.tokens[: sample.prompt_length],) for sample in group}) == 1
+        assert [sample.metadata["step"]["reward"] for sample in group] == [-0.25] * 4
+        assert len({sample.metadata["step"]["state"] for sample in group}) == 1
+        for sample in group:
+            assert_nothing_was_retokenised(sample, wire)
+
+
+@pytest.mark.parametrize("name", [if_installed(ROLL)])
 async def test_each_step_of_a_trajectory_in_rolls_environment_has_its_reward(serving: Stack, name: str) -> None:
     """Answers of four tokens are no valid actions, so each step has the penalty for its format."""
     async with group_in(serving, name) as (group, wire):
