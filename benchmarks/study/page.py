@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import SEEDS, STALE, Cell, Outcome, cells
+from benchmarks.study.runs import SEEDS, STALE, WINDOW, Cell, Outcome, cells
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -177,7 +177,27 @@ over-sampling, so that their staleness is 0. They began with the same warm start
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
+
+{_warnings([run for name in names if name in runs for run in runs[name].values()])}
 """
+
+
+def _warnings(found: Sequence[Outcome]) -> str:
+    """How many collapses the collapse warning announced in the runs, and how often it was wrong."""
+    collapsed = [run for run in found if _collapsed([point["reward"] for point in run.points])]
+    foreseen = sum(bool(run.announced) for run in collapsed)
+    warned = sum(bool(run.announced) for run in found)
+    return (
+        f"The reward counts as collapsed when its mean over {WINDOW} batches is below half of the highest such mean. "
+        f"It collapsed in {len(collapsed)} of these {len(found)} runs. The "
+        f"[collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) announced {foreseen} of these collapses, "
+        f"and it appeared in {warned - foreseen} runs without a collapse."
+    )
+
+
+def _collapsed(rewards: Sequence[float]) -> bool:
+    highest = itertools.accumulate(rewards, max)
+    return any(reward < before / 2 for reward, before in zip(rewards, highest, strict=True))
 
 
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:

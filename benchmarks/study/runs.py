@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.records import RESULTS, machine_load, stamp
 from miles_async.atomic_files import write_atomically
-from miles_async.events import Evaluated, RunEnded, StepEnded, StepStarted
+from miles_async.events import CollapseRiskChanged, Evaluated, RunEnded, StepEnded, StepStarted
 from miles_async.observability.trace.event_log import read_events
 
 MAIN = Path("configs/arithmetic-cpu.yaml")
@@ -137,6 +137,8 @@ class Outcome:
     """The greatest age of a trained group, in weight versions."""
     evaluation_seconds: list[float] = field(default_factory=list)
     """The length of each evaluation in `curve`. In turns, training waits for them."""
+    announced: list[int] = field(default_factory=list)
+    """The rollouts after which the run announced that its policy may collapse soon."""
     stamp: dict[str, Any] = field(default_factory=stamp)
 
 
@@ -224,6 +226,7 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
     evaluations: list[Evaluated] = []
     started: list[StepStarted] = []
     steps: list[StepEnded] = []
+    announced: list[int] = []
     for event in read_events(log):
         match event:
             case Evaluated():
@@ -232,6 +235,8 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
                 started.append(event)
             case StepEnded():
                 steps.append(event)
+            case CollapseRiskChanged(high=True):
+                announced.append(event.rollout)
             case RunEnded(reason=reason) if reason != "done":
                 raise SystemExit(f"the run of {cell.path.stem} ended: {reason}")
     # The evaluation before training ends when generation of the first batch begins.
@@ -254,6 +259,7 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
         by_age=_by_age(steps),
         max_staleness=max(ages),
         evaluation_seconds=[round(point.seconds, 2) for point in evaluations],
+        announced=announced,
     )
 
 
