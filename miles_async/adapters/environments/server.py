@@ -431,7 +431,8 @@ class Roll:
         reused = bool(idle) and fixed
         env = idle.pop() if reused else await self._in_thread(tag, partial(self._made, tag, task["seed"]))
         observation, info = await self._call(tag, env.reset, seed=task["seed"])
-        native, by_step = (self._manager(of_tag) in names for names in ([self.NATIVE], self.BY_STEP))
+        manager = self._manager(of_tag)
+        native = manager == self.NATIVE
         if native and env.env_reset_failed:
             await self._call(tag, env.close)
             raise RuntimeError(f"{tag} could not be reset: {info.get('failure_mode') or 'it gives no reason'}")
@@ -452,8 +453,10 @@ class Roll:
             metrics[name].append(float(value))
         modes = info.get("metrics_agg_mode", {})
         summary = {name: self.MODES.get(modes.get(name), fmean)(values) for name, values in metrics.items()}
-        result = {"reward": reward, "metrics": {**summary, "num_actions": len(steps)}}
-        return result | ({"steps": [{"reward": step.reward, "state": step.state} for step in steps]} if by_step else {})
+        result: dict[str, Any] = {"reward": reward, "metrics": {**summary, "num_actions": len(steps)}}
+        if manager in self.BY_STEP:
+            result["steps"] = [{"reward": step.reward, "state": step.state} for step in steps]
+        return result
 
     async def _play(
         self, tag: str, env: Any, step: RollStep, url: str

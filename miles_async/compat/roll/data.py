@@ -136,7 +136,8 @@ def schedule(keys: CombinedKeys) -> None:
     if (steps := keys.whole_number("max_steps")) is not None:
         keys.set("rollout.num_rollout", steps, "max_steps")
     size = keys.size("learner.global_batch_size")
-    if trains_steps(keys) and steps is not None and size > 1:
+    decays = not str(keys.values.get("actor_train.training_args.lr_scheduler_type")).startswith("constant")
+    if decays and trains_steps(keys) and steps is not None and size > 1:
         # As in ROLL, where trajectories count, although their steps take more optimizer steps.
         trained = steps * keys.size("rollout.rollout_batch_size") * keys.size("rollout.n_samples_per_prompt")
         passes = keys.size("learner.passes_per_rollout")
