@@ -1,7 +1,7 @@
 """`make study`: measures what staleness costs, with the main job under several schedules, corrections and seeds.
 
-    python -m benchmarks.study [seeds] [repeats] [limits] [losses] [control] [stale] [waits] [keys] [--seeds N] [--processes N]
-    [--page-only]
+    python -m benchmarks.study [seeds] [repeats] [limits] [losses] [control] [stale] [waits] [keys] [--seeds N]
+    [--processes N] [--page-only]
 
     seeds    in turns (train.py) and asynchronous with the shipped limit, the same seeds for both
     repeats  the same with one seed: nothing but the order in which answers arrive differs between these runs
