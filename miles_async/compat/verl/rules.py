@@ -20,7 +20,14 @@ _MEGATRON = Only(("megatron",), "the learner runs Megatron-core: set it to megat
 _LOW_PRECISION = Refused("learner and engines compute in bf16: remove it")
 _MULTI_TURN = Idle("belongs to multi_turn.enable")
 _MTP = Idle("belongs to model.mtp.enable")
-_LORA = Refused("set learner.lora_rank and the settings beside it, for adapters")
+_LORA_RANK = Combined("sets lora_rank; 0 trains all weights")
+_OF_LORA = {
+    "alpha": Combined("sets lora_alpha"),
+    "target_modules": Combined("sets lora_target_modules"),
+    "exclude_modules": Combined("sets lora_exclude_modules"),
+    "adapter_path": Combined("sets lora_load"),
+}
+_OTHER_LORA = Idle("belongs to lora.type vlm_lora")
 _IMAGES = Refused("models are trained on text: remove it, and the images from the data")
 _DROPOUT = Only((0, 0.0), "models are trained without dropout: set it to 0")
 _NPU = Only(("cuda",), "the learner needs CUDA GPUs or CPUs: remove it")
@@ -110,6 +117,7 @@ _ACTOR: Table = {
     "checkpoint.async_save": sets("learner.async_save"),
     "checkpoint.save_contents": Idle("has no effect: checkpoints are complete; set save_hf for exports"),
     "checkpoint.load_contents": Idle("has no effect: a run continues with all of its checkpoint"),
+    "checkpoint.save_lora_only": Idle("has no effect: checkpoints of adapters hold no other weights"),
     "megatron.tensor_model_parallel_size": sets("learner.tensor_model_parallel_size"),
     "megatron.pipeline_model_parallel_size": sets("learner.pipeline_model_parallel_size"),
     "megatron.virtual_pipeline_model_parallel_size": sets("learner.virtual_pipeline_model_parallel_size"),
@@ -203,7 +211,26 @@ _MODEL: Table = {
     "use_fused_kernels": _MEMORY,
     "enable_gradient_checkpointing": _RECOMPUTE,
     "enable_activation_offload": Refused("activations stay on the GPU: set recompute_granularity"),
-    "lora_rank": _LORA,
+    "use_shm": Idle("has no effect: each process reads the checkpoint where it is"),
+    # verl has one set of keys for FSDP, and one for Megatron.
+    "lora_rank": _LORA_RANK,
+    "lora_alpha": _OF_LORA["alpha"],
+    "target_modules": _OF_LORA["target_modules"],
+    "exclude_modules": _OF_LORA["exclude_modules"],
+    "lora_adapter_path": _OF_LORA["adapter_path"],
+    "lora.rank": _LORA_RANK,
+    **{f"lora.{name}": rule for name, rule in _OF_LORA.items()},
+    "lora.dropout": Combined("sets lora_dropout"),
+    "lora.type": Only(("lora", "canonical_lora"), "adapters are those of plain LoRA: set it to canonical_lora"),
+    "lora.merge": Idle("has no effect: engines load the adapter itself; lora_merge is about exports"),
+    "lora.dropout_position": Only(("pre",), "dropout comes before the adapter: set it to pre"),
+    "lora.lora_A_init_method": Idle("has no effect: adapters start as those of PEFT"),
+    "lora.lora_B_init_method": Only(("zero",), "adapters do not change the model at first: set it to zero"),
+    "lora.dtype": Idle("has no effect: adapters are float32"),
+    "lora.a2a_experimental": Idle("has no effect: ranks exchange only what is as wide as an adapter"),
+    "lora.fully_sharded_loras": Idle("belongs to vLLM"),
+    **{f"lora.freeze_{part}_model": _OTHER_LORA for part in ("vision", "language")},
+    "lora.freeze_vision_projection": _OTHER_LORA,
     "mtp.enable": Only((False,), "heads that predict further tokens are not trained: set it to false"),
     **{f"override_config.{name}": _DROPOUT for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
     **dict.fromkeys(

@@ -25,6 +25,23 @@ _SECTIONS = frozenset(
 """Sections that only verl has."""
 _ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+_MODEL = "actor_rollout_ref.model"
+_FSDP_LORA = {
+    "lora_rank": f"{_MODEL}.lora_rank",
+    "lora_alpha": f"{_MODEL}.lora_alpha",
+    "lora_target_modules": f"{_MODEL}.target_modules",
+    "lora_exclude_modules": f"{_MODEL}.exclude_modules",
+    "lora_load": f"{_MODEL}.lora_adapter_path",
+}
+_MEGATRON_LORA = {
+    "lora_rank": f"{_MODEL}.lora.rank",
+    "lora_alpha": f"{_MODEL}.lora.alpha",
+    "lora_target_modules": f"{_MODEL}.lora.target_modules",
+    "lora_exclude_modules": f"{_MODEL}.lora.exclude_modules",
+    "lora_load": f"{_MODEL}.lora.adapter_path",
+    "lora_dropout": f"{_MODEL}.lora.dropout",
+}
+"""verl's keys for an adapter by our setting, for each of its engines."""
 _LABEL_KEY = "reward_model.ground_truth"
 _RENDERS = "a row of verl has messages, which the chat template renders"
 _MiB = 1 << 20
@@ -103,6 +120,7 @@ class _Keys(CombinedKeys):
         self._schedule()
         self._devices()
         self._layout()
+        self._adapters()
         self._micro_batches()
         self._optimizer()
         self._objective()
@@ -215,6 +233,25 @@ class _Keys(CombinedKeys):
         size = f"{_ACTOR}.megatron.tensor_model_parallel_size"
         if f"{_ACTOR}.megatron.sequence_parallel" not in self.values and self.values.get(size, 1) != 1:
             self._set("learner.sequence_parallel", True, size)
+
+    def _adapters(self) -> None:
+        """LoRA. As in verl, the keys for Megatron count if their rank is above 0, and otherwise those for FSDP."""
+        chosen, others, alpha = _FSDP_LORA, _MEGATRON_LORA, 16
+        if self.number(_MEGATRON_LORA["lora_rank"]):
+            chosen, others, alpha = _MEGATRON_LORA, _FSDP_LORA, 32
+        rank_key, alpha_key, load_key = (chosen[name] for name in ("lora_rank", "lora_alpha", "lora_load"))
+        if not self.number(rank_key):
+            if load_key in self.values:
+                self.refuse(f"{load_key} needs {rank_key}: set it to the rank of that adapter")
+            else:
+                self.note("has no effect: no adapter is trained", *chosen.values(), *others.values())
+            return
+        self.note(f"has no effect beside {rank_key}", *others.values())
+        for setting, key in chosen.items():
+            if key in self.values:
+                self._set(f"learner.{setting}", self.values[key], key)
+        if alpha_key not in self.values:
+            self._set("learner.lora_alpha", alpha, rank_key)
 
     def _micro_batches(self) -> None:
         dynamic_key, tokens_key = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"

@@ -294,8 +294,8 @@ def test_environments_that_cannot_be_run_are_refused(edits: dict[str, Any], mess
 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
-    problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
-    for part in ("fsdp2_train", "lora_target"):
+    problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_fsdp2_sp2").refusals(tmp_path))
+    for part in ("fsdp2_train", "ulysses_size"):
         assert part in problems
 
 

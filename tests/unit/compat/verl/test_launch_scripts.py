@@ -30,7 +30,7 @@ REASONS = {
     "vLLM's arguments": "engine_kwargs.vllm",
     "NPU": "needs CUDA GPUs or CPUs",
     "images": "models are trained on text",
-    "LoRA": "set learner.lora_rank",
+    "LoRA on shared devices": "colocate was never tried with lora_rank",
     "further tokens": "heads that predict further tokens are not trained",
     "turns with tools": "a function that runs the agent",
     "filter by responses": "groups are compared by their rewards",
