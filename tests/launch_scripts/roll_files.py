@@ -68,8 +68,6 @@ REASONS: Mapping[str, str] = {
     "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",
     "no training": "num_gpus_per_node needs actor_train.device_mapping",
     "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
-    "pipeline stages of unequal length": "layers are not divisible by pipeline_model_parallel_size",
-    "responses that are longer than the engines' context": "leaves no room for a prompt",
     "steps of an agent as samples": "samples, but global_batch_size",
 }
 """What remains to be refused, and a part of the sentence."""

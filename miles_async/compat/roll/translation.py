@@ -13,7 +13,7 @@ from miles_async.config.translation import Idle, Outcome, Refused, Translator, e
 
 _TEMPLATES = frozenset(key for key in TABLE if key.endswith((".data_args.template", "global_template")))
 _STEPS = (
-    *(layout.environment, layout.devices, layout.batch_sizes, layout.recomputation, layout.engine),
+    *(layout.environment, layout.devices, layout.stages, layout.batch_sizes, layout.recomputation, layout.engine),
     adapters.adapters,
     *(data.sizes, data.schedule, data.tracking, data.recordings, data.data_and_rewards, environments.environments),
     *(objective.advantages, objective.masks, objective.clipping, objective.divergence, objective.correction),

@@ -19,6 +19,11 @@ _FSDP = Refused("the learner runs Megatron-core: remove it, and set model_engine
 _MEGATRON = Only(("megatron",), "the learner runs Megatron-core: set it to megatron")
 _LOW_PRECISION = Refused("learner and engines compute in bf16: remove it")
 _MULTI_TURN = Idle("belongs to multi_turn.enable")
+_MULTI_TURN_KEYS = (
+    *("max_user_turns", "max_assistant_turns", "max_parallel_calls", "max_tool_response_length", "tool_config_path"),
+    *("function_tool_path", "tool_response_truncate_side", "format", "use_inference_chat_template"),
+    *("tokenization_sanity_check_mode", "num_repeat_rollouts"),
+)
 _MTP = Idle("belongs to model.mtp.enable")
 _LORA_RANK = Combined("sets lora_rank; 0 trains all weights")
 _OF_LORA = {
@@ -188,9 +193,7 @@ _ROLLOUT: Table = {
     "moe_tensor_parallel_size": Idle("belongs to TensorRT-LLM"),
     "single_turn_response_length": _MULTI_TURN,
     "multi_turn.enable": Only((False,), "set custom_generate_function_path to a function that runs the agent"),
-    "multi_turn.max_user_turns": _MULTI_TURN,
-    "multi_turn.max_assistant_turns": _MULTI_TURN,
-    "multi_turn.max_tool_response_length": _MULTI_TURN,
+    **{f"multi_turn.{name}": _MULTI_TURN for name in _MULTI_TURN_KEYS},
     "val_kwargs.n": Combined("sets n_samples of each entry of eval_datasets"),
     "val_kwargs.temperature": Combined("sets temperature of each entry of eval_datasets"),
     "val_kwargs.top_p": Combined("sets top_p of each entry of eval_datasets"),
@@ -255,13 +258,9 @@ _ALGORITHM: Table = {
     "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
-    "filter_groups.enable": converts(
-        "rollout.dynamic_sampling_filter_path",
-        {True: "miles_async.filters.check_reward_nonzero_std", False: None},
-    ),
-    "filter_groups.metric": Only(
-        ("acc", "score", "seq_reward", "seq_final_reward"),
-        "groups are compared by their rewards: set it to acc, or set dynamic_sampling_filter_path",
+    "filter_groups.enable": Combined("sets dynamic_sampling_filter_path, unless the run is fully asynchronous"),
+    "filter_groups.metric": Combined(
+        "may be acc, score, seq_reward or seq_final_reward: groups are compared by their rewards", "compared"
     ),
     "filter_groups.max_num_gen_batches": Idle("has no effect: generation goes on until the batch is full"),
     "rollout_correction.rollout_is": Combined(

@@ -43,6 +43,8 @@ _MEGATRON_LORA = {
 }
 """verl's keys for an adapter by our setting, for each of its engines."""
 _LABEL_KEY = "reward_model.ground_truth"
+_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+"""Metrics of verl by which groups are compared as by their rewards."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
 _MiB = 1 << 20
 
@@ -126,6 +128,7 @@ class _Keys(CombinedKeys):
         self._objective()
         self._correction()
         self._kl()
+        self._filter()
         self._engines()
         self._reference()
         self._rewards()
@@ -390,6 +393,26 @@ class _Keys(CombinedKeys):
             self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
         else:
             self._set("algorithm.kl_loss_type", kinds[kind], *self.given(kind_key) or [on_key])
+
+    def _filter(self) -> None:
+        """Groups without differences in their rewards are dropped. verl's fully asynchronous trainer keeps them."""
+        enable_key, metric_key = (f"algorithm.filter_groups.{name}" for name in ("enable", "metric"))
+        enable, metric = self.switch(enable_key), self.values.get(metric_key, _METRICS[0])
+        if self._is_async:
+            why = "has no effect in verl's fully asynchronous runs either; set dynamic_sampling_filter_path to filter"
+            self.note(why, enable_key, metric_key)
+            return
+        if not enable:
+            if enable_key in self.values:
+                self._set("rollout.dynamic_sampling_filter_path", None, enable_key)
+            self.note("has no effect: no groups are filtered", metric_key)
+            return
+        self._set("rollout.dynamic_sampling_filter_path", "miles_async.filters.check_reward_nonzero_std", enable_key)
+        if metric not in _METRICS:
+            self.refuse(
+                f"{metric_key} {metric!r:.80} is not supported: groups are compared by their rewards: set it to acc, "
+                f"or set {enable_key} to false and dynamic_sampling_filter_path to a function of your own"
+            )
 
     def _engines(self) -> None:
         """Arguments of the engines whose values have other units or signs there."""

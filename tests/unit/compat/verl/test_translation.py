@@ -229,3 +229,27 @@ def test_other_adapters_than_those_of_lora_are_refused() -> None:
     assert problems({f"{ADAPTER}.lora.rank": 8, kind: "dora"}) == [
         f"{kind} 'dora' is not supported: adapters are those of plain LoRA: set it to canonical_lora"
     ]
+
+
+FILTER = "algorithm.filter_groups"
+
+
+def test_groups_are_filtered_by_their_rewards_unless_verl_does_not_filter_them() -> None:
+    name = "dynamic_sampling_filter_path"
+    on = {f"{FILTER}.enable": True}
+    assert settings({**on, f"{FILTER}.metric": "acc"})[name] == "miles_async.filters.check_reward_nonzero_std"
+    assert settings({f"{FILTER}.enable": False, f"{FILTER}.metric": "response_filter"})[name] is None
+    assert problems({**on, f"{FILTER}.metric": "response_filter"}) == [
+        f"{FILTER}.metric 'response_filter' is not supported: groups are compared by their rewards: set it to acc, or "
+        f"set {FILTER}.enable to false and dynamic_sampling_filter_path to a function of your own"
+    ]
+    asynchronous = {**ASYNC, **on, f"{FILTER}.metric": "response_filter"}
+    assert name not in settings(asynchronous)
+    assert "fully asynchronous runs" in translate(asynchronous).idle[f"{FILTER}.metric"]
+
+
+def test_keys_of_agents_have_no_effect_without_agents() -> None:
+    section = "actor_rollout_ref.rollout.multi_turn"
+    content = {f"{section}.enable": False, f"{section}.format": "hermes", f"{section}.tool_config_path": "tools.yaml"}
+    assert settings(content) == {}
+    assert translate(content).idle[f"{section}.format"] == "belongs to multi_turn.enable"
