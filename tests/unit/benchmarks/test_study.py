@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,17 +125,32 @@ def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(s
 
 
 def test_runs_that_are_too_fresh_are_told_from_those_that_are_really_stale() -> None:
-    cell = next(runs.cells(["stale"], 1))
+    in_turns, cell, *_ = runs.cells(["stale"], 1)
+    assert not in_turns.is_too_fresh(outcome(in_turns, 0.8))
     assert cell.schedule == "limit 4"
     assert cell.is_too_fresh(replace(outcome(cell, 0.8), staleness=2.39))
     assert not cell.is_too_fresh(replace(outcome(cell, 0.8), staleness=2.41))
 
 
 def test_the_page_names_the_cells_that_were_not_run(store: Path) -> None:
-    cells = [Cell("in turns", "default", runs.SEEDS[0]), next(runs.cells(["stale"], 1))]
+    cells = [Cell("in turns", "default", runs.SEEDS[0]), *itertools.islice(runs.cells(["stale"], 1), 2)]
     text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {})
     assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
     assert "| limit 16, sapo | not run |" in text
+
+
+def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:
+    stale = list(itertools.islice(runs.cells(["stale"], 1), 4))
+    learns, falls = ([{"reward": reward} for reward in rewards] for rewards in ((0.3, 0.6, 0.7), (0.3, 0.6, 0.2)))
+    outcomes = [(learns, []), (falls, [12]), (falls, []), (learns, [8])]
+    stored = [
+        (cell, replace(outcome(cell, 0.8), points=points, announced=announced))
+        for cell, (points, announced) in zip(stale, outcomes, strict=True)
+    ]
+    turns = Cell("in turns", "default", runs.SEEDS[0])
+    text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}).split())
+    assert "It collapsed in 2 of these 4 runs." in text
+    assert "announced 1 of these collapses, and it appeared in 1 runs without a collapse." in text
 
 
 def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: Path) -> None:
