@@ -260,7 +260,7 @@ _ALGORITHM: Table = {
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
     "filter_groups.enable": Combined("sets dynamic_sampling_filter_path, unless the run is fully asynchronous"),
     "filter_groups.metric": Combined(
-        "may be acc, score, seq_reward or seq_final_reward: groups are compared by their rewards", "compared"
+        "sets dynamic_sampling_filter_path with enable, if it is acc, score, seq_reward or seq_final_reward"
     ),
     "filter_groups.max_num_gen_batches": Idle("has no effect: generation goes on until the batch is full"),
     "rollout_correction.rollout_is": Combined(

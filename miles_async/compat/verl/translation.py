@@ -407,7 +407,8 @@ class _Keys(CombinedKeys):
                 self._set("rollout.dynamic_sampling_filter_path", None, enable_key)
             self.note("has no effect: no groups are filtered", metric_key)
             return
-        self._set("rollout.dynamic_sampling_filter_path", "miles_async.filters.check_reward_nonzero_std", enable_key)
+        path = "miles_async.filters.check_reward_nonzero_std"
+        self._set("rollout.dynamic_sampling_filter_path", path, enable_key, metric_key)
         if metric not in _METRICS:
             self.refuse(
                 f"{metric_key} {metric!r:.80} is not supported: groups are compared by their rewards: set it to acc, "
