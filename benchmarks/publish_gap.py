@@ -175,6 +175,7 @@ class Bench:
                 raise SystemExit(outcome.error)
             await self._fleet.commit(self._engine.name, self._version)
             self._publishes.append((time.perf_counter() - started, outcome.bytes))
+            await asyncio.to_thread(self._source.drop, self._engine.name)
             return 0.0
         if self._load.change:
             for _, weight in self._weights:
