@@ -167,9 +167,9 @@ class Bench:
     async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
-        started = time.perf_counter()
+        adapter, started = self._adapter(), time.perf_counter()
         if self._load.rank:
-            await asyncio.to_thread(self._source.stage, self._version, self._adapter(), [])
+            await asyncio.to_thread(self._source.stage, self._version, adapter, [])
             outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
             if outcome.error is not None:
                 raise SystemExit(outcome.error)
@@ -193,11 +193,11 @@ class Bench:
         return time.perf_counter() - began
 
     def _adapter(self) -> list[tuple[str, torch.Tensor]]:
-        """A small random adapter."""
+        """A small random adapter; no tensors if none is published."""
         named = [(name.removesuffix(".weight"), weight) for name, weight in self._weights]
         adapted = [(name, weight) for name, weight in named if name.rpartition(".")[2] in MODULES]
         rank, tensors = self._load.rank, []
-        for name, weight in adapted:
+        for name, weight in adapted if rank else ():
             of_a, of_b = tensor_names(name)
             tensors.append((of_a, 0.01 * torch.randn(rank, weight.shape[1])))
             tensors.append((of_b, 0.01 * torch.randn(weight.shape[0], rank)))
