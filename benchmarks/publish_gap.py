@@ -89,6 +89,7 @@ class Bench:
         self._answers: list[Sample] = []
         self._source: WeightSource | AdapterSource
         if load.rank:
+            self._adapter = self._random_adapter()
             adapter = AdapterConfig(load.rank, 1.0, MODULES)
             self._source = AdapterSource(folder, adapter, Weights(), rank=0, resident=RESIDENT)
         else:
@@ -99,7 +100,7 @@ class Bench:
     async def ready(self) -> None:
         self._fleet.register_engine(self._engine)
         if self._load.rank:
-            self._source.stage(0, self._adapter(), [])
+            self._source.stage(0, self._adapter, [])
             self._source.send(0, self._engine.name, ADAPTER)
         await self._fleet.commit(self._engine.name, 0)
         await self._fleet.admit(self._engine.name)
@@ -167,9 +168,9 @@ class Bench:
     async def _publish(self, transport: str) -> float:
         """Seconds in which the engine stood still."""
         self._version += 1
-        adapter, started = self._adapter(), time.perf_counter()
+        started = time.perf_counter()
         if self._load.rank:
-            await asyncio.to_thread(self._source.stage, self._version, adapter, [])
+            await asyncio.to_thread(self._source.stage, self._version, self._adapter, [])
             outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
             if outcome.error is not None:
                 raise SystemExit(outcome.error)
@@ -192,12 +193,12 @@ class Bench:
         self._publishes.append((time.perf_counter() - started, outcome.bytes))
         return time.perf_counter() - began
 
-    def _adapter(self) -> list[tuple[str, torch.Tensor]]:
-        """A small random adapter; no tensors if none is published."""
+    def _random_adapter(self) -> list[tuple[str, torch.Tensor]]:
+        """A small adapter. All versions have its numbers: drawing new ones would take time from the engine."""
         named = [(name.removesuffix(".weight"), weight) for name, weight in self._weights]
         adapted = [(name, weight) for name, weight in named if name.rpartition(".")[2] in MODULES]
         rank, tensors = self._load.rank, []
-        for name, weight in adapted if rank else ():
+        for name, weight in adapted:
             of_a, of_b = tensor_names(name)
             tensors.append((of_a, 0.01 * torch.randn(rank, weight.shape[1])))
             tensors.append((of_b, 0.01 * torch.randn(weight.shape[0], rank)))
