@@ -9,11 +9,13 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import SEEDS, STALE, Cell, Outcome, cells
+from benchmarks.study.runs import KEY_LIMITS, SEEDS, STALE, WINDOW, Cell, Outcome, cells
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
+FRESH = ("in turns", STALE + "default")
+"""What the runs with really stale samples are compared with."""
 INTRODUCTION = """\
 # What staleness costs
 
@@ -64,6 +66,7 @@ def page(runs: Runs, waits: Runs) -> str:
         INTRODUCTION.format(summary=_summary(runs, waits)),
         _really_stale(runs),
         _waits(waits),
+        _keys(waits),
         _same_samples(runs),
         _limits(runs),
         _signals(runs),
@@ -80,7 +83,7 @@ def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
 
 def difference(runs: Runs, name: tuple[str, str]) -> Interval:
     """Accuracy of `name` minus accuracy in turns, over seeds that both have."""
-    found, expected = runs[name], runs[IN_TURNS]
+    found, expected = runs[name], runs[FRESH if name[1].startswith(STALE) else IN_TURNS]
     return Interval.of([found[seed].after - expected[seed].after for seed in found if seed in expected])
 
 
@@ -142,7 +145,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
     for limit in LIMITS:
         for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
             name = (f"limit {limit}", STALE + variant)
-            if name in runs:
+            if name in runs and FRESH in runs:
                 age = fmean(run.staleness for run in runs[name].values())
                 sentences.append(
                     f"With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
@@ -161,7 +164,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
 
 def _really_stale(runs: Runs) -> str:
     names = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
-    if not any(name in runs for name in names):
+    if FRESH not in runs:
         return ""
     return f"""
 ## When samples are really stale
@@ -169,13 +172,33 @@ def _really_stale(runs: Runs) -> str:
 In these runs, a hook waits before each reward, as a slow grader does, and many groups are in flight: 192 under a limit
 of 4, and 896 under a limit of 16, with batches of 64 (`benchmarks/study/slow_grader.py`). The samples are then on
 average at least 60 % as old as the limit allows. The tables below have the same job without the waits, where generation
-is the bottleneck and the mean staleness is about 1 at every limit. The runs in turns are older than these runs and
-began with another warm start (with seed 42 at 0.500; these began at 0.455).
+is the bottleneck and the mean staleness is about 1 at every limit. The runs in turns of this table have no surplus of
+over-sampling, so that their staleness is 0. They began with the same warm start as the other runs of the table.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
+
+{_warnings([run for name in names if name in runs for run in runs[name].values()])}
 """
+
+
+def _warnings(found: Sequence[Outcome]) -> str:
+    """How many collapses the collapse warning announced in the runs, and how often it was wrong."""
+    collapsed = [run for run in found if _collapsed([point["reward"] for point in run.points])]
+    foreseen = sum(bool(run.announced) for run in collapsed)
+    warned = sum(bool(run.announced) for run in found)
+    return (
+        f"The reward counts as collapsed when its mean over {WINDOW} batches is below half of the highest such mean. "
+        f"It collapsed in {len(collapsed)} of these {len(found)} runs. The "
+        f"[collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) announced {foreseen} of these collapses, "
+        f"and it appeared in {warned - foreseen} runs without a collapse."
+    )
+
+
+def _collapsed(rewards: Sequence[float]) -> bool:
+    highest = itertools.accumulate(rewards, max)
+    return any(reward < before / 2 for reward, before in zip(rewards, highest, strict=True))
 
 
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
@@ -183,8 +206,9 @@ def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     if name not in runs:
         return f"| {title} | not run |" + " |" * 5
     found = list(runs[name].values())
-    numbers = [str(len(found)), _spread([run.after for run in found]), str(difference(runs, name))]
-    numbers += [f"{fmean(run.staleness for run in found):.2f}", str(max(run.max_staleness for run in found))]
+    numbers = [str(len(found)), _spread([run.after for run in found])]
+    numbers += ["" if name == FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
+    numbers.append(str(max(run.max_staleness for run in found)))
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
 
 
@@ -218,6 +242,30 @@ intervals.
 The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns, among the
 runs that reach it with the same number of samples. `make sim ARGS="waiting"` predicts the
 [speed-ups](scheduling.md#samples-that-wait-for-tools) of longer runs.
+"""
+
+
+def _keys(runs: Runs) -> str:
+    names = [name for limit in KEY_LIMITS if (name := ("limit 8", f"K = {limit}")) in runs]
+    if (base := ("limit 8", "default")) not in runs or not names:
+        return ""
+    rows = []
+    for name in names:
+        found = list(runs[name].values())
+        pairs = _pairs(runs[base], runs[name])
+        columns = [name[1], str(len(found)), _spread([run.after for run in found])]
+        columns.append(str(Interval.of([run.after - zero.after for zero, run in pairs])))
+        columns.append(_ratio([zero.seconds / run.seconds for zero, run in pairs]))
+        rows.append("| " + " | ".join([*columns, f"{fmean(run.staleness for run in found):.2f}"]) + " |")
+    return f"""
+## Keys and values of older versions
+
+The same job with a limit of 8 and [`--max-kv-staleness K`](weights.md#keys-and-values-of-older-versions). Differences
+and ratios are to the runs with K = 0 and the same seed. The staleness counts the oldest keys of a group.
+
+| K | seeds | accuracy | difference to K = 0 | times as fast | mean staleness |
+{"|---" * 6}|
+{chr(10).join(rows)}
 """
 
 
