@@ -89,6 +89,7 @@ class Bench:
         self._answers: list[Sample] = []
         self._source: WeightSource | AdapterSource
         if load.rank:
+            self._adapter = self._random_adapter()
             adapter = AdapterConfig(load.rank, 1.0, MODULES)
             self._source = AdapterSource(folder, adapter, Weights(), rank=0, resident=RESIDENT)
         else:
@@ -99,7 +100,7 @@ class Bench:
     async def ready(self) -> None:
         self._fleet.register_engine(self._engine)
         if self._load.rank:
-            self._source.stage(0, self._adapter(), [])
+            self._source.stage(0, self._adapter, [])
             self._source.send(0, self._engine.name, ADAPTER)
         await self._fleet.commit(self._engine.name, 0)
         await self._fleet.admit(self._engine.name)
@@ -169,12 +170,13 @@ class Bench:
         self._version += 1
         started = time.perf_counter()
         if self._load.rank:
-            await asyncio.to_thread(self._source.stage, self._version, self._adapter(), [])
+            await asyncio.to_thread(self._source.stage, self._version, self._adapter, [])
             outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
             if outcome.error is not None:
                 raise SystemExit(outcome.error)
             await self._fleet.commit(self._engine.name, self._version)
             self._publishes.append((time.perf_counter() - started, outcome.bytes))
+            await asyncio.to_thread(self._source.drop, self._engine.name)
             return 0.0
         if self._load.change:
             for _, weight in self._weights:
@@ -191,8 +193,8 @@ class Bench:
         self._publishes.append((time.perf_counter() - started, outcome.bytes))
         return time.perf_counter() - began
 
-    def _adapter(self) -> list[tuple[str, torch.Tensor]]:
-        """A small random adapter."""
+    def _random_adapter(self) -> list[tuple[str, torch.Tensor]]:
+        """A small adapter. All versions have its numbers: drawing new ones would take time from the engine."""
         named = [(name.removesuffix(".weight"), weight) for name, weight in self._weights]
         adapted = [(name, weight) for name, weight in named if name.rpartition(".")[2] in MODULES]
         rank, tensors = self._load.rank, []

@@ -209,8 +209,8 @@ class Learner(Protocol):
 class WeightChannel(Protocol):
     """Moves weights from the learner to the engines: connect once, then stage and send each version.
 
-    In a run that trains an adapter, a version is an adapter that engines hold beside older ones: `send` loads it and
-    drops those that requests may not name any more.
+    In a run that trains an adapter, a version is an adapter that engines hold beside older ones: `send` loads it, and
+    `drop` drops those that requests may not name any more.
 
     Staging and sending are two phases so that only sending has to happen while the engines are paused.
     """
@@ -243,6 +243,13 @@ class WeightChannel(Protocol):
         """Compare the log-probabilities that the engine and the learner compute with the staged version, if necessary.
 
         Returns a sentence if they differ too much. Raises EngineLostError if the engine does not answer.
+        """
+        ...
+
+    async def drop(self, engine: str) -> None:
+        """Let an engine drop the adapters that no request may name, now that the staged version is live.
+
+        `send` drops those that are left. Raises EngineLostError if the engine does not answer.
         """
         ...
 

@@ -100,7 +100,7 @@ def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint
 
 def _check_model(config: RunConfig, checkpoint: Path) -> None:
     """Raises UserError if a checkpoint is of a model with other dimensions. Earlier versions stored none."""
-    saved, own = read_progress(checkpoint).get("model", {}), dimensions(config.model)
+    saved, own = read_progress(checkpoint).get("model", {}), dimensions(config)
     changed = [f"{name} {saved[name]}, not {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
     if changed:
         raise UserError(

@@ -256,6 +256,11 @@ class LearnerRank:
             return None
         return await self._run(self._send_threads, lambda: source.compare(engine, logprobs))
 
+    async def drop(self, engine: str) -> None:
+        """See `AdapterSource.drop`. All ranks."""
+        source = self._connected_source
+        await self._run(self._send_threads, lambda: source.drop(engine))
+
     async def offload(self) -> None:
         """Release the device memory to an engine that shares the device. All ranks."""
         await self._run(self._model_thread, lambda: self._learner.offload())

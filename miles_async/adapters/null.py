@@ -43,6 +43,8 @@ class NullLearner:
 
     async def compare(self, engine: str) -> None: ...
 
+    async def drop(self, engine: str) -> None: ...
+
     async def fall_back(self, engine: str) -> str | None:
         return None
 

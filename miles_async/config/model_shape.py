@@ -11,6 +11,7 @@ from typing import Any
 
 from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
+from miles_async.models.lora import base_hash
 from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_errors
 
 
@@ -47,10 +48,16 @@ def shape_of(model: Model) -> ModelShape | None:
         return plugin.shape(config)
 
 
-def dimensions(model: Model) -> dict[str, Any]:
-    """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape."""
-    shape = shape_of(model)
-    return {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
+def dimensions(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape.
+
+    A checkpoint of adapters also identifies the weights below them (`base_hash`), if those are in a folder.
+    """
+    shape, checkpoint = shape_of(config.model), config.model.hf_checkpoint
+    known = {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
+    if config.learner.lora_rank and checkpoint is not None and not config_complaint(checkpoint):
+        known["base_hash"] = base_hash(Path(checkpoint).expanduser())
+    return known
 
 
 def hf_config(hf_checkpoint: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,13 +129,39 @@ def write_adapter(
 ) -> None:
     """Write a folder that `peft` and SGLang load into an existing `folder`. `tensors` have PEFT's names.
 
-    `hash_of_base` is what `base_hash` returns. It becomes metadata of the file of the tensors.
+    `hash_of_base` is what `base_hash` returns. Like the checksum of the tensors, it becomes metadata of their file.
     """
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt"} | ({} if hash_of_base is None else {"base": hash_of_base})
+    metadata = {"format": "pt", "checksum": str(adapter_checksum(tensors.values()))}
+    if hash_of_base is not None:
+        metadata["base"] = hash_of_base
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, metadata)
     (folder / CONFIG).write_text(json.dumps(peft_config(config, base), indent=2) + "\n")
+
+
+def adapter_checksum(tensors: Iterable[Tensor]) -> int:
+    """A checksum of the rows of an adapter's tensors, which are float32.
+
+    SGLang joins the rows of tensors, with rows of zeros for modules without an adapter. Neither changes the checksum.
+    """
+    import numpy as np
+
+    total = 0
+    for tensor in tensors:
+        rows = tensor.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
+        factors = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        # Integers wrap around, so the remainders of sums and products do not depend on the order of the rows.
+        hashes = rows @ factors
+        total += int((hashes * hashes).sum())
+    return total % (1 << 64)
+
+
+def read_checksum(folder: Path) -> int | None:
+    """What `write_adapter` stored in a folder. None if it is no folder of `write_adapter`."""
+    path = folder / TENSORS
+    checksum = _read_header(path).get("__metadata__", {}).get("checksum") if path.is_file() else None
+    return None if checksum is None else int(checksum)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ class Publisher:
     `publish` waits until one joins.
 
     With `adapters`, a version is loaded beside older ones, so no engine pauses. Requests name it once all routed
-    engines hold it. Before an engine drops a version, `publish` waits until no request names that version.
+    engines hold it and were compared with the learner. Engines drop old versions after that, or before the next
+    version is loaded if a request still names one. `publish` then waits for the request.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Publisher:
             await self._fleet.commit(engine, version)
             # An engine that ends at its first request never joins, so that its failures are counted (`repair.py`).
             await self._fleet.check(engine)
-            await self._fleet.admit(engine)
             await self._compare(engine)
+            await self._fleet.admit(engine)
         self._run_state.changed.notify()
 
     async def leave(self, engine: str) -> None:
@@ -190,13 +191,21 @@ class Publisher:
         run_state.mark_progress()
         self._on_live()
         run_state.changed.notify()
-        await asyncio.gather(*map(self._compare, self._fleet.routed()))
+        if self._adapters is None:
+            await asyncio.gather(*map(self._compare, self._fleet.routed()))
+        elif self._adapters.idle_below(version - self._adapters.resident + 2):
+            await asyncio.gather(*map(self._drop, self._fleet.routed()))
 
     async def _compare(self, engine: str) -> None:
         """Warn if an engine computes other log-probabilities than the learner. A lost engine is not reported here."""
         with suppress(EngineLostError):
             if (difference := await self._channel.compare(engine)) is not None:
                 self._run_state.journal.warn(difference)
+
+    async def _drop(self, engine: str) -> None:
+        """Let an engine drop old adapters. If that fails, the next send tries it again."""
+        with suppress(EngineLostError):
+            await self._channel.drop(engine)
 
     async def _pause(self) -> None:
         """Pause the engines. Until this returns, they may abort any request, even one that has just arrived."""
@@ -212,6 +221,8 @@ class Publisher:
         """Send and commit the version on one engine; fence the engine if either fails."""
         outcome = await self._send(version, engine)
         if outcome.error is None:
+            if self._adapters is not None:
+                await self._compare(engine)
             try:
                 await self._fleet.commit(engine, version)
                 return outcome

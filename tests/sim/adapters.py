@@ -65,13 +65,20 @@ class AdapterEngines(MortalEngines):
             return replace(outcome, error="refused")
         if outcome.error is None:
             held = self._held.setdefault(engine, set())
-            in_use = {self._named[group] for group in self.servers[engine].holds}
-            assert not (held - self._folder) & in_use, "an engine drops a version that a request names"
-            held &= self._folder
+            assert held <= self._folder or not self.waits_for_nothing, "old versions are left after a publish"
+            self._keep(engine, self._folder)
             held |= self._folder
             self.most_resident = max(self.most_resident, len(held))
             assert len(held) <= self.resident
         return outcome
+
+    async def drop(self, engine: str) -> None:
+        self._keep(engine, set(sorted(self._folder)[1 - self.adapters.resident :]))
+
+    def _keep(self, engine: str, versions: set[int]) -> None:
+        in_use = {self._named[group] for group in self.servers[engine].holds}
+        assert not (self._held[engine] - versions) & in_use, "an engine drops a version that a request names"
+        self._held[engine] &= versions
 
     async def pause(self, mode: str) -> None:
         raise AssertionError("nothing pauses")

@@ -262,6 +262,8 @@ class Engines:
     async def compare(self, engine: str) -> str | None:
         return None
 
+    async def drop(self, engine: str) -> None: ...
+
     async def fall_back(self, engine: str) -> str | None:
         return None
 

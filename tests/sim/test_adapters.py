@@ -60,6 +60,24 @@ def test_nothing_pauses_and_no_publish_waits_for_a_group(seed: int, staleness: i
     assert world.fleet.most_resident == staleness + 2, "the bound is reached"
 
 
+def test_requests_name_a_version_after_every_engine_was_compared_with_the_learner() -> None:
+    compared: list[tuple[int, int]] = []
+
+    class Compared(AdapterEngines):
+        async def compare(self, engine: str) -> str | None:
+            compared.append((max(self._folder), self.adapters.live))
+            return None
+
+    world = AdapterWorld(
+        config=run_config(rollout_batch_size=BATCH, num_rollout=5, n_samples_per_prompt=2, max_weight_staleness=1),
+        latency=slow,
+        engine_kind=Compared,
+    ).run()
+    versions = [publish.version for publish in world.trace.of(PublishEnded)]
+    engines = len(world.fleet.routed())
+    assert compared == [(version, version - 1) for version in versions for _ in range(engines)]
+
+
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("seed", range(10))
 def test_engines_hold_what_requests_name_while_processes_are_lost_and_loads_fail(seed: int, schedule: Schedule) -> None:

@@ -60,6 +60,10 @@ class LocalSources:
         """Without a learner there is nothing to compare an engine with."""
         return [None for _ in self.all]
 
+    async def drop(self, engine: str) -> None:
+        for source in self.all:
+            await asyncio.to_thread(source.drop, engine)
+
     def close(self) -> None:
         for source in self.all:
             source.close()

@@ -21,7 +21,7 @@ from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import read_logprobs
 from miles_async.errors import TrajectoryError
-from miles_async.models.lora import MODULES
+from miles_async.models.lora import MODULES, TENSORS
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus
@@ -173,7 +173,28 @@ async def test_an_engine_drops_the_versions_that_no_request_may_name(serving: Se
     async with serving.run("dropped") as run:
         for version in range(2, 8):
             await run.publish(version)
+            await run.channel.drop("e0")
+            assert run.loaded() == set(range(max(1, version - STALENESS), version + 1))
+
+
+async def test_a_publish_drops_the_versions_that_could_not_be_dropped_after_the_last_one(serving: Serving) -> None:
+    async with serving.run("dropped late") as run:
+        for version in range(2, 8):
+            await run.publish(version)
             assert run.loaded() == set(range(max(1, version - STALENESS - 1), version + 1))
+
+
+async def test_an_engine_refuses_an_adapter_whose_file_was_damaged(serving: Serving) -> None:
+    async with serving.run("damaged") as run:
+        run.staged = 2
+        await run.channel.stage(2)
+        path = serving.folder / "damaged" / "v2" / TENSORS
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        error = (await run.channel.send(2, "e0")).error
+        assert error is not None
+        assert "the adapter differs from what was written" in error
+        assert run.loaded() == {1}
 
 
 async def test_an_adapter_can_be_dropped_although_sglang_has_lost_count_of_its_requests(serving: Serving) -> None:

@@ -189,7 +189,7 @@ class RayLearner:
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         """Let all ranks write their parts into one folder on a shared file system, then commit the folder."""
         if self._checkpoints is not None and self._draft is not None:
-            model, layout = dimensions(self._config.model), parallel_layout(self._config.learner)
+            model, layout = dimensions(self._config), parallel_layout(self._config.learner)
             facts = {"run": self._run, "model": model, "layout": layout}
             await asyncio.to_thread(self._checkpoints.write_progress, self._draft, {**facts, **progress})
         await self._ranks.on_first("finish_state", await self._ranks.on_all("write_state"))

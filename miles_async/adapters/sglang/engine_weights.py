@@ -29,11 +29,9 @@ WATCH = "miles_async.watch:"
 RECEIVED = "miles_async.received:"
 """The action that returns these checksums. JSON follows: the names of the tensors."""
 ADAPTER_SUM = "miles_async.adapter:"
-"""The action that returns the checksum of an adapter. JSON follows: its name, and whether it covers all bytes."""
+"""The action that returns the checksum of an adapter. Its name follows."""
 SAMPLE_BYTES = 4096
 """Bytes that a checksum covers, unless it covers all of a tensor or of a copy."""
-SAMPLE_COLUMNS = 8
-"""Columns of an adapter's tensor that its checksum covers, unless it covers all of them."""
 DELTA_FORMAT = "miles_async_delta"
 """The `load_format` of a folder with a delta file."""
 DELTA_FILE = "delta.safetensors"
@@ -93,8 +91,9 @@ def handle_check(original: Callable[..., Any], checker: Any, action: str, **opti
         received = checker._get_model().miles_received
         answer = {"received": {name: received.pop(name, None) for name in json.loads(action.removeprefix(RECEIVED))}}
     elif action.startswith(ADAPTER_SUM):
-        name, whole = json.loads(action.removeprefix(ADAPTER_SUM))
-        answer = {"adapter": adapter_checksum(_adapter_tensors(checker._get_model(), name), whole=whole)}
+        (manager,) = checker._get_model().miles_adapters
+        names = {reference.lora_name: key for key, reference in manager.lora_refs.items()}
+        answer = {"adapter": _checksum_of_adapter(manager, names[action.removeprefix(ADAPTER_SUM)])}
     else:
         native: dict[str, Any] | None = original(checker, action, **options)
         return native
@@ -153,31 +152,30 @@ def remember_adapters(_: None, manager: Any, *__: Any, **___: Any) -> None:
     manager.base_model.miles_adapters = (manager,)  # in a tuple, so that torch does not look for modules in it
 
 
-def _adapter_tensors(model: Model, name: str) -> Iterator[Any]:
-    """The tensors of an adapter as SGLang keeps them: those of some modules are joined."""
-    (manager,) = model.miles_adapters
-    for adapter in (manager.loras[key] for key, reference in manager.lora_refs.items() if reference.lora_name == name):
-        for layer in adapter.layers:
-            yield from layer.weights.values()
-        yield from adapter.embedding_layers.values()
+def load_adapter(manager: Any, reference: Any) -> Any:
+    """Replace SGLang's `LoRAManager.load_lora_adapter`: refuse an adapter whose tensors differ from those written.
 
-
-def adapter_checksum(tensors: Iterable[Any], *, whole: bool) -> int:
-    """A checksum of the rows of an adapter's tensors, in all columns or in `SAMPLE_COLUMNS` at equal distances.
-
-    SGLang joins the rows of tensors, with rows of zeros for modules without an adapter. Neither changes the checksum.
+    An adapter that another library wrote has no checksum, and is not verified. SGLang also logs the free memory, for
+    which it starts the program lscpu on CPUs, twice per load.
     """
-    import torch
+    from miles_async.models.lora import read_checksum
 
-    total = 0
-    for tensor in tensors:
-        width = tensor.shape[-1]
-        columns = tensor.detach().reshape(-1, width)[:, :: 1 if whole else max(1, width // SAMPLE_COLUMNS)]
-        words = columns.contiguous().view(torch.uint8).long()
-        # The remainders of sums and products in int64 do not depend on the order of the rows.
-        rows = (words * (torch.arange(1, words.shape[1] + 1) * 0x9E3779B97F4A7C15 % (1 << 61))).sum(1)
-        total += int((rows * rows).sum())
-    return total % (1 << 64)
+    result = manager._load_lora_adapter(reference)
+    if not result.success or (written := read_checksum(Path(reference.lora_path))) is None:
+        return result
+    if _checksum_of_adapter(manager, reference.lora_id) == written:
+        return result
+    manager._unload_lora_adapter(reference)
+    return manager.create_lora_update_result(success=False, error_message="the adapter differs from what was written")
+
+
+def _checksum_of_adapter(manager: Any, key: str) -> int:
+    """The checksum of an adapter as SGLang keeps it: the tensors of some modules are joined."""
+    from miles_async.models.lora import adapter_checksum
+
+    adapter = manager.loras[key]
+    of_layers = (tensor for layer in adapter.layers for tensor in layer.weights.values())
+    return adapter_checksum([*of_layers, *adapter.embedding_layers.values()])
 
 
 def regions(model: Model) -> dict[str, dict[str, Any]]:

@@ -64,13 +64,14 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.utils.weight_checker.WeightChecker.handle", engine_weights.handle_check, HookType.AROUND
     )
-    HookRegistry.register(
-        "sglang.srt.lora.lora_manager.LoRAManager.__init__", engine_weights.remember_adapters, HookType.AFTER
-    )
+    adapters = "sglang.srt.lora.lora_manager.LoRAManager"
+    HookRegistry.register(f"{adapters}.__init__", engine_weights.remember_adapters, HookType.AFTER)
+    HookRegistry.register(f"{adapters}.load_lora_adapter", engine_weights.load_adapter, HookType.REPLACE)
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}._unload_lora_adapter_locked", unload_adapter, HookType.AROUND)
+    HookRegistry.register(f"{tokenizer}.update_weight_version", announce_adapter, HookType.AROUND)
     HookRegistry.register(f"{tokenizer}.add_logprob_to_meta_info", note_adapter, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info", report_adapter, HookType.AFTER
@@ -207,6 +208,17 @@ async def unload_adapter(original: Callable[..., Awaitable[Any]], tokenizer_mana
         counter = registry._counters[reference.lora_id]
         registry._counters[reference.lora_id] = type(counter)()
     return await original(tokenizer_manager, request)
+
+
+async def announce_adapter(original: Callable[..., Awaitable[None]], tokenizer_manager: Any, request: Any) -> None:
+    """Wrap `TokenizerManager.update_weight_version`: an adapter is announced without waiting for the scheduler.
+
+    The scheduler would tell which version sampled each token, and all tokens of a request have the same adapter.
+    """
+    if f"{ADAPTER_PREFIX}{request.new_version}" in tokenizer_manager.lora_registry.get_all_adapters():
+        tokenizer_manager._update_weight_version_if_provided(request.new_version)
+    else:
+        await original(tokenizer_manager, request)
 
 
 def note_adapter(_: None, tokenizer_manager: Any, meta_info: dict[str, Any], state: Any, *__: Any) -> None:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from miles_async.adapters.sglang.engine_weights import adapter_checksum
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX
 from miles_async.adapters.weights.engine import call_engine, compare_logprobs, read_adapter_checksums
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
-from miles_async.models.lora import TENSORS, AdapterConfig, read_tensors, write_adapter
+from miles_async.models.lora import TENSORS, AdapterConfig, read_checksum, write_adapter
 from miles_async.types import SendOutcome
 
 
@@ -31,10 +30,8 @@ class AdapterSource:
         self._config = config
         self._rank = rank
         self._resident = resident
-        self._whole, self._timeout = settings.check_weight_update_equal, settings.update_weight_timeout_seconds
+        self._timeout = settings.update_weight_timeout_seconds
         self._engines: dict[str, EngineInfo] = {}
-        self._checksums: dict[int, int] = {}
-        """By version; those of the versions that were sent."""
         self.compared = True
         """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
         first version that changes the model. The checksums of later ones suffice."""
@@ -55,7 +52,6 @@ class AdapterSource:
         for old in self._versions():
             if not version - self._resident < old < version:
                 shutil.rmtree(self._path(old))
-                self._checksums.pop(old, None)
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -66,9 +62,9 @@ class AdapterSource:
         self._changes = self._changes or any(bool(one.any()) for name, one in tensors.items() if "lora_B" in name)
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
-        """Let an engine load all versions in the folder that it lacks, and drop the others. Verify `version` there.
+        """Let an engine load all versions in the folder that it lacks, and drop the others.
 
-        A failure is in the outcome.
+        The engine verifies what it loads. A failure is in the outcome.
         """
         started, size, error = time.perf_counter(), 0, None
         if self._rank == 0:
@@ -84,36 +80,42 @@ class AdapterSource:
             self._engines[name], logprobs, adapter=_name_of(max(self._versions())), timeout=self._timeout
         )
 
+    def drop(self, name: str) -> None:
+        """Let an engine drop the versions that no request may name, now that the newest one is live.
+
+        Raises EngineLostError if it does not answer.
+        """
+        if self._rank == 0:
+            engine, kept = self._engines[name], self._versions()[1 - self._resident :]
+            self._unload(engine, loaded_versions(engine, timeout=self._timeout) - set(kept))
+
     def close(self) -> None: ...
 
     def _update(self, version: int, engine: EngineInfo) -> int:
         """Returns the bytes of the versions that the engine has loaded."""
         wanted, loaded = self._versions(), loaded_versions(engine, timeout=self._timeout)
         # Before anything is loaded, so that the engine never holds more than its bound.
-        for old in loaded - set(wanted):
-            self._unload(engine, old)
+        self._unload(engine, loaded - set(wanted))
         if version in loaded and not self._holds(engine, version):
             # An engine that an earlier run has used may hold another adapter of this name.
-            self._unload(engine, version)
+            self._unload(engine, {version})
             loaded.discard(version)
         size = 0
         for one in wanted:
             if one not in loaded:
                 self._call(engine, "/load_lora_adapter", one, lora_path=str(self._path(one)))
                 size += (self._path(one) / TENSORS).stat().st_size
-                if not self._holds(engine, one):
-                    raise EngineLostError(f"the adapter of version {one} differs from what was sent")
         return size
 
     def _holds(self, engine: EngineInfo, version: int) -> bool:
         """Whether every rank of an engine holds what the file of a version contains."""
-        if version not in self._checksums:
-            self._checksums[version] = adapter_checksum(read_tensors(self._path(version)).values(), whole=self._whole)
-        found = read_adapter_checksums(engine, _name_of(version), whole=self._whole, timeout=self._timeout)
-        return all(one == self._checksums[version] for one in found)
+        written = read_checksum(self._path(version))
+        found = read_adapter_checksums(engine, _name_of(version), timeout=self._timeout)
+        return all(one == written for one in found)
 
-    def _unload(self, engine: EngineInfo, version: int) -> None:
-        self._call(engine, "/unload_lora_adapter", version)
+    def _unload(self, engine: EngineInfo, versions: set[int]) -> None:
+        for version in versions:
+            self._call(engine, "/unload_lora_adapter", version)
 
     def _call(self, engine: EngineInfo, path: str, version: int, **body: str) -> None:
         call_engine(engine, path, {"lora_name": _name_of(version), **body}, timeout=self._timeout)

@@ -93,6 +93,9 @@ class Channel:
     async def compare(self, engine: str) -> str | None:
         return await _compare(self._ranks, engine)
 
+    async def drop(self, engine: str) -> None:
+        await self._ranks.on_all("drop", engine)
+
     async def fall_back(self, engine: str) -> str | None:
         fallbacks = self._fallbacks.get(engine, 0) + 1
         if fallbacks >= len(self._transports):

@@ -125,9 +125,9 @@ def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *,
     return [json.loads(answer["checksums"]) for answer in answers]
 
 
-def read_adapter_checksums(info: EngineInfo, name: str, *, whole: bool, timeout: float) -> list[int]:
-    """Return the checksum of an adapter on each rank; see `engine_weights.adapter_checksum`."""
-    answers = _ask_all_ranks(info, ADAPTER_SUM + json.dumps([name, whole]), timeout=timeout)
+def read_adapter_checksums(info: EngineInfo, name: str, *, timeout: float) -> list[int]:
+    """Return the checksum of an adapter on each rank; see `models.lora.adapter_checksum`."""
+    answers = _ask_all_ranks(info, ADAPTER_SUM + name, timeout=timeout)
     return [json.loads(answer["adapter"]) for answer in answers]
 
 

@@ -163,6 +163,9 @@ class WeightSource:
         """
         return compare_logprobs(self._engines[name].info, logprobs, timeout=self.timeout)
 
+    def drop(self, name: str) -> None:
+        """Engines hold one version of the weights, so there is nothing to drop."""
+
     def close(self) -> None:
         """Close all transports."""
         for transport in self._transports.values():

@@ -23,6 +23,12 @@ def _adapters(config: RunConfig) -> Iterator[str]:
                 f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(missing)}; "
                 "add it"
             )
+    largest = config.engine.sglang_server_args.get("max_lora_rank")
+    if isinstance(largest, int) and largest < learner.lora_rank:
+        yield (
+            f"--sglang-max-lora-rank {largest} is below lora_rank {learner.lora_rank}, so engines would refuse the "
+            "adapter: remove it"
+        )
     shape = shape_of(config.model)
     if shape is not None and shape.experts:
         yield "lora_rank: models with experts get no adapters; unset lora_rank, or train a dense model"

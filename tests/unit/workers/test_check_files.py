@@ -178,7 +178,7 @@ def saved(folder: Path, config: RunConfig, rollout: int = 4, **facts: Any) -> No
     checkpoints = CheckpointFolder(folder)
     draft = checkpoints.begin(rollout)
     (draft / "weights").write_text("weights")
-    progress = {"rollout": rollout, "data": data, "owed": [{}], "model": dimensions(config.model), **facts}
+    progress = {"rollout": rollout, "data": data, "owed": [{}], "model": dimensions(config), **facts}
     checkpoints.write_progress(draft, progress)
     checkpoints.commit(draft, rollout, None)
 
@@ -211,12 +211,22 @@ def test_an_empty_folder_to_load_begins_a_run(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_model_or_of_another_order_of_the_data_is_refused(tmp_path: Path) -> None:
     config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"))
-    saved(tmp_path / "saved", config, model={**dimensions(config.model), "layers": 48})
+    saved(tmp_path / "saved", config, model={**dimensions(config), "layers": 48})
     [refusal] = refusals(config)
     assert "belongs to another model (layers 48, not 1)" in refusal
     saved(tmp_path / "saved", config)
     [refusal] = refusals(with_settings(config, rollout_seed=7))
     assert "rollout_seed was 42 and is 7" in refusal
+
+
+def test_a_checkpoint_of_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
+    config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"), lora_rank=4)
+    saved(tmp_path / "saved", config)
+    assert said(config, "load")
+    [weights] = (tmp_path / "model").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x00\x00\x80\x3f")
+    [refusal] = refusals(config)
+    assert "belongs to another model (base_hash" in refusal
 
 
 @pytest.mark.parametrize("position", [{}, {"order": []}, {"order": {}}])
