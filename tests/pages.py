@@ -49,7 +49,7 @@ def files_of(name: str) -> dict[str, str]:
 def execute_page(name: str, folder: Path, *, numbers_vary: bool = False, shared: Path = Path("/shared")) -> None:
     """Execute the page in `folder`, as if that were the project. `/shared` of the page is the folder `shared`.
 
-    Each shown line must be in the output, in order; with `numbers_vary`, apart from its numbers.
+    Each shown line must be in the output, in order; with `numbers_vary`, apart from its numbers and spaces.
     """
     for entry in ROOT.iterdir():
         if entry.name != "runs":
@@ -89,7 +89,7 @@ def _output(command: str, folder: Path) -> str:
 
 def _find(command: Command, output: str, numbers_vary: bool) -> None:
     def comparable(line: str) -> str:
-        return re.sub(r"-?\d+(?:[.,]\d+)*", "0", line).rstrip() if numbers_vary else line.rstrip()
+        return " ".join(re.sub(r"-?\d+(?:[.,]\d+)*", "0", line).split()) if numbers_vary else line.rstrip()
 
     lines = iter([comparable(line) for line in output.splitlines()])
     for shown in map(comparable, command.shown):

@@ -1,4 +1,4 @@
-"""Every command of the pages with runs works, and prints what the page shows, apart from numbers; see `tests/pages.py`."""
+"""Every command of the pages with runs works, and prints what the page shows, apart from numbers (`tests/pages.py`)."""
 
 from __future__ import annotations
 
