@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.records import RESULTS, machine_load, stamp
 from miles_async.atomic_files import write_atomically
-from miles_async.events import Evaluated, RunEnded, StepEnded, StepStarted
+from miles_async.events import CollapseRiskChanged, Evaluated, RunEnded, StepEnded, StepStarted
 from miles_async.observability.trace.event_log import read_events
 
 MAIN = Path("configs/arithmetic-cpu.yaml")
@@ -59,6 +59,8 @@ STALE_RATIO = {8: 0.1, 16: 0.1}
 LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
+KEY_LIMITS = (1, 2, -1)
+"""Values of `--max-kv-staleness` that are compared with 0."""
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
@@ -69,7 +71,7 @@ class Cell:
     schedule: str
     """`in turns` or `limit N`."""
     variant: str
-    """A key of CORRECTIONS or LOSSES, `shuffled`, or `repeat N`, which has the settings of `default`."""
+    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N`, which has the settings of `default`."""
     seed: int
     flags: tuple[str, ...] = ()
     """Flags in addition to the configuration, the schedule and the seed."""
@@ -137,6 +139,8 @@ class Outcome:
     """The greatest age of a trained group, in weight versions."""
     evaluation_seconds: list[float] = field(default_factory=list)
     """The length of each evaluation in `curve`. In turns, training waits for them."""
+    announced: list[int] = field(default_factory=list)
+    """The rollouts after which the run announced that its policy may collapse soon."""
     stamp: dict[str, Any] = field(default_factory=stamp)
 
 
@@ -178,6 +182,10 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
         for limit in (1, 4, 16):
             for seed in SEEDS[:seeds]:
                 yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
+    if "keys" in parts:
+        for seed in SEEDS[:seeds]:
+            for limit in KEY_LIMITS:
+                yield Cell("limit 8", f"K = {limit}", seed, ("--max-kv-staleness", str(limit)), SLOW_TOOLS)
     if "losses" in parts:
         for seed in SEEDS[:seeds]:
             for limit in (2, 8):
@@ -224,6 +232,7 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
     evaluations: list[Evaluated] = []
     started: list[StepStarted] = []
     steps: list[StepEnded] = []
+    announced: list[int] = []
     for event in read_events(log):
         match event:
             case Evaluated():
@@ -232,6 +241,8 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
                 started.append(event)
             case StepEnded():
                 steps.append(event)
+            case CollapseRiskChanged(high=True):
+                announced.append(event.rollout)
             case RunEnded(reason=reason) if reason != "done":
                 raise SystemExit(f"the run of {cell.path.stem} ended: {reason}")
     # The evaluation before training ends when generation of the first batch begins.
@@ -254,6 +265,7 @@ def _outcome(cell: Cell, log: Path, load: float) -> Outcome:
         by_age=_by_age(steps),
         max_staleness=max(ages),
         evaluation_seconds=[round(point.seconds, 2) for point in evaluations],
+        announced=announced,
     )
 
 

@@ -81,10 +81,21 @@ def test_an_interrupted_study_has_all_schedules_of_the_first_seeds() -> None:
 
 
 def test_every_run_of_the_study_is_started_by_a_valid_command(store: Path) -> None:
-    for cell in runs.cells(["seeds", "control", "limits", "losses", "stale", "waits"], 1):
+    for cell in runs.cells(["seeds", "control", "limits", "losses", "stale", "waits", "keys"], 1):
         _, entry, *flags = cell.command(store)
         config = parse_or_exit(flags, entry=entry)
         assert config.data.rollout_seed == config.learner.seed == cell.seed
+
+
+def test_the_page_compares_runs_with_older_keys_with_runs_without(store: Path) -> None:
+    stored = []
+    for seed in (1, 2):
+        base = Cell("limit 8", "default", seed, (), runs.SLOW_TOOLS)
+        stored.append((base, outcome(base, 0.8)))
+        stored.append((older := Cell("limit 8", "K = 2", seed, (), runs.SLOW_TOOLS), outcome(older, 0.7, seconds=50)))
+    turns = Cell("in turns", "default", runs.SEEDS[0])
+    text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored))
+    assert "| K = 2 | 2 | 0.700 (SD 0.000) | -0.100 ± 0.000 | 2.00 ± 0.00 | 1.50 |" in text
 
 
 def test_the_page_states_spread_difference_and_time(store: Path) -> None:
@@ -137,6 +148,20 @@ def test_the_page_names_the_cells_that_were_not_run(store: Path) -> None:
     text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {})
     assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
     assert "| limit 16, sapo | not run |" in text
+
+
+def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:
+    stale = list(itertools.islice(runs.cells(["stale"], 1), 4))
+    learns, falls = ([{"reward": reward} for reward in rewards] for rewards in ((0.3, 0.6, 0.7), (0.3, 0.6, 0.2)))
+    outcomes = [(learns, []), (falls, [12]), (falls, []), (learns, [8])]
+    stored = [
+        (cell, replace(outcome(cell, 0.8), points=points, announced=announced))
+        for cell, (points, announced) in zip(stale, outcomes, strict=True)
+    ]
+    turns = Cell("in turns", "default", runs.SEEDS[0])
+    text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}).split())
+    assert "It collapsed in 2 of these 4 runs." in text
+    assert "announced 1 of these collapses, and it appeared in 1 runs without a collapse." in text
 
 
 def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: Path) -> None:
