@@ -178,11 +178,12 @@ cluster-down: $(READY) ## End that cluster, and the jobs that run on it
 docs: $(READY) ## Build the documentation site in site/; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 
-lint: $(READY) ## Check style, types (mypy --strict) and import rules
+lint: $(READY) ## Check style, types (mypy --strict), import rules and the words and sentences of pages
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m mypy
 	@.venv/bin/lint-imports
+	@$(VENV_PYTHON) -m pytest --quiet --no-header tests/unit/test_retired_words.py
 
 format: $(READY) ## Fix and format the code with ruff
 	@$(VENV_PYTHON) -m ruff check --fix .

@@ -28,6 +28,7 @@ from miles_async.errors import EngineLostError, FatalError
 from miles_async.transports import TRANSPORTS as TRANSPORT_PLUGINS
 from tests.broadcast_engine import held_here
 from tests.configuration import run_config
+from tests.pages import files_of
 from tests.plugin_packages import install_plugin
 from tests.stack.engine_stack import Stack, group_of, start_generating
 from tests.stack.learning import create_experts, learning, uneven_groups
@@ -122,32 +123,15 @@ async def test_tensors_may_change_as_soon_as_they_are_staged(
         assert serving.error(group[0]) < 1e-4
 
 
-CARRIER = """
-from miles_async.transports import Transport
-
-
-class Carrier(Transport):
-    \"\"\"Writes to the memory of the engine's process as a file.\"\"\"
-
-    def send(self, staging, engine):
-        data, size = staging.buffer.numpy().data, 0
-        for rank, memory in enumerate(engine.ranks):
-            with open(f"/proc/{memory.pid}/mem", "r+b", buffering=0) as file:
-                for source, parameter, target, length in staging.segments(staging.plans, rank):
-                    file.seek(memory.regions[parameter].address + target)
-                    size += file.write(data[source : source + length])
-        return size
-"""
-
-
-def test_a_package_adds_a_transport_that_is_verified_as_all_others(
+def test_the_transport_of_the_documentation_in_a_package_is_verified_as_all_others(
     serving: Stack, source: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_plugin(tmp_path, monkeypatch, TRANSPORT_PLUGINS, "carrier", "of_users:Carrier", CARRIER)
+    source_code = files_of("how-to/write-a-transport.md")["my_transport.py"]
+    install_plugin(tmp_path, monkeypatch, TRANSPORT_PLUGINS, "process_file", "my_transport:ProcessFile", source_code)
     serving.change_weights()
     version = next(serving.versions)
-    source.stage(version, serving.named_tensors(), ["carrier"])
-    outcome = source.send(version, "e0", "carrier")
+    source.stage(version, serving.named_tensors(), ["process_file"])
+    outcome = source.send(version, "e0", "process_file")
     assert outcome.error is None
     assert outcome.bytes > 3_000_000
     # No other prompt begins with this token, so that nothing is cached under older weights. Two implementations in

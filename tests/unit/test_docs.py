@@ -8,20 +8,27 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 from miles_async.config.fields import SECTIONS, SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "reference" / "generate.py")
+def hook(path: str) -> ModuleType:
+    """A module that MkDocs loads from a file, as its hooks are."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, DOCS / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return hook("reference/generate.py")
 
 
 def test_the_settings_page_has_one_row_per_setting_under_its_section(generate: ModuleType) -> None:
@@ -63,3 +70,45 @@ def test_the_glossary_defines_20_to_40_terms_each_once() -> None:
     terms = [term for term in re.findall(r"^\| ([a-z][^|]*) \|", text, re.MULTILINE) if term != "term"]
     assert 20 <= len(terms) <= 40
     assert len(set(terms)) == len(terms)
+
+
+def test_the_list_of_pages_for_programs_follows_the_navigation(tmp_path: Path) -> None:
+    config = MkDocsConfig()
+    config.load_dict(
+        {
+            "site_name": "a project",
+            "site_description": "What it is",
+            "use_directory_urls": False,
+            "nav": [{"Home": "index.md"}, {"Operate": [{"Stop": "how-to/stop.md"}, {"Resume": "how-to/resume.md"}]}],
+        }
+    )
+    config.validate()
+    pages = {
+        "index.md": "# A project\n\nIt [trains](stop.md)\nmodels. It stops.\n",
+        "how-to/stop.md": "# Stop\n\n```\nkill\n```\n",
+        "how-to/resume.md": "# Resume\n\n## Save\n",
+    }
+    for path, text in pages.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    files = Files([File(path, str(tmp_path), str(tmp_path / "site"), use_directory_urls=False) for path in pages])
+    assert hook("llms.py").llms_text(files, config).splitlines() == [
+        "# a project",
+        "",
+        "> What it is",
+        "",
+        "- [Home](index.html): It trains models.",
+        "",
+        "## Operate",
+        "",
+        "- [Stop](how-to/stop.html)",
+        "- [Resume](how-to/resume.html)",
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/choose-staleness.md"])
+def test_figures_of_the_study_that_other_pages_repeat_are_those_of_the_study(page: str) -> None:
+    repeated = re.findall(r"\d[\d.]* ± [\d.]*\d", (DOCS.parent / page).read_text())
+    study = (DOCS / "explanation" / "staleness.md").read_text()
+    assert repeated
+    assert [figure for figure in repeated if figure not in study] == []

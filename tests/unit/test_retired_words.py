@@ -1,4 +1,4 @@
-"""Words that were replaced by standard terms do not come back (`retired_words.txt`)."""
+"""Words that were replaced by standard terms do not come back (`retired_words.txt`), and pages have short sentences."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ def files() -> list[Path]:
 TEXTS = {path.relative_to(ROOT): path.read_text() for path in files() if path.name not in EXEMPT}
 PHRASES = [phrase.lower() for kind, phrase in ENTRIES if kind == "text"]
 NAMES = {name for kind, name in ENTRIES if kind == "name"}
+PATTERNS = [re.compile(pattern, re.IGNORECASE) for kind, pattern in ENTRIES if kind == "page"]
+LONGEST_SENTENCE = 40
+"""In words. Code in a sentence counts as one word."""
+# MkDocs and the study write other pages.
+PROSE = {path: text for path, text in TEXTS.items() if path.suffix == ".md" and path.name != "staleness.md"}
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page outside code, tables and links."""
+    text = re.sub(r"^```.*?^```$|^(?:\||    )[^\n]*$", "", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text))
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |> |#))", text)
+    return [one for part in paragraphs for one in re.split(r"(?<=[.:;?!])\s", " ".join(part.split()))]
 
 
 def phrases_in(text: str) -> list[str]:
@@ -51,5 +64,32 @@ def test_a_retired_name_is_no_identifier() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def test_a_retired_pattern_is_in_no_sentence_of_a_page() -> None:
+    found = {
+        str(path): [one for one in sentences(text) if any(pattern.search(one) for pattern in PATTERNS)]
+        for path, text in PROSE.items()
+    }
+    assert {path: ones for path, ones in found.items() if ones} == {}
+
+
+def test_the_sentences_of_pages_are_short() -> None:
+    found = {
+        str(path): [one for one in sentences(text) if len(one.split()) > LONGEST_SENTENCE]
+        for path, text in PROSE.items()
+    }
+    assert {path: ones for path, ones in found.items() if ones} == {}
+
+
+def test_sentences_are_found_outside_code_and_tables() -> None:
+    page = "# A page\n\nIt [goes](on.md) with `a b c`. Then\nit ends: here.\n\n```\nls a\n```\n\n| a | b |\n\n- One.\n"
+    assert [one for one in sentences(page) if one] == [
+        "# A page",
+        "It goes with code.",
+        "Then it ends:",
+        "here.",
+        "- One.",
+    ]
+
+
 def test_every_entry_of_the_list_has_a_known_kind() -> None:
-    assert {kind for kind, _ in ENTRIES} == {"text", "name"}
+    assert {kind for kind, _ in ENTRIES} == {"text", "name", "page"}
