@@ -174,7 +174,8 @@ def log_lines_page() -> str:
         "warning as `Warning: TEXT: …`. Words in angle brackets stand for values, and `…` for the values of the event",
         "that the line reports. Lines of level `info` need no action. A warning says what the run does about a",
         "problem: read its facts if it repeats. A line that reports an event has the meaning, and the advice, of",
-        "[that event](events.md). Lines that only repeat the sentence of an error are left out.",
+        "[that event](events.md). Lines of level `stdout` are plain text. Lines that only repeat the sentence of an",
+        "error are left out.",
         "",
         "| line | level | facts | reports | written by |",
         "|---|---|---|---|---|",
@@ -275,8 +276,9 @@ def _texts(node: ast.expr) -> Iterator[str]:
 
 
 def _shown(node: ast.expr) -> str:
-    """The last name in an expression, such as `engine` for `event.engine`."""
-    return re.findall(r"\w+", ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node))[-1].lstrip("_")
+    """The last name in an expression, such as `engine` for `event.engine`, and `number` for `len(self)`."""
+    names = re.findall(r"[A-Za-z]\w*", ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node))
+    return next((name.lower() for name in reversed(names) if name not in ("len", "self")), "number")
 
 
 def meaning_and_worry(text: str) -> tuple[str, str]:

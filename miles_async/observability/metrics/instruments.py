@@ -149,7 +149,9 @@ class Instruments:
             "lost_driver_replaced_timestamp_seconds",
             "When the last driver began that continues a run whose driver was lost. NaN if there is none.",
         )
-        self.disk_free = gauge("disk_free_bytes", "Free space of the disk with a folder of the run.", "folder")
+        self.disk_free = gauge(
+            "disk_free_bytes", "Free space of the disk with a folder of the run: run, store or save.", "folder"
+        )
         self.stalls = counter(
             "stalls",
             "Warnings that the run made no progress. Worry if it rises: read the line `stall` in logs/driver.jsonl.",
@@ -480,7 +482,10 @@ class Instruments:
             "Seconds without any request at the engines, from the first step on, without interruptions.",
         )
         self.engines_idle = gauge(
-            "engines_idle", "1 for the reason why no engine has a request, 0 for all others and while one has.", "cause"
+            "engines_idle",
+            "1 for the reason why no engine has a request (start, no_engine, publish, window, learner, reward or "
+            "other), 0 for all others and while one has.",
+            "cause",
         )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
         for outcome in ("live", "failed"):  # so that the first failure is an increase
