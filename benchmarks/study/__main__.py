@@ -1,7 +1,7 @@
 """`make study`: measures what staleness costs, with the main job under several schedules, corrections and seeds.
 
-    python -m benchmarks.study [seeds] [repeats] [limits] [losses] [control] [stale] [waits] [--seeds N] [--processes N]
-    [--page-only]
+    python -m benchmarks.study [seeds] [repeats] [limits] [losses] [control] [stale] [waits] [keys] [--seeds N]
+    [--processes N] [--page-only]
 
     seeds    in turns (train.py) and asynchronous with the shipped limit, the same seeds for both
     repeats  the same with one seed: nothing but the order in which answers arrive differs between these runs
@@ -11,6 +11,7 @@
     stale    limits 1 to 16 with many groups in flight, so that samples are nearly as old as the limit allows, with the
              corrections and objectives above and with other learning rates
     waits    in turns and with staleness limits 1 to 16, the job whose tools wait (configs/slow-tools-cpu.yaml)
+    keys     the same job with keys and values of older versions (--max-kv-staleness)
 
 Without names all parts are run. Each run takes minutes and is stored in `benchmarks/results/study/`. A stored run with
 the same settings is not repeated, so the study continues where it was interrupted. At the end, and with `--page-only`,
@@ -32,9 +33,11 @@ DOCS = Path("docs/explanation")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("seeds", "control", "repeats", "limits", "losses", "stale", "waits")
+    parts = ("seeds", "control", "repeats", "limits", "losses", "stale", "waits", "keys")
     parser.add_argument("parts", nargs="*", choices=[*parts, []], metavar="part", help=", ".join(parts))
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of control, limits and losses (default: 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="seeds of the parts other than seeds and repeats (default: 3)"
+    )
     parser.add_argument("--page-only", action="store_true", help="write the page from the stored runs")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time (default: 1); more spoil the times")
     options = parser.parse_args()

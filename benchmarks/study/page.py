@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import SEEDS, STALE, WINDOW, Cell, Outcome, cells
+from benchmarks.study.runs import KEY_LIMITS, SEEDS, STALE, WINDOW, Cell, Outcome, cells
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -66,6 +66,7 @@ def page(runs: Runs, waits: Runs) -> str:
         INTRODUCTION.format(summary=_summary(runs, waits)),
         _really_stale(runs),
         _waits(waits),
+        _keys(waits),
         _same_samples(runs),
         _limits(runs),
         _signals(runs),
@@ -241,6 +242,30 @@ intervals.
 The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns, among the
 runs that reach it with the same number of samples. `make sim ARGS="waiting"` predicts the
 [speed-ups](scheduling.md#samples-that-wait-for-tools) of longer runs.
+"""
+
+
+def _keys(runs: Runs) -> str:
+    names = [name for limit in KEY_LIMITS if (name := ("limit 8", f"K = {limit}")) in runs]
+    if (base := ("limit 8", "default")) not in runs or not names:
+        return ""
+    rows = []
+    for name in names:
+        found = list(runs[name].values())
+        pairs = _pairs(runs[base], runs[name])
+        columns = [name[1], str(len(found)), _spread([run.after for run in found])]
+        columns.append(str(Interval.of([run.after - zero.after for zero, run in pairs])))
+        columns.append(_ratio([zero.seconds / run.seconds for zero, run in pairs]))
+        rows.append("| " + " | ".join([*columns, f"{fmean(run.staleness for run in found):.2f}"]) + " |")
+    return f"""
+## Keys and values of older versions
+
+The same job with a limit of 8 and [`--max-kv-staleness K`](weights.md#keys-and-values-of-older-versions). Differences
+and ratios are to the runs with K = 0 and the same seed. The staleness counts the oldest keys of a group.
+
+| K | seeds | accuracy | difference to K = 0 | times as fast | mean staleness |
+{"|---" * 6}|
+{chr(10).join(rows)}
 """
 
 

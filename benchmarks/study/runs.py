@@ -59,6 +59,8 @@ STALE_RATIO = {8: 0.1, 16: 0.1}
 LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
+KEY_LIMITS = (1, 2, -1)
+"""Values of `--max-kv-staleness` that are compared with 0."""
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
@@ -69,7 +71,7 @@ class Cell:
     schedule: str
     """`in turns` or `limit N`."""
     variant: str
-    """A key of CORRECTIONS or LOSSES, `shuffled`, or `repeat N`, which has the settings of `default`."""
+    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N`, which has the settings of `default`."""
     seed: int
     flags: tuple[str, ...] = ()
     """Flags in addition to the configuration, the schedule and the seed."""
@@ -180,6 +182,10 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
         for limit in (1, 4, 16):
             for seed in SEEDS[:seeds]:
                 yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
+    if "keys" in parts:
+        for seed in SEEDS[:seeds]:
+            for limit in KEY_LIMITS:
+                yield Cell("limit 8", f"K = {limit}", seed, ("--max-kv-staleness", str(limit)), SLOW_TOOLS)
     if "losses" in parts:
         for seed in SEEDS[:seeds]:
             for limit in (2, 8):

@@ -15,7 +15,7 @@ from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.models.lora import elements_per_layer
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture, Experts, Split
+from miles_async.planning.layers import Architecture, Experts, Split, parts_of
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -113,7 +113,8 @@ def _host_of_node(memory: RankMemory, job: LearnerJob, ranks: int) -> int:
 
 def split_of(learner: Learner) -> Split:
     """How the learner's ranks divide a model."""
-    tensor = learner.tensor_model_parallel_size
+    tensor, given = learner.tensor_model_parallel_size, learner.megatron_args
+    layout = given.get("pipeline_model_parallel_layout")
     return Split(
         tensor=tensor,
         sequence=tensor if learner.sequence_parallel else 1,
@@ -122,6 +123,9 @@ def split_of(learner: Learner) -> Split:
         expert_tensor=learner.expert_tensor_parallel_size or tensor,
         first=learner.decoder_first_pipeline_num_layers,
         last=learner.decoder_last_pipeline_num_layers,
+        embedding=bool(given.get("account_for_embedding_in_pipeline_split")),
+        loss=bool(given.get("account_for_loss_in_pipeline_split")),
+        parts=parts_of(layout) if isinstance(layout, str) else None,
         transformer_engine=learner.transformer_impl == "transformer_engine",
         fusion=learner.bias_swiglu_fusion,
     )

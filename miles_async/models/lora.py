@@ -26,6 +26,18 @@ ALL_LINEAR = "all-linear"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer."""
 FEED_FORWARD = MODULES[4:]
+MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""The linear layers under the names that Megatron-Bridge, and with it verl, ROLL and Miles, give them."""
 LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
 """The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -53,7 +65,13 @@ class AdapterConfig:
 
 
 def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tuple[str, ...]:
-    """The chosen linear layers, in the order of `MODULES`. Raises UserError if one is unknown, or if none is left."""
+    """The chosen linear layers, in the order of `MODULES`. Raises UserError if one is unknown, or if none is left.
+
+    Layers may also have Megatron's names.
+    """
+    targets, excluded = (
+        [name for one in names for name in MEGATRON_NAMES.get(one, (one,))] for names in (targets, excluded)
+    )
     for name in (*targets, *excluded):
         if name not in MODULES and name != ALL_LINEAR:
             raise UserError(

@@ -7,6 +7,7 @@ backward pass. The counts follow from the code of the layers. `tests/stack/test_
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,12 @@ class Split:
     """Layers of the first pipeline stage; None if the stages divide the layers evenly."""
     last: int | None = None
     """Layers of the last pipeline stage, likewise."""
+    embedding: bool = False
+    """Whether the embedding takes the place of a layer in the first pipeline stage."""
+    loss: bool = False
+    """Whether the output layer and the loss take the place of a layer in the last pipeline stage."""
+    parts: tuple[int, ...] | None = None
+    """Layers of each part of the pipeline, if a layout in Megatron's notation names them; see `parts_of`."""
     transformer_engine: bool = False
     """Whether the layers are Transformer Engine's, not those of `local_layers.py`."""
     fusion: bool | None = None
@@ -36,10 +43,31 @@ class Split:
 
     def layers_of_stages(self, layers: int, stages: int) -> list[int]:
         """The number of layers of each pipeline stage, of `layers` in all."""
+        if self.parts is not None:
+            return [sum(self.parts[stage::stages]) for stage in range(stages)]
         own = {stage: count for stage, count in ((0, self.first), (stages - 1, self.last)) if count is not None}
         others = stages - len(own)
-        even = (layers - sum(own.values())) // others if others else 0
-        return [own.get(stage, even) for stage in range(stages)]
+        even = (layers + self.embedding + self.loss - sum(own.values())) // others if others else 0
+        counts = [own.get(stage, even) for stage in range(stages)]
+        counts[0] -= self.embedding
+        counts[-1] -= self.loss
+        return counts
+
+
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,3})"), re.compile(r"(.)\*(\d{1,3})"))
+_LAYOUT = re.compile(r"E(t|\|(?=[tL]))*L")
+
+
+def parts_of(layout: str) -> tuple[int, ...] | None:
+    """The number of layers of each part of a pipeline, such as (2, 2, 0) for `Ett|tt|L`; None if it is no layout.
+
+    Megatron's notation (`pipeline_model_parallel_layout`) has E for the embedding, t for a layer and L for the loss, |
+    between parts, commas without a meaning, and repetitions such as `(tt|)*29` and `t*2`.
+    """
+    text = layout.replace(",", "")
+    for repeated in _REPEATED:
+        text = repeated.sub(lambda found: found[1] * int(found[2]), text)
+    return tuple(part.count("t") for part in text.split("|")) if _LAYOUT.fullmatch(text) else None
 
 
 @dataclass(frozen=True, slots=True)

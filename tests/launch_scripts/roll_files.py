@@ -53,7 +53,8 @@ REASONS: Mapping[str, str] = {
     "rewards of ROLL's workers": "worker_cls",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
-    "LoRA": "lora_target has no counterpart",
+    "LoRA of experts": "models with experts get no adapters",
+    "LoRA on shared devices": "colocate was never tried with lora_rank",
     "fp16": "'fp16' has no counterpart",
     "losses of ROLL": "pg_variant",
     "a loss without a policy gradient": "rl_loss_coef",
@@ -67,8 +68,6 @@ REASONS: Mapping[str, str] = {
     "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",
     "no training": "num_gpus_per_node needs actor_train.device_mapping",
     "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
-    "pipeline stages of unequal length": "layers are not divisible by pipeline_model_parallel_size",
-    "responses that are longer than the engines' context": "leaves no room for a prompt",
     "steps of an agent as samples": "samples, but global_batch_size",
 }
 """What remains to be refused, and a part of the sentence."""

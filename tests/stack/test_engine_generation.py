@@ -199,6 +199,20 @@ def test_a_folder_that_is_no_checkpoint_is_a_user_error(tmp_path: Path) -> None:
         EngineServer(spec).start()
 
 
+def test_an_engine_may_end_a_response_at_its_context(checkpoint: Path, tmp_path: Path) -> None:
+    """As vLLM does, but for two tokens. Without `allow_auto_truncate` SGLang refuses the request."""
+    arguments = {"context-length": 64, "allow-auto-truncate": True}
+    log = tmp_path / "engine.log"
+    engine = EngineServer(EngineSpec(name="e1", model_path=str(checkpoint), log_path=log, server_args=arguments))
+    request = {"input_ids": [*range(40)], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    try:
+        answer: Any = call_engine(engine.start(), "/generate", request, timeout=PATIENCE_SECONDS)
+    finally:
+        engine.stop()
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert len(answer["output_ids"]) == 64 - 2 - 40
+
+
 def test_an_engine_ends_when_its_owner_is_killed(checkpoint: Path, tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [

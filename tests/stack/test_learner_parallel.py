@@ -59,6 +59,14 @@ SEQUENCE = TENSOR | {"sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 UNEVEN = PIPELINE | {"decoder_first_pipeline_num_layers": 1}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+ENDS = PIPELINE | {
+    "virtual_pipeline_model_parallel_size": 3,
+    "megatron_args": dict.fromkeys(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), True
+    ),
+}
+NAMED = VIRTUAL | {"megatron_args": {"pipeline_model_parallel_layout": "E|(tt|)*2,L"}}
+"""With parts of the pipeline that have no layer."""
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
@@ -73,6 +81,8 @@ LAYOUTS = {
     "tensor parallel": Layout("dense", "usual", 2, TENSOR),
     "tensor parallel beyond the key and value heads": Layout("dense", "usual", 4, {"tensor_model_parallel_size": 4}),
     "virtual pipeline, context parallel": Layout("dense", "usual", 4, VIRTUAL | CONTEXT),
+    "virtual pipeline whose ends count as layers": Layout("dense", "usual", 2, ENDS),
+    "virtual pipeline by a layout": Layout("dense", "usual", 2, NAMED),
     "m2po, distributed optimizer": Layout("dense", "m2po", 2, DISTRIBUTED),
     "returns, context and data parallel, in rows": Layout("dense", "returns", 4, CONTEXT | ROWS),
     "skipping, virtual pipeline, in rows": Layout("dense", "skipping", 2, VIRTUAL | ALL_ROWS),

@@ -88,8 +88,15 @@ def _lengths(keys: CombinedKeys) -> None:
         key, response = longest, keys.whole_number(longest)
     elif not trains_agents(keys):  # an agent's turns are limited by its environment
         keys.note("has no effect in ROLL either: response_length takes its place", longest)
-    if response is not None:
-        keys.set("rollout.rollout_max_response_len", response, key)
+    if response is None:
+        return
+    keys.set("rollout.rollout_max_response_len", response, key)
+    context = keys.translator.translation.get("engine.sglang_server_args.context_length")
+    longest_sample = response + (_PROMPT_LENGTH if prompt is None else prompt)
+    is_vllm = keys.values.get("actor_infer.strategy_args.strategy_name") == "vllm"
+    if context is not None and isinstance(context.value, int) and longest_sample > context.value and is_vllm:
+        # vLLM ends a response that reaches max_model_len, and SGLang refuses the request unless it may do so, too.
+        keys.set("engine.sglang_server_args.allow_auto_truncate", True, context.key)
 
 
 def schedule(keys: CombinedKeys) -> None:

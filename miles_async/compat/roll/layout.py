@@ -7,6 +7,7 @@ import re
 from miles_async.compat.roll.table import LOAD_FORMAT, VLLM
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.translation import Refused, sets
+from miles_async.planning.layers import parts_of
 
 _ROLES = ("actor_train", "actor_infer")
 _STRATEGY = "actor_train.strategy_args.strategy_config"
@@ -78,6 +79,15 @@ def _device_numbers(keys: CombinedKeys, key: str) -> list[int]:
         keys.refuse(f"{key} {mapping!r:.80} has no device, or has a device twice: write it as list(range(0,8))")
         return []
     return numbers
+
+
+def stages(keys: CombinedKeys) -> None:
+    """As Megatron-core does, find the number of virtual stages from a layout that names the layers of each."""
+    key = f"{_STRATEGY}.pipeline_model_parallel_layout"
+    layout = keys.values.get(key)
+    parts = parts_of(layout) if isinstance(layout, str) else None
+    if parts is not None and (chunks := len(parts) // keys.size("learner.pipeline_model_parallel_size")) > 1:
+        keys.set("learner.virtual_pipeline_model_parallel_size", chunks, key)
 
 
 def batch_sizes(keys: CombinedKeys) -> None:

@@ -40,8 +40,6 @@ _ATTENTION = Idle("has no effect: Transformer Engine chooses the kernel of atten
 _MODEL_TYPE = Only((None, "trl"), "config.json of hf_checkpoint defines the type of the model")
 _NO_GRADIENTS = Only((True, None), "engines and reference compute no gradients, set it to true")
 _FSDP = Idle("belongs to FSDP")
-_OF_LORA = Idle("belongs to LoRA")
-_LORA = Refused("set learner.lora_rank and the settings beside it, for adapters")
 _ULYSSES = Only((1, None), "set context_parallel_size in strategy_args.strategy_config")
 _OF_ENVIRONMENTS = Idle("has no effect beside custom_envs, whose entries may refer to it")
 _OF_REFERENCE = Idle("has no effect: the learner runs the reference in its own processes, batches and layout")
@@ -58,6 +56,11 @@ def _below(prefix: str, rules: Mapping[str, Rule]) -> Table:
     return {f"{prefix}.{key}": rule for key, rule in rules.items()}
 
 
+_LORA: Table = {
+    **dict.fromkeys(("lora_target", "lora_rank", "lora_alpha", "lora_dropout"), Combined()),
+    "additional_target": Only((None,), "adapters are trained, and nothing beside them: remove it"),
+    "autocast_adapter_dtype": Only((True,), "adapters are float32, set it to true"),
+}
 _TOP: Table = {
     # The run.
     "exp_name": sets("observability.experiment_name"),
@@ -94,9 +97,6 @@ _TOP: Table = {
     "reward_pretrain": Combined(),
     "reward_model": Idle("starts no server: serve its model, and set rm_url for rm_type llm_judge"),
     "reward": Refused("set rm_url, or custom_rm_path to a function that asks a server with the reward model"),
-    "lora_target": _LORA,
-    "lora_rank": _OF_LORA,
-    "lora_alpha": _OF_LORA,
     # Data, sizes and schedule.
     "rewards": Combined(),
     "validation": Combined(),
@@ -220,9 +220,7 @@ _ACTOR_TRAIN: Table = {
     "model_args.freeze_module_prefix": Only(
         ("vision_model", None), "the learner trains the language model, and all of it: set it to vision_model"
     ),
-    "model_args.lora_target": _LORA,
-    "model_args.lora_rank": _OF_LORA,
-    "model_args.lora_alpha": _OF_LORA,
+    **_below("model_args", _LORA),
     "model_args.ulysses_size": _ULYSSES,
     "training_args.learning_rate": sets("learner.lr"),
     "training_args.weight_decay": sets("learner.weight_decay"),
@@ -272,9 +270,7 @@ _ACTOR_INFER: Table = {
     "model_args.disable_gradient_checkpointing": _NO_GRADIENTS,
     "model_args.dtype": converts("engine.sglang_server_args.dtype", _ENGINE_PRECISIONS),
     "model_args.model_type": _MODEL_TYPE,
-    "model_args.lora_target": _OF_LORA,
-    "model_args.lora_rank": _OF_LORA,
-    "model_args.lora_alpha": _OF_LORA,
+    **_below("model_args", _LORA),
     "generating_args.max_new_tokens": Combined(),
     "generating_args.top_p": sets("rollout.rollout_top_p"),
     "generating_args.top_k": sets("rollout.rollout_top_k"),
@@ -321,6 +317,7 @@ _REFERENCE: Table = {
     "model_args.model_type": _MODEL_TYPE,
     "model_args.freeze_module_prefix": _OF_REFERENCE,
     "model_args.ulysses_size": _OF_REFERENCE,
+    **_below("model_args", dict.fromkeys(_LORA, _OF_REFERENCE)),
     "data_args": _OF_REFERENCE,
     "strategy_args": _OF_REFERENCE,
     "device_mapping": _OF_REFERENCE,
@@ -339,6 +336,7 @@ _CRITIC: Table = {
     "model_args.disable_gradient_checkpointing": _OF_CRITIC,
     "model_args.dtype": converts("learner.precision", _PRECISIONS),
     "model_args.model_type": _MODEL_TYPE,
+    "model_args.lora_target": Only((None,), "a critic has no adapters, remove it"),
     "training_args.learning_rate": sets("algorithm.critic_lr"),
     "training_args.weight_decay": sets("learner.weight_decay"),
     "training_args.warmup_steps": sets("algorithm.critic_lr_warmup_steps"),

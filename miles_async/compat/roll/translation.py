@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll import data, environments, layout, objective
+from miles_async.compat.roll import adapters, data, environments, layout, objective
 from miles_async.compat.roll.table import TABLE
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.hydra import References, Unresolved
@@ -13,7 +13,8 @@ from miles_async.config.translation import Idle, Outcome, Refused, Translator, e
 
 _TEMPLATES = frozenset(key for key in TABLE if key.endswith((".data_args.template", "global_template")))
 _STEPS = (
-    *(layout.environment, layout.devices, layout.batch_sizes, layout.recomputation, layout.engine),
+    *(layout.environment, layout.devices, layout.stages, layout.batch_sizes, layout.recomputation, layout.engine),
+    adapters.adapters,
     *(data.sizes, data.schedule, data.tracking, data.recordings, data.data_and_rewards, environments.environments),
     *(objective.advantages, objective.masks, objective.clipping, objective.divergence, objective.correction),
 )

@@ -19,8 +19,20 @@ _FSDP = Refused("the learner runs Megatron-core: remove it, and set model_engine
 _MEGATRON = Only(("megatron",), "the learner runs Megatron-core: set it to megatron")
 _LOW_PRECISION = Refused("learner and engines compute in bf16: remove it")
 _MULTI_TURN = Idle("belongs to multi_turn.enable")
+_MULTI_TURN_KEYS = (
+    *("max_user_turns", "max_assistant_turns", "max_parallel_calls", "max_tool_response_length", "tool_config_path"),
+    *("function_tool_path", "tool_response_truncate_side", "format", "use_inference_chat_template"),
+    *("tokenization_sanity_check_mode", "num_repeat_rollouts"),
+)
 _MTP = Idle("belongs to model.mtp.enable")
-_LORA = Refused("set learner.lora_rank and the settings beside it, for adapters")
+_LORA_RANK = Combined("sets lora_rank; 0 trains all weights")
+_OF_LORA = {
+    "alpha": Combined("sets lora_alpha"),
+    "target_modules": Combined("sets lora_target_modules"),
+    "exclude_modules": Combined("sets lora_exclude_modules"),
+    "adapter_path": Combined("sets lora_load"),
+}
+_OTHER_LORA = Idle("belongs to lora.type vlm_lora")
 _IMAGES = Refused("models are trained on text: remove it, and the images from the data")
 _DROPOUT = Only((0, 0.0), "models are trained without dropout: set it to 0")
 _NPU = Only(("cuda",), "the learner needs CUDA GPUs or CPUs: remove it")
@@ -110,6 +122,7 @@ _ACTOR: Table = {
     "checkpoint.async_save": sets("learner.async_save"),
     "checkpoint.save_contents": Idle("has no effect: checkpoints are complete; set save_hf for exports"),
     "checkpoint.load_contents": Idle("has no effect: a run continues with all of its checkpoint"),
+    "checkpoint.save_lora_only": Idle("has no effect: checkpoints of adapters hold no other weights"),
     "megatron.tensor_model_parallel_size": sets("learner.tensor_model_parallel_size"),
     "megatron.pipeline_model_parallel_size": sets("learner.pipeline_model_parallel_size"),
     "megatron.virtual_pipeline_model_parallel_size": sets("learner.virtual_pipeline_model_parallel_size"),
@@ -180,9 +193,7 @@ _ROLLOUT: Table = {
     "moe_tensor_parallel_size": Idle("belongs to TensorRT-LLM"),
     "single_turn_response_length": _MULTI_TURN,
     "multi_turn.enable": Only((False,), "set custom_generate_function_path to a function that runs the agent"),
-    "multi_turn.max_user_turns": _MULTI_TURN,
-    "multi_turn.max_assistant_turns": _MULTI_TURN,
-    "multi_turn.max_tool_response_length": _MULTI_TURN,
+    **{f"multi_turn.{name}": _MULTI_TURN for name in _MULTI_TURN_KEYS},
     "val_kwargs.n": Combined("sets n_samples of each entry of eval_datasets"),
     "val_kwargs.temperature": Combined("sets temperature of each entry of eval_datasets"),
     "val_kwargs.top_p": Combined("sets top_p of each entry of eval_datasets"),
@@ -203,7 +214,26 @@ _MODEL: Table = {
     "use_fused_kernels": _MEMORY,
     "enable_gradient_checkpointing": _RECOMPUTE,
     "enable_activation_offload": Refused("activations stay on the GPU: set recompute_granularity"),
-    "lora_rank": _LORA,
+    "use_shm": Idle("has no effect: each process reads the checkpoint where it is"),
+    # verl has one set of keys for FSDP, and one for Megatron.
+    "lora_rank": _LORA_RANK,
+    "lora_alpha": _OF_LORA["alpha"],
+    "target_modules": _OF_LORA["target_modules"],
+    "exclude_modules": _OF_LORA["exclude_modules"],
+    "lora_adapter_path": _OF_LORA["adapter_path"],
+    "lora.rank": _LORA_RANK,
+    **{f"lora.{name}": rule for name, rule in _OF_LORA.items()},
+    "lora.dropout": Combined("sets lora_dropout"),
+    "lora.type": Only(("lora", "canonical_lora"), "adapters are those of plain LoRA: set it to canonical_lora"),
+    "lora.merge": Idle("has no effect: engines load the adapter itself; lora_merge is about exports"),
+    "lora.dropout_position": Only(("pre",), "dropout comes before the adapter: set it to pre"),
+    "lora.lora_A_init_method": Idle("has no effect: adapters start as those of PEFT"),
+    "lora.lora_B_init_method": Only(("zero",), "adapters do not change the model at first: set it to zero"),
+    "lora.dtype": Idle("has no effect: adapters are float32"),
+    "lora.a2a_experimental": Idle("has no effect: ranks exchange only what is as wide as an adapter"),
+    "lora.fully_sharded_loras": Idle("belongs to vLLM"),
+    **{f"lora.freeze_{part}_model": _OTHER_LORA for part in ("vision", "language")},
+    "lora.freeze_vision_projection": _OTHER_LORA,
     "mtp.enable": Only((False,), "heads that predict further tokens are not trained: set it to false"),
     **{f"override_config.{name}": _DROPOUT for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
     **dict.fromkeys(
@@ -228,13 +258,9 @@ _ALGORITHM: Table = {
     "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
-    "filter_groups.enable": converts(
-        "rollout.dynamic_sampling_filter_path",
-        {True: "miles_async.filters.check_reward_nonzero_std", False: None},
-    ),
-    "filter_groups.metric": Only(
-        ("acc", "score", "seq_reward", "seq_final_reward"),
-        "groups are compared by their rewards: set it to acc, or set dynamic_sampling_filter_path",
+    "filter_groups.enable": Combined("sets dynamic_sampling_filter_path, unless the run is fully asynchronous"),
+    "filter_groups.metric": Combined(
+        "sets dynamic_sampling_filter_path with enable, if it is acc, score, seq_reward or seq_final_reward"
     ),
     "filter_groups.max_num_gen_batches": Idle("has no effect: generation goes on until the batch is full"),
     "rollout_correction.rollout_is": Combined(

@@ -25,7 +25,26 @@ _SECTIONS = frozenset(
 """Sections that only verl has."""
 _ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+_MODEL = "actor_rollout_ref.model"
+_FSDP_LORA = {
+    "lora_rank": f"{_MODEL}.lora_rank",
+    "lora_alpha": f"{_MODEL}.lora_alpha",
+    "lora_target_modules": f"{_MODEL}.target_modules",
+    "lora_exclude_modules": f"{_MODEL}.exclude_modules",
+    "lora_load": f"{_MODEL}.lora_adapter_path",
+}
+_MEGATRON_LORA = {
+    "lora_rank": f"{_MODEL}.lora.rank",
+    "lora_alpha": f"{_MODEL}.lora.alpha",
+    "lora_target_modules": f"{_MODEL}.lora.target_modules",
+    "lora_exclude_modules": f"{_MODEL}.lora.exclude_modules",
+    "lora_load": f"{_MODEL}.lora.adapter_path",
+    "lora_dropout": f"{_MODEL}.lora.dropout",
+}
+"""verl's keys for an adapter by our setting, for each of its engines."""
 _LABEL_KEY = "reward_model.ground_truth"
+_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+"""Metrics of verl by which groups are compared as by their rewards."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
 _MiB = 1 << 20
 
@@ -103,11 +122,13 @@ class _Keys(CombinedKeys):
         self._schedule()
         self._devices()
         self._layout()
+        self._adapters()
         self._micro_batches()
         self._optimizer()
         self._objective()
         self._correction()
         self._kl()
+        self._filter()
         self._engines()
         self._reference()
         self._rewards()
@@ -215,6 +236,25 @@ class _Keys(CombinedKeys):
         size = f"{_ACTOR}.megatron.tensor_model_parallel_size"
         if f"{_ACTOR}.megatron.sequence_parallel" not in self.values and self.values.get(size, 1) != 1:
             self._set("learner.sequence_parallel", True, size)
+
+    def _adapters(self) -> None:
+        """LoRA. As in verl, the keys for Megatron count if their rank is above 0, and otherwise those for FSDP."""
+        chosen, others, alpha = _FSDP_LORA, _MEGATRON_LORA, 16
+        if self.number(_MEGATRON_LORA["lora_rank"]):
+            chosen, others, alpha = _MEGATRON_LORA, _FSDP_LORA, 32
+        rank_key, alpha_key, load_key = (chosen[name] for name in ("lora_rank", "lora_alpha", "lora_load"))
+        if not self.number(rank_key):
+            if load_key in self.values:
+                self.refuse(f"{load_key} needs {rank_key}: set it to the rank of that adapter")
+            else:
+                self.note("has no effect: no adapter is trained", *chosen.values(), *others.values())
+            return
+        self.note(f"has no effect beside {rank_key}", *others.values())
+        for setting, key in chosen.items():
+            if key in self.values:
+                self._set(f"learner.{setting}", self.values[key], key)
+        if alpha_key not in self.values:
+            self._set("learner.lora_alpha", alpha, rank_key)
 
     def _micro_batches(self) -> None:
         dynamic_key, tokens_key = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"
@@ -353,6 +393,27 @@ class _Keys(CombinedKeys):
             self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
         else:
             self._set("algorithm.kl_loss_type", kinds[kind], *self.given(kind_key) or [on_key])
+
+    def _filter(self) -> None:
+        """Groups without differences in their rewards are dropped. verl's fully asynchronous trainer keeps them."""
+        enable_key, metric_key = (f"algorithm.filter_groups.{name}" for name in ("enable", "metric"))
+        enable, metric = self.switch(enable_key), self.values.get(metric_key, _METRICS[0])
+        if self._is_async:
+            why = "has no effect in verl's fully asynchronous runs either; set dynamic_sampling_filter_path to filter"
+            self.note(why, enable_key, metric_key)
+            return
+        if not enable:
+            if enable_key in self.values:
+                self._set("rollout.dynamic_sampling_filter_path", None, enable_key)
+            self.note("has no effect: no groups are filtered", metric_key)
+            return
+        path = "miles_async.filters.check_reward_nonzero_std"
+        self._set("rollout.dynamic_sampling_filter_path", path, enable_key, metric_key)
+        if metric not in _METRICS:
+            self.refuse(
+                f"{metric_key} {metric!r:.80} is not supported: groups are compared by their rewards: set it to acc, "
+                f"or set {enable_key} to false and dynamic_sampling_filter_path to a function of your own"
+            )
 
     def _engines(self) -> None:
         """Arguments of the engines whose values have other units or signs there."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.models.plugin import ModelShape
+from miles_async.planning.layers import parts_of
+
+_ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Arguments of Megatron with which embedding and loss take the place of a layer."""
+_LAYOUT = "pipeline_model_parallel_layout"
 
 
 def layout_problems(config: RunConfig) -> Iterator[str]:
@@ -82,12 +87,20 @@ def _stages(learner: Learner, layers: int) -> Iterator[str]:
         )
         if count is not None
     }
+    ends = [name for name in _ENDS if learner.megatron_args.get(name)]
+    if _LAYOUT in learner.megatron_args:
+        yield from _layout(learner, layers, [*own, *ends])
+        return
+    if own and ends:
+        yield f"{' and '.join(own)} cannot be combined with megatron_args {' and '.join(ends)}: unset one of them"
+        return
     if not own:
-        if layers % (stages * chunks):
+        if (layers + len(ends)) % (stages * chunks):
+            counted = f" and {len(ends)} of {' and '.join(ends)}" if ends else ""
             yield (
-                f"the model's {layers} layers are not divisible by pipeline_model_parallel_size {stages}{virtual}; "
-                f"choose sizes whose product divides {layers}, or set decoder_first_pipeline_num_layers or "
-                "decoder_last_pipeline_num_layers"
+                f"the model's {layers} layers{counted} are not divisible by pipeline_model_parallel_size {stages}"
+                f"{virtual}; choose sizes whose product divides {layers + len(ends)}, or set "
+                "decoder_first_pipeline_num_layers or decoder_last_pipeline_num_layers"
             )
         return
     named = " and ".join(f"{name} {count}" for name, count in own.items())
@@ -101,6 +114,28 @@ def _stages(learner: Learner, layers: int) -> Iterator[str]:
             f"{named} of the model's {layers} layers leave {rest} to {others} other pipeline stages{virtual}, which "
             f"must divide them evenly; change {' or '.join(own)}"
         )
+
+
+def _layout(learner: Learner, layers: int, others: Sequence[str]) -> Iterator[str]:
+    """A layout names the layers of each part of the pipeline, of which every stage has the same number."""
+    layout, stages = learner.megatron_args[_LAYOUT], learner.pipeline_model_parallel_size
+    named = f"megatron_args.{_LAYOUT} {layout!r:.80}"
+    parts = parts_of(layout) if isinstance(layout, str) else None
+    chunks = None if parts is None else len(parts) // stages
+    if others:
+        yield f"{named} cannot be combined with {' and '.join(others)}: unset one of them"
+    elif parts is None:
+        yield f"{named} is no layout: write E for the embedding, t for a layer and L for the loss, as in E|(tt|)*30L"
+    elif sum(parts) != layers:
+        yield f"{named} has {sum(parts)} layers, but the model has {layers}: write t once for each layer"
+    elif len(parts) % stages:
+        yield (
+            f"{named} has {len(parts)} parts, which pipeline_model_parallel_size {stages} does not divide: write "
+            f"{len(parts) // stages * stages or stages} parts"
+        )
+    elif chunks != (learner.virtual_pipeline_model_parallel_size or 1):
+        size = chunks if chunks != 1 else "null"
+        yield f"{named} has {chunks} parts for each stage: set virtual_pipeline_model_parallel_size to {size}"
 
 
 def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:

@@ -9,11 +9,16 @@ import pytest
 
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.config.checks.layouts import layout_problems
+from miles_async.planning.layers import Split, parts_of
 from tests.configuration import run_config
 
 DENSE = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,
          "intermediate_size": 96}  # fmt: skip
 EXPERTS = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 30}
+
+
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+LAYOUT = "pipeline_model_parallel_layout"
 
 
 def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any) -> list[str]:
@@ -38,6 +43,10 @@ def problems(folder: Path, shape: dict[str, int], ranks: int = 8, **layout: Any)
         {"stages": 2, "first": 4, "last": 2},
         {"stages": 2, "virtual": 2, "first": 2},
         {"tensor": 4, "sequence_parallel": True, "stages": 2},
+        {"stages": 2, "virtual": 2, "megatron_args": ENDS},
+        {"stages": 8, "megatron_args": ENDS},
+        {"stages": 2, "virtual": 2, "megatron_args": {LAYOUT: "E|(tt|)*2,ttL"}},
+        {"stages": 2, "megatron_args": {LAYOUT: "Et*4|ttL"}},
     ],
 )
 def test_a_divisible_layout_is_accepted(tmp_path: Path, layout: dict[str, Any]) -> None:
@@ -77,6 +86,59 @@ def test_an_indivisible_layout_is_refused(tmp_path: Path, layout: dict[str, Any]
 def test_uneven_pipelines_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str, Any], said: str) -> None:
     [sentence] = problems(tmp_path, DENSE, **layout)
     assert said in sentence
+
+
+@pytest.mark.parametrize(
+    "layout, said",
+    [
+        ({"stages": 2, "virtual": 3, "megatron_args": ENDS}, "the model's 6 layers and 2 of "
+         "account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split are not divisible by "
+         "pipeline_model_parallel_size 2 * virtual_pipeline_model_parallel_size 3; choose sizes whose product divides "
+         "8,"),
+        ({"stages": 2, "first": 2, "megatron_args": ENDS}, "decoder_first_pipeline_num_layers cannot be combined with "
+         "megatron_args account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split: unset one"),
+        ({"stages": 2, "megatron_args": ENDS | {LAYOUT: "Ettt|tttL"}}, "cannot be combined with account_for_embedding"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "ttt|ttt"}}, "'ttt|ttt' is no layout: write E for the embedding"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "Ettt|tttm|L"}}, "is no layout"),
+        ({"stages": 2, "megatron_args": {LAYOUT: [["embedding"]]}}, "[['embedding']] is no layout"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "Ettt|ttL"}}, "has 5 layers, but the model has 6: write t once for"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "Ett|tt|ttL"}}, "has 3 parts, which pipeline_model_parallel_size 2 "
+         "does not divide: write 2 parts"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "Et|tt|tt|tL"}}, "has 2 parts for each stage: set "
+         "virtual_pipeline_model_parallel_size to 2"),
+        ({"stages": 2, "virtual": 2, "megatron_args": {LAYOUT: "Ettt|tttL"}}, "has 1 parts for each stage: set "
+         "virtual_pipeline_model_parallel_size to null"),
+    ],
+)  # fmt: skip
+def test_layers_that_embedding_and_loss_or_a_layout_distribute_must_fit(
+    tmp_path: Path, layout: dict[str, Any], said: str
+) -> None:
+    [sentence] = problems(tmp_path, DENSE, **layout)
+    assert said in sentence
+
+
+def test_the_layers_of_a_stage_are_those_of_its_parts() -> None:
+    ends = Split(embedding=True, loss=True)
+    assert ends.layers_of_stages(94, 8) == [11, *[12] * 6, 11]
+    assert Split(embedding=True).layers_of_stages(7, 4) == [1, 2, 2, 2]
+    named = Split(parts=parts_of("E|(tt|)*30,L"))
+    assert named.layers_of_stages(60, 16) == [2, *[4] * 14, 2]
+    assert Split(first=4).layers_of_stages(10, 3) == [4, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "layout, layers",
+    [
+        ("Ett|tt|L", (2, 2, 0)),
+        ("E,t*3|(tt|)*2,L", (3, 2, 2, 0)),
+        ("EtL", (1,)),
+        ("tE|L", None),
+        ("", None),
+        ("E(t", None),
+    ],
+)
+def test_a_layout_has_the_layers_that_its_notation_repeats(layout: str, layers: tuple[int, ...] | None) -> None:
+    assert parts_of(layout) == layers
 
 
 @pytest.mark.parametrize(

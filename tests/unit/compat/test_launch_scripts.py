@@ -28,7 +28,7 @@ WITHOUT_COUNTERPART = {
     "distillation": "on-policy distillation is not supported",
     "images": "models are trained on text",
     "LoRA": "get no adapters",
-    "LoRA of layers by Megatron's names": "is no linear layer that can have an adapter",
+    "LoRA of layers by a pattern": "is no linear layer that can have an adapter",
     "LoRA on shared devices": "colocate was never tried with lora_rank",
     "arguments of LoRA's engines": "a run that trains an adapter (lora_rank) sets these itself",
     "FSDP": "runs Megatron-core",

@@ -294,8 +294,8 @@ def test_environments_that_cannot_be_run_are_refused(edits: dict[str, Any], mess
 
 
 def test_all_problems_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
-    problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_lora_fsdp2").refusals(tmp_path))
-    for part in ("fsdp2_train", "lora_target"):
+    problems = " ".join(named("qwen2.5-7B-rlvr_megatron-rlvr_fsdp2_sp2").refusals(tmp_path))
+    for part in ("fsdp2_train", "ulysses_size"):
         assert part in problems
 
 
@@ -315,3 +315,27 @@ def test_a_value_of_another_type_is_a_problem_and_no_crash(name: str, tmp_path: 
                 section = section.setdefault(parent, {}) if isinstance(section, dict) else {}
             section[last] = value
             translate(changed, "ROLL")
+
+
+def test_a_layout_of_roll_has_virtual_stages(tmp_path: Path) -> None:
+    """As in Megatron-core, the number of virtual stages follows from the parts of the layout."""
+    path = named("qwen3.5-397A17-rlvr_megatron-rlvr_megatron_80GB").written(tmp_path)
+    config = load_config(["--config", str(path)], entry="train.py")
+    assert config.learner.virtual_pipeline_model_parallel_size == 2
+    assert config.learner.megatron_args["pipeline_model_parallel_layout"] == "E|(tt|)*30,L"
+
+
+def test_responses_end_at_the_context_of_the_engines_as_with_vllm(tmp_path: Path) -> None:
+    longer, fitting = (
+        named(f"qwen2.5-7B-rlvr_megatron-rlvr_config{suffix}").content(tmp_path) for suffix in ("_amd_async", "")
+    )
+    server = "engine.sglang_server_args"
+    translated = translate(longer, "ROLL").translation
+    assert (translated[f"{server}.context_length"].value, translated[f"{server}.allow_auto_truncate"].value) == (
+        8000,
+        True,
+    )
+    assert translated["rollout.rollout_max_response_len"].value == 8192
+    assert f"{server}.allow_auto_truncate" not in translate(fitting, "ROLL").translation
+    longer["actor_infer"]["strategy_args"] = {"strategy_name": "sglang", "strategy_config": {"context_length": 8000}}
+    assert f"{server}.allow_auto_truncate" not in translate(longer, "ROLL").translation

@@ -179,3 +179,77 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         "trainer.nnode is not a key of verl that can be translated; did you mean trainer.nnodes?",
         "trainer.logger 'swanlab' has no counterpart: use console, wandb or tensorboard",
     ]
+
+
+ADAPTER = "actor_rollout_ref.model"
+
+
+def adapter(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in settings(content).items() if name.startswith("lora_")}
+
+
+def test_an_adapter_has_the_keys_of_fsdp_or_those_of_megatron_each_with_their_default() -> None:
+    assert adapter({f"{ADAPTER}.lora_rank": 8}) == {"lora_rank": 8, "lora_alpha": 16}
+    assert adapter({f"{ADAPTER}.lora.rank": 8}) == {"lora_rank": 8, "lora_alpha": 32}
+    layers = {f"{ADAPTER}.target_modules": ["q_proj", "v_proj"], f"{ADAPTER}.exclude_modules": ["v_proj"]}
+    found = adapter({f"{ADAPTER}.lora_rank": 64, f"{ADAPTER}.lora_alpha": 32, **layers})
+    assert found == {
+        "lora_rank": 64,
+        "lora_alpha": 32,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "lora_exclude_modules": ["v_proj"],
+    }
+    found = adapter(
+        {
+            f"{ADAPTER}.lora.rank": 32,
+            f"{ADAPTER}.lora.alpha": 64,
+            f"{ADAPTER}.lora.dropout": 0.1,
+            f"{ADAPTER}.lora.target_modules": ["linear_qkv"],
+            f"{ADAPTER}.lora_rank": 8,
+        }
+    )
+    assert found == {"lora_rank": 32, "lora_alpha": 64, "lora_dropout": 0.1, "lora_target_modules": ["linear_qkv"]}
+
+
+def test_at_rank_0_no_adapter_is_trained() -> None:
+    content = {f"{ADAPTER}.lora_rank": 0, f"{ADAPTER}.lora_alpha": 16, f"{ADAPTER}.lora.alpha": 32}
+    assert adapter(content) == {}
+    assert set(translate(content).idle.values()) == {"has no effect: no adapter is trained"}
+
+
+def test_an_adapter_to_start_from_needs_its_rank() -> None:
+    path, rank = f"{ADAPTER}.lora_adapter_path", f"{ADAPTER}.lora_rank"
+    assert adapter({path: "adapter", rank: 8})["lora_load"] == "adapter"
+    assert problems({path: "adapter"}) == [f"{path} needs {rank}: set it to the rank of that adapter"]
+
+
+def test_other_adapters_than_those_of_lora_are_refused() -> None:
+    kind = f"{ADAPTER}.lora.type"
+    assert adapter({f"{ADAPTER}.lora.rank": 8, kind: "canonical_lora"})["lora_rank"] == 8
+    assert problems({f"{ADAPTER}.lora.rank": 8, kind: "dora"}) == [
+        f"{kind} 'dora' is not supported: adapters are those of plain LoRA: set it to canonical_lora"
+    ]
+
+
+FILTER = "algorithm.filter_groups"
+
+
+def test_groups_are_filtered_by_their_rewards_unless_verl_does_not_filter_them() -> None:
+    name = "dynamic_sampling_filter_path"
+    on = {f"{FILTER}.enable": True}
+    assert settings({**on, f"{FILTER}.metric": "acc"})[name] == "miles_async.filters.check_reward_nonzero_std"
+    assert settings({f"{FILTER}.enable": False, f"{FILTER}.metric": "response_filter"})[name] is None
+    assert problems({**on, f"{FILTER}.metric": "response_filter"}) == [
+        f"{FILTER}.metric 'response_filter' is not supported: groups are compared by their rewards: set it to acc, or "
+        f"set {FILTER}.enable to false and dynamic_sampling_filter_path to a function of your own"
+    ]
+    asynchronous = {**ASYNC, **on, f"{FILTER}.metric": "response_filter"}
+    assert name not in settings(asynchronous)
+    assert "fully asynchronous runs" in translate(asynchronous).idle[f"{FILTER}.metric"]
+
+
+def test_keys_of_agents_have_no_effect_without_agents() -> None:
+    section = "actor_rollout_ref.rollout.multi_turn"
+    content = {f"{section}.enable": False, f"{section}.format": "hermes", f"{section}.tool_config_path": "tools.yaml"}
+    assert settings(content) == {}
+    assert translate(content).idle[f"{section}.format"] == "belongs to multi_turn.enable"
