@@ -45,6 +45,8 @@ UNITS = {
     "info": "labels",
     "data": "rows or groups",
 }
+WIDE = "---\nhide: [toc]\n---\n\n"
+"""Gives a page the place of its table of contents."""
 LEVELS = ("info", "warning", "error", "exception")
 ITEM = re.compile(r"^- `(\w+)`: (.+?)(?=^- |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -71,7 +73,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         "log-lines": log_lines_page,
     }
     for name, page in pages.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+        files.append(File.generated(config, f"reference/{name}.md", content=f"{WIDE}{page()}"))
     return files
 
 
@@ -84,15 +86,16 @@ def metrics_page() -> str:
         "shown with its labels. A histogram has the series `_bucket`, `_sum` and `_count`. A metric without an entry",
         "in the last column explains others, and no value of it is a sign of a problem by itself.",
         "",
-        "| metric | kind | unit | meaning | when to worry, and what to do |",
-        "|---|---|---|---|---|",
+        "| metric, kind, unit | meaning | when to worry, and what to do |",
+        "|---|---|---|",
     ]
     alerts = alerts_by_metric()
     for name, kind, labels, text in prometheus_metrics():
         meaning, worry = meaning_and_worry(text)
-        links = " ".join(f"[{alert}](alerts.md)" for alert in alerts.get(name, ()))
+        links = ", ".join(f"[{alert}](alerts.md)" for alert in alerts.get(name, ()))
         shown = f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
-        lines.append(_row(shown, kind, unit(name, text), escaped(meaning), f"{links} {escaped(worry)}".strip()))
+        first = f"{shown}<br>{kind}, {unit(name, text)}"
+        lines.append(_row(first, escaped(meaning), "; ".join(filter(None, (links, escaped(worry))))))
     lines += [
         "",
         "## Metrics of the learner",
@@ -136,16 +139,18 @@ def events_page() -> str:
         "computed from them. The link of an event leads to the meaning and type of its fields. Fields with their",
         "default value are left out, and durations are in seconds.",
         "",
-        "| event | meaning | fields | log line | when to worry, and what to do |",
-        "|---|---|---|---|---|",
+        "| event | meaning, fields and log lines | when to worry, and what to do |",
+        "|---|---|---|",
     ]
     written = log_lines()
     for event in _classes("miles_async/events.py", "Event"):
         meaning, worry = meaning_and_worry(ast.get_docstring(event) or "")
-        fields = ", ".join(f"`{name}`" for name in _fields(event))
-        printed = " ".join(f"`{line.text}`" for line in written if line.event == event.name)
-        link = f"[{event.name}](python/events.md#miles_async.events.{event.name})"
-        lines.append(_row(link, escaped(meaning), fields, printed.replace("|", "\\|"), escaped(worry)))
+        parts = {
+            "Fields": [f"`{name}`" for name in _fields(event)],
+            "Log lines": [f"`{line.text}`" for line in written if line.event == event.name],
+        }
+        further = "".join(f"<br>{title}: {', '.join(texts)}" for title, texts in parts.items() if texts)
+        lines.append(_row(_link(event.name), escaped(meaning) + further, escaped(worry)))
     return "\n".join(lines) + "\n"
 
 
@@ -177,13 +182,13 @@ def log_lines_page() -> str:
         "[that event](events.md). Lines of level `stdout` are plain text. Lines that only repeat the sentence of an",
         "error are left out.",
         "",
-        "| line | level | facts | reports | written by |",
-        "|---|---|---|---|---|",
+        "| level | line and facts | reports | written by |",
+        "|---|---|---|---|",
     ]
     for line in log_lines():
-        event = f"[{line.event}](python/events.md#miles_async.events.{line.event})" if line.event else ""
-        text = f"`{line.text}`".replace("|", "\\|")
-        lines.append(_row(text, line.level, escaped(", ".join(line.facts)), event, f"`{line.module}`"))
+        facts = "<br>" + ", ".join(f"`{fact}`" for fact in line.facts) if line.facts else ""
+        event = _link(line.event) if line.event else ""
+        lines.append(_row(f"`{line.level}`", f"`{line.text}`{facts}", event, f"`{line.module}`"))
     return "\n".join(lines) + "\n"
 
 
@@ -292,6 +297,10 @@ def escaped(text: str) -> str:
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts).replace("|", "\\|")
+
+
+def _link(event: str) -> str:
+    return f"[{event}](python/events.md#miles_async.events.{event})"
 
 
 def _row(*cells: str) -> str:

@@ -113,7 +113,12 @@ class Instruments:
         self.run = Info("miles_async_run", "Name and entry script of the run.", registry=self._registry)
         self.cluster = Info("miles_async_cluster", "How weights are transferred.", registry=self._registry)
         self.warm_start_seconds = gauge("warm_start_seconds", "Duration of the warm start; near 0 if it was cached.")
-        self.verdict = gauge("verdict", "1 for the current bottleneck of the run, 0 for all others.", "verdict")
+        self.verdict = gauge(
+            "verdict",
+            "1 for the current bottleneck of the run, 0 for all others. "
+            "Worry if it is neither `balanced` nor `trainer-bound`: the log line `verdict` names the setting to change.",
+            "verdict",
+        )
         self.collapse_risk = gauge(
             "collapse_risk", "1 while the effective sample size and the gradient norm announce a collapse, else 0."
         )
