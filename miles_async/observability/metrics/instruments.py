@@ -116,7 +116,8 @@ class Instruments:
         self.verdict = gauge(
             "verdict",
             "1 for the current bottleneck of the run, 0 for all others. "
-            "Worry if it is neither `balanced` nor `trainer-bound`: the log line `verdict` names the setting to change.",
+            "Worry if it is neither `balanced` nor `trainer-bound`: the log line `verdict` names the setting to "
+            "change.",
             "verdict",
         )
         self.collapse_risk = gauge(
