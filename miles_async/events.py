@@ -73,7 +73,10 @@ class RunStarted(Event, frozen=True):
 
 
 class StartupChanged(Event, frozen=True):
-    """A part of the run is being started, or is ready."""
+    """A part of the run is being started, or is ready.
+
+    Worry if a part has begun and is not ready after minutes: its log is `logs/<part>.log` in the run folder.
+    """
 
     part: str
     """What is started, such as `Ray`, `learner`, `router` or `engine-0`."""
@@ -165,7 +168,10 @@ class GroupGenerated(Event, frozen=True):
 
 
 class SampleDiscarded(Event, frozen=True):
-    """The response of one sample was discarded, while the other samples of its group were kept."""
+    """The response of one sample was discarded, while the other samples of its group were kept.
+
+    Worry if many have the same `error`: repair the tool, function or server that it names.
+    """
 
     sequence: int | None
     """Sequence number of the group; None for a group of a rollout function."""
@@ -236,7 +242,10 @@ class RequestEnded(Event, frozen=True):
 
 
 class GroupFiltered(Event, frozen=True):
-    """A filter rejected a finished group."""
+    """A filter rejected a finished group.
+
+    Worry if most groups have this event: the prompts are too easy or too hard for the filter.
+    """
 
     sequence: int
     reason: str
@@ -254,7 +263,10 @@ class SamplesRemoved(Event, frozen=True):
 
 
 class DataSkipped(Event, frozen=True):
-    """The data source skipped a broken row, or ignored an invalid result of a buffer filter."""
+    """The data source skipped a broken row, or ignored an invalid result of a buffer filter.
+
+    Worry if there are more than a few: `sentence` says what is wrong with the row or with the filter.
+    """
 
     reason: str
     """`bad_row`, `buffer_filter_raised`, `buffer_filter_unknown` or `buffer_filter_removed`."""
@@ -262,11 +274,17 @@ class DataSkipped(Event, frozen=True):
 
 
 class AgentSessionExpired(Event, frozen=True):
-    """An external generator opened a session, but has neither posted it nor sent a request for a long time."""
+    """An external generator opened a session, but has neither posted it nor sent a request for a long time.
+
+    Worry if it happens often: the generator crashes, or forgets to post its groups.
+    """
 
 
 class AdmissionBlocked(Event, frozen=True):
-    """Admission was blocked for `seconds` by `cause` (`scheduling.admission.Blocked`)."""
+    """Admission was blocked for `seconds` by `cause` (`scheduling.admission.Blocked`).
+
+    Worry if the sum of `seconds` is large while engines are idle: the verdict names the setting to change.
+    """
 
     cause: str
     seconds: float
@@ -306,7 +324,10 @@ class StepStarted(Event, frozen=True):
 
 
 class StepEnded(Event, frozen=True):
-    """The optimizer steps of one batch ended."""
+    """The optimizer steps of one batch ended.
+
+    Worry if `finite` is false in several batches in a row: the loss is not a number, and the FAQ has the causes.
+    """
 
     rollout: int
     seconds: float
@@ -337,7 +358,10 @@ class PublishStarted(Event, frozen=True):
 
 
 class PublishEnded(Event, frozen=True):
-    """The staged weights were written, and the engines decode again."""
+    """The staged weights were written, and the engines decode again.
+
+    Worry if `live` is false, or if `fenced` names engines: the event `WriteFailed` before it has the error.
+    """
 
     version: int
     live: bool
@@ -368,7 +392,10 @@ class PublishEnded(Event, frozen=True):
 
 
 class WriteFailed(Event, frozen=True):
-    """A weight write to an engine failed or could not be verified."""
+    """A weight write to an engine failed or could not be verified.
+
+    Worry if it repeats: `error` names the cause. Check the network, or choose another `--weight-transfer`.
+    """
 
     version: int
     engine: str
@@ -380,7 +407,10 @@ class WriteFailed(Event, frozen=True):
 
 
 class Evaluated(Event, frozen=True):
-    """One data set was evaluated."""
+    """One data set was evaluated.
+
+    Worry if `missing` is not 0, or if `accuracy` falls while the reward of training rises.
+    """
 
     name: str
     rollout: int
@@ -413,7 +443,10 @@ class Evaluated(Event, frozen=True):
 
 
 class EvaluationSkipped(Event, frozen=True):
-    """An evaluation was not made, because a newer one was due before it could start."""
+    """An evaluation was not made, because a newer one was due before it could start.
+
+    Worry if it repeats: evaluations take longer than `--eval-interval` batches. Raise it, or lower `--eval-size`.
+    """
 
     rollout: int
     """The rollout after which it was due."""
@@ -422,7 +455,10 @@ class EvaluationSkipped(Event, frozen=True):
 
 
 class EngineChanged(Event, frozen=True):
-    """An engine was added to the router or removed from it, or was lost."""
+    """An engine was added to the router or removed from it, or was lost.
+
+    Worry if `state` is `lost` or `fenced` more than once: `reason`, and the log of the engine, name the cause.
+    """
 
     engine: str
     state: str
@@ -433,7 +469,10 @@ class EngineChanged(Event, frozen=True):
 
 
 class RouterChanged(Event, frozen=True):
-    """The router started or stopped answering, or its list of engines changed."""
+    """The router started or stopped answering, or its list of engines changed.
+
+    Worry if `up` stays false: the run restarts its own router, but it cannot restart that of `--sglang-router-ip`.
+    """
 
     up: bool
     engines: int
@@ -454,7 +493,10 @@ class EngineBusy(Event, frozen=True):
 
 
 class Stalled(Event, frozen=True):
-    """The run made no progress for `seconds`."""
+    """The run made no progress for `seconds`.
+
+    Worry each time: the log line `stall` says what each part of the run waits for.
+    """
 
     seconds: float
     queue: int
@@ -466,7 +508,11 @@ class Stalled(Event, frozen=True):
 
 
 class LoopLag(Event, frozen=True):
-    """How late the event loop of the rollout worker woke a task."""
+    """How late the event loop of the rollout worker woke a task.
+
+    Worry if it often exceeds 0.25 seconds: a function of yours blocks the event loop, or the processors are
+    overloaded.
+    """
 
     seconds: float
 
@@ -525,7 +571,10 @@ class Pulse(Event, frozen=True, kw_only=True):
 
 
 class ProcessSilent(Event, frozen=True):
-    """A process of the run does not answer heartbeats; `seconds` is 0 when it answers again."""
+    """A process of the run does not answer heartbeats; `seconds` is 0 when it answers again.
+
+    Worry if `seconds` grows: the process is stopped, swapped out or dead. Look at its log and its machine.
+    """
 
     process: str
     """Name of the process, such as `learner-0`, `engine-1`, `router` or `rollout`."""
@@ -533,7 +582,10 @@ class ProcessSilent(Event, frozen=True):
 
 
 class VerdictChanged(Event, frozen=True):
-    """The verdict on what limits the run's speed changed (`observability/diagnosis/verdict.py`)."""
+    """The verdict on what limits the run's speed changed (`observability/diagnosis/verdict.py`).
+
+    Worry if it is neither `balanced` nor `trainer-bound`: change `knob`.
+    """
 
     verdict: str
     why: str
@@ -548,6 +600,8 @@ class CollapseRiskChanged(Event, frozen=True):
     """Signs that the policy may collapse soon appeared or are gone (`observability/diagnosis/collapse.py`).
 
     The signs are also gone after a collapse: a policy that gives every prompt the same answer is on-policy again.
+
+    Worry if `high` is true: lower `--max-weight-staleness` or `--lr`, and resume from an earlier checkpoint.
     """
 
     rollout: int
@@ -566,11 +620,17 @@ class EventsReceived(Event, frozen=True):
 
 
 class RunContinued(Event, frozen=True):
-    """Another rollout worker begins to restore the run. All events of its predecessors come before this one."""
+    """Another rollout worker begins to restore the run. All events of its predecessors come before this one.
+
+    Worry if it happens again and again: the warning before it says how the rollout worker ended.
+    """
 
 
 class LearnerRestored(Event, frozen=True):
-    """Another learner continues with the weights of a checkpoint (`scheduling/lineage.py`)."""
+    """Another learner continues with the weights of a checkpoint (`scheduling/lineage.py`).
+
+    Worry each time: the batches after `rollout` are trained again. The logs of the learner ranks have the cause.
+    """
 
     rollout: int
     """The last rollout that the weights were trained on."""
@@ -586,13 +646,19 @@ class LearnerRestored(Event, frozen=True):
 
 
 class WarningRaised(Event, frozen=True):
-    """A problem that the user should know about; the run continues."""
+    """A problem that the user should know about; the run continues.
+
+    Worry each time: `text` says what happened and, where there is a choice, what to do.
+    """
 
     text: str
 
 
 class DeadLettersUnwritten(Event, frozen=True):
-    """The number of dead letters that could not be written to `dead_letters.jsonl` changed. They are in memory."""
+    """The number of dead letters that could not be written to `dead_letters.jsonl` changed. They are in memory.
+
+    Worry if `letters` is not 0: free space on the disk of the run folder, or repair it, before the run ends.
+    """
 
     letters: int
     """Number of letters in memory; 0 if all are written."""
@@ -603,7 +669,10 @@ class DeadLettersUnwritten(Event, frozen=True):
 
 
 class DeadLettered(Event, frozen=True):
-    """A prompt got no further attempt; `dead_letters.jsonl` has its samples and errors."""
+    """A prompt got no further attempt; `dead_letters.jsonl` has its samples and errors.
+
+    Worry if more than 1 % of the groups end so: `dead_letters.jsonl` has the errors. Repair what they name.
+    """
 
     feed_index: str
     reason: str
@@ -618,14 +687,20 @@ class CheckpointWritten(Event, frozen=True):
 
 
 class EventsMissing(Event, frozen=True):
-    """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it."""
+    """Parts of the event log were deleted because it reached its maximum size. Only readers of the log emit it.
+
+    Worry if you need the deleted events: raise `--event-log-max-bytes` in the next run.
+    """
 
     parts: int
     """Number of deleted parts."""
 
 
 class RunDrained(Event, frozen=True):
-    """The run ends early, as requested. What did not end in time is in the store, and a resumed run continues it."""
+    """The run ends early, as requested. What did not end in time is in the store, and a resumed run continues it.
+
+    Worry if `unsaved` is not 0 with `--save`: raise `--drain-seconds`, or save more often (`--save-interval`).
+    """
 
     seconds: float
     """Time from the request to this event."""
@@ -642,7 +717,10 @@ class RunDrained(Event, frozen=True):
 
 
 class RunEnded(Event, frozen=True):
-    """The run ended."""
+    """The run ended.
+
+    Worry if `reason` is a sentence: it names the cause.
+    """
 
     reason: str
     """`done`, `interrupted` or a sentence with the cause of the failure."""

@@ -1,8 +1,8 @@
 """The reference pages of the documentation site, generated from the code while MkDocs builds the site.
 
-`reference/settings.md` lists every setting of the schema by section, `reference/alerts.md` every alert,
-`reference/models.md` every family of models that was tested, `reference/flags-of-slime.md` every flag that launch
-scripts of slime and Miles use, and `reference/keys-of-verl.md` every key that those of verl use.
+`reference/settings.md` lists every setting of the schema by section, `reference/models.md` every family of models that
+was tested, `reference/flags-of-slime.md` every flag that launch scripts of slime and Miles use, and
+`reference/keys-of-verl.md` every key that those of verl use. `reports.py` makes the pages of what a run reports.
 `reference/python/` has a page per public module or package; mkdocstrings reads the names from the source files and
 imports nothing.
 """
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 
-import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
@@ -53,7 +52,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """MkDocs calls this function once it has collected the pages."""
     files.append(File.generated(config, "reference/settings.md", content=settings_page()))
-    files.append(File.generated(config, "reference/alerts.md", content=alerts_page()))
     files.append(File.generated(config, "reference/models.md", content=models_page()))
     files.append(File.generated(config, "reference/flags-of-slime.md", content=flags_page()))
     files.append(File.generated(config, "reference/keys-of-verl.md", content=keys_of_verl_page()))
@@ -81,23 +79,6 @@ def settings_page() -> str:
     for section in SECTIONS:
         lines += ["", f"## {section}", "", "| flag | value | default | meaning |", "|---|---|---|---|"]
         lines += [_row(setting) for setting in SETTINGS.values() if ".".join(setting.path[:-1]) == section]
-    return "\n".join(lines) + "\n"
-
-
-def alerts_page() -> str:
-    """Every alert with its condition and what to do, from the rules of Prometheus."""
-    rules = yaml.safe_load((ROOT / "dashboards" / "rules" / "alerts.yml").read_text())["groups"][0]["rules"]
-    lines = [
-        "# Alerts",
-        "",
-        "`dashboards/rules/alerts.yml` has the expressions ([Prometheus](../how-to/monitor.md#prometheus)).",
-        "",
-        "| alert | severity | when | what to do |",
-        "|---|---|---|---|",
-    ]
-    for rule in rules:
-        when, advice = (_escaped(rule["annotations"][name]) for name in ("description", "runbook"))
-        lines.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {when} | {advice} |")
     return "\n".join(lines) + "\n"
 
 

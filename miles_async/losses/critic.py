@@ -86,7 +86,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: fl
 def critic_metrics(sums: Tensor) -> Mapping[str, float]:
     """Compute the critic's metrics of an optimizer step from the total of `critic_loss`'s sums.
 
-    `explained_variance` is 1 for a perfect critic and 0 for one that always predicts the mean return.
+    - `value_loss`: Mean loss of the critic per token.
+    - `value_clip_fraction`: Fraction of tokens whose value moved by more than `--value-clip`.
+    - `value_mean`: Mean value that the critic predicts.
+    - `return_mean`: Mean return. Worry if `value_mean` stays far from it: raise `--critic-lr`.
+    - `explained_variance`: 1 for a perfect critic, and 0 for one that always predicts the mean return. Worry if it is
+      below 0 after the first tens of batches: train the critic alone at first (`--num-critic-only-steps`).
     """
     total = dict(zip(CRITIC_SUMS, sums.tolist(), strict=True))
     tokens = max(total["tokens"], 1.0)

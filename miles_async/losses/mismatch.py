@@ -15,10 +15,21 @@ LARGEST = 20.0
 def mismatch(logprobs: Tensor, rollout_log_probs: Tensor, sequences: Tensor) -> Mapping[str, Tensor]:
     """[m] columns by metric, from the learner's and the engines' log-probabilities [m] of trained tokens, in nats.
 
-    The loss's mean over tokens or samples turns a column into the metric. `kl` and `k3_kl` estimate KL(engine ||
-    learner). A perplexity is that of a sample. `chi2_token` and `chi2_seq` estimate the chi-squared divergence of the
-    learner from the engines, with the ratios of tokens and of samples.
+    The loss's mean over tokens or samples turns a column into the metric, whose name begins with `mismatch_`.
     Source: slime's example of mismatch correction (train_infer_mismatch_helper), whose names the metrics have.
+
+    - `training_log_ppl`: Logarithm of a sample's perplexity, as the learner computes it.
+    - `training_ppl`: Perplexity of a sample, as the learner computes it.
+    - `rollout_log_ppl`: Logarithm of a sample's perplexity, from the engines' log-probabilities.
+    - `rollout_ppl`: Perplexity of a sample, from the engines' log-probabilities.
+    - `kl`: Estimate of KL(engine || learner) in nats per token. Worry if it is high in the first batches, when no
+      sample is stale: the engines do not compute the learner's model.
+    - `k3_kl`: An estimate of the same that is never negative.
+    - `log_ppl_diff`: `training_log_ppl` minus `rollout_log_ppl`.
+    - `log_ppl_abs_diff`: The absolute value of this difference.
+    - `ppl_ratio`: `training_ppl` divided by `rollout_ppl`.
+    - `chi2_token`: Estimate of the chi-squared divergence of the learner from the engines, from ratios of tokens.
+    - `chi2_seq`: The same from ratios of samples.
     """
     learner, engine = (-sequence_mean(values, sequences) for values in (logprobs, rollout_log_probs))
     log_ratio = logprobs - rollout_log_probs

@@ -330,10 +330,31 @@ def policy_metrics(sums: Tensor, maximum: Tensor, skipped: Sequence[float]) -> M
 
     `skipped` has STALENESS_CLASSES entries: the trained tokens that took no pass because their advantage is zero.
     `loss`, `loss_tokens` and the token shares are over all trained tokens. All other metrics are over the computed
-    tokens, whose share of the trained tokens is `computed_fraction`. They are missing if no token was computed.
+    tokens, and are missing if no token was computed. `ess`, `clip_fraction`, `bounded_fraction` and `logprob_gap_mean`
+    are also given per staleness class, such as `ess_staleness_2`.
 
-    `ess` is the effective sample size of the unbounded importance ratios divided by the number of tokens (Kish 1965); 1
-    means on-policy. Metrics that depend on staleness are also given per staleness class, such as `ess_staleness_2`.
+    - `loss`: Mean loss of a token. A policy-gradient loss is near 0 and does not fall while the policy learns. Worry if
+      it is not a number: the batch is skipped, and the FAQ has the causes.
+    - `loss_tokens`: Number of trained tokens of a step.
+    - `computed_fraction`: Fraction of the trained tokens that took a pass, because their advantage is not 0. Worry if
+      it is near 0: all samples of most groups have the same reward. Choose other prompts, or a dynamic filter.
+    - `ess`: Effective sample size of the unbounded importance ratios, divided by the number of tokens (Kish 1965); 1 is
+      on-policy. Worry if it falls below half of its usual value: lower `--max-weight-staleness` or `--lr`.
+    - `clip_fraction`: Fraction of tokens whose objective is clipped, so that they have no gradient. Worry if it exceeds
+      0.2: lower `--lr`, or take fewer steps per batch (`--num-steps-per-rollout`).
+    - `bounded_fraction`: Fraction of tokens whose importance weight the off-policy correction limits or sets to 0.
+      Worry if it exceeds 0.2: samples are too stale, or the engines compute other log-probabilities than the learner.
+    - `logprob_gap_mean`: Mean distance in nats between the log-probabilities of the engines and of the learner. Worry
+      if it is high in the first batches, when no sample is stale: the engines do not compute the learner's model.
+    - `logprob_gap_max`: The largest such distance of a token.
+    - `importance_weight`: Mean importance weight of the tokens, after the correction. Worry if it is far from 1: the
+      samples are from another policy than the one that is trained.
+    - `entropy`: Mean entropy of the policy in nats per token. Worry if it falls to 0: the policy gives one answer only.
+      Raise `--eps-clip-high` or `--entropy-coef`.
+    - `kl`: Mean KL divergence from the reference model in nats per token; 0 without one. Worry if it grows without a
+      higher reward: raise `--kl-loss-coef` or `--kl-coef`.
+    - `token_share_staleness`: Fraction of the trained tokens in each staleness class. The name continues with the
+      class, such as `_2`; `_4_or_more` is the last one.
     """
     total = dict(zip(SUMS, sums.sum(0).tolist(), strict=True))
     tokens, trained = total["tokens"], total["tokens"] + sum(skipped)

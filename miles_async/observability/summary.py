@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -17,29 +17,163 @@ from miles_async.observability.view import RunView
 from miles_async.types import DropReason
 
 
-def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, Any]:
-    """Return the contents of `summary.json`. Values without an event are None.
+class TrainingPhase(TypedDict):
+    """Figures of the training phase, from the start of the first step to the end of the last one."""
 
-    `expected_end` is the end of a run that has not ended.
+    training_seconds: float | None
+    """Duration of the training phase."""
+    groups_per_second: float | None
+    """Groups that were trained and kept, per second of the training phase. Worry if it is below that of earlier runs
+    of the same configuration: the report compares them, and `knob` names the setting to change."""
+    tokens_per_second: float | None
+    """Prompt and response tokens that were trained and kept, per second of the training phase."""
+    groups_per_second_gross: float | None
+    """The same as `groups_per_second`, also with the steps that were undone because the learner was restored from a
+    checkpoint."""
+    tokens_per_second_gross: float | None
+    """The same as `tokens_per_second`, also with the steps that were undone."""
+    learner_idle_share: float | None
+    """Fraction of the training phase, without interruptions, in which no optimizer step ran. Worry if it exceeds 0.2:
+    `verdict` says what the learner waited for."""
+    engine_idle_share: float | None
+    """Fraction of the training phase, without interruptions, in which no engine had a request. Worry if it exceeds 0.2
+    while the learner is busy: use fewer engines, or more learner ranks (`--actor-num-gpus-per-node`)."""
 
-    - `wall_seconds` covers the whole run, also the time between two drivers. Rates and idle shares cover the training
-      phase, which lasts from the start of the first step to the end of the last one (`training_seconds`).
-    - `groups_per_second` and `tokens_per_second` count what was trained and kept; the rates with `_gross` also count
-      steps that were undone because the learner was restored from a checkpoint. Tokens are prompt and response tokens.
-    - `undone_*` counts the steps that were undone, and `lost_learner_seconds` is the time of these steps and of those
-      that did not end.
-    - `restarts` has the replaced processes, and `interrupted_seconds` the time without a rollout worker, by cause
-      (`state/uptime.py`). The idle shares are fractions of the time without interruptions, and no verdict covers an
-      interruption.
-    - `reward_first` and `reward_last` are means over the first and the last `reward_batches` batches.
-    - `wasted_tokens` are the response tokens that were generated and not trained, by reason, and `wasted_share` is
-      their share of all generated tokens. The tokens of groups that were being generated when a rollout worker, an
-      engine or the router was lost, and that are generated twice, are estimated; `lost_tokens_at_most` is an upper
-      bound. What was generated and not yet trained when the run ended is `leftover`.
-    - `left_out_samples` is the number of samples that failed and without which their group was trained.
-    - `publish_ms_*` lasts from the start of staging until every engine decodes again. `pause_ms_*` is the part of it in
-      which the engines were paused. Version 0, the initial weights, is not counted as a publish.
-    """
+
+class Waste(TypedDict):
+    """What was generated and not trained."""
+
+    generated_tokens: int
+    """Response tokens that were generated, trained or not."""
+    wasted_share: float | None
+    """Fraction of `generated_tokens` that was not trained. Worry if it exceeds 0.2: `wasted_knob` names the setting to
+    change."""
+    wasted_tokens: dict[str, int]
+    """Response tokens that were generated and not trained, by reason. Tokens of groups that were being generated when a
+    rollout worker, an engine or the router was lost, and that are generated twice, are estimated. What was generated
+    and not yet trained when the run ended is `leftover`."""
+    wasted_mainly: str | None
+    """The reason for most of the waste, in words."""
+    wasted_knob: str | None
+    """The setting that reduces this waste."""
+
+
+class Summary(TrainingPhase, Waste):
+    """The contents of `summary.json`. Values without an event are None."""
+
+    run: str | None
+    """Name of the run folder."""
+    entry: str | None
+    """`train.py` if the schedule is synchronous, else `train_async.py`."""
+    started: str | None
+    """When the run began, in UTC (ISO 8601)."""
+    ended: str | None
+    """When the run ended, in UTC (ISO 8601)."""
+    reason: str | None
+    """`done`, `interrupted` or a sentence with the cause of the failure. Worry if it is such a sentence: it says what
+    to do, and `logs/` has more."""
+    wall_seconds: float | None
+    """Duration of the whole run, also the time between two drivers."""
+    warm_start_seconds: float | None
+    """Duration of the warm start; near 0 if it was cached."""
+    rollouts: int
+    """Batches that the weights were trained on in this run, without those that were undone."""
+    accuracy_before: float | None
+    """Fraction of samples with the full reward before training, on the first evaluated data set."""
+    accuracy_before_interval: list[float] | None
+    """The 95 % confidence interval of `accuracy_before` (Wilson 1927)."""
+    accuracy_before_samples: int | None
+    """Number of samples from which `accuracy_before` was computed."""
+    accuracy_after: float | None
+    """Fraction of samples with the full reward in the last evaluation. Worry if its interval does not lie above
+    `accuracy_before_interval`: the run has not shown that the model learned. Train longer, or look at the reward."""
+    accuracy_after_interval: list[float] | None
+    """The 95 % confidence interval of `accuracy_after`."""
+    accuracy_after_samples: int | None
+    """Number of samples from which `accuracy_after` was computed."""
+    scores: dict[str, float]
+    """The last scores of every evaluated data set, under the names that slime uses. Worry if a value that ends in
+    `-missing_samples` is not 0: these samples could not be scored, and a warning in the log has the error."""
+    reward_first: float | None
+    """Mean reward of the first `reward_batches` batches."""
+    reward_last: float | None
+    """Mean reward of the last `reward_batches` batches. Worry if it is not above `reward_first`: read samples in the
+    report, and see the FAQ."""
+    reward_batches: int | None
+    """Number of batches in `reward_first` and in `reward_last`."""
+    collapse_announced_after_rollout: int | None
+    """The rollout after which the signs of a collapse first appeared. Worry if it is not null: resume from a checkpoint
+    before it, with a lower `--max-weight-staleness` or `--lr`."""
+    undone_batches: int
+    """Batches whose training was lost, because the learner continued from a checkpoint. Worry if it is a large part of
+    `rollouts`: save more often (`--save-interval`)."""
+    undone_groups: int
+    """Groups of these batches."""
+    undone_tokens: int
+    """Prompt and response tokens of these batches."""
+    lost_learner_seconds: float
+    """Time of steps that were undone, and of those that did not end."""
+    restarts: dict[str, int]
+    """How often `driver`, `rollout_worker` and `learner` were replaced. Worry if a process is listed: its log in the
+    run folder says how it ended."""
+    interrupted_seconds: dict[str, float]
+    """Time without a rollout worker, by cause. No verdict and no idle share covers it."""
+    weight_transfer: str | None
+    """The transport of the weights."""
+    versions: int
+    """The newest weight version that was published."""
+    publish_ms_median: float | None
+    """Median time of a publish in milliseconds, from the start of staging until every engine decodes again. The initial
+    weights are not counted."""
+    publish_ms_max: float | None
+    """The longest publish in milliseconds."""
+    pause_ms_median: float | None
+    """The part of `publish_ms_median` in which engines were paused. Worry if it is a large part of the time of a batch:
+    use a faster `--weight-transfer`, or raise `--update-weights-interval`."""
+    pause_ms_max: float | None
+    """The longest pause in milliseconds."""
+    publish_bytes: int
+    """Bytes that all publishes wrote to the engines."""
+    staleness_max: int | None
+    """Highest staleness of a trained group, in weight versions."""
+    staleness_histogram: dict[str, int]
+    """Number of trained groups by staleness, in weight versions."""
+    recycled: int
+    """Groups that were too stale to train and were generated again. Worry if it exceeds a tenth of the trained groups:
+    lower `--over-sampling-batch-size`, or raise `--max-weight-staleness`."""
+    dropped: dict[str, int]
+    """Number of dropped groups by reason."""
+    left_out_samples: int
+    """Samples that failed and without which their group was trained. Worry if there are many: `SampleDiscarded` in
+    `events.jsonl` has their errors."""
+    lost_tokens_at_most: int
+    """Upper bound of the response tokens that were lost with a process while they were generated."""
+    unwritten_dead_letters: int
+    """Dead letters that could not be written to `dead_letters.jsonl`. Worry if it is not 0: the disk was full or
+    failed, and `unwritten_prompts` is all that is left of them."""
+    unwritten_prompts: list[str]
+    """Feed indices of the oldest of these dead letters."""
+    verdict: str | None
+    """What limited the speed for most of the time. Worry if it is not `balanced` or `trainer-bound`: change `knob`."""
+    verdict_share: float | None
+    """Fraction of the time of all verdicts in which `verdict` held."""
+    knob: str | None
+    """The setting to change, and what that would bring."""
+    verdict_seconds: dict[str, float]
+    """Time of each verdict. Interruptions are not included."""
+    configuration: str
+    """Identifies the configuration without its seeds and names. Runs with the same value are comparable."""
+    untested: list[str]
+    """Flags of SGLang that were never tried and that the user has allowed. Worry if an engine behaves unexpectedly: try
+    again without them."""
+    batches_per_reward: int
+    """Number of batches whose mean is one value of `rewards`."""
+    rewards: list[float]
+    """Mean reward over the batches of the run, in at most 256 values."""
+
+
+def summarize(view: RunView, expected_end: RunEnded | None = None) -> Summary:
+    """Return the contents of `summary.json`. `expected_end` is the end of a run that has not ended."""
     run, cluster, verdict = view.run, view.last(ClusterReady), view.verdict
     end = view.ended or expected_end
     ended = end.time if end is not None else view.time
@@ -73,7 +207,7 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> dict[str, 
         "undone_tokens": view.steps.undone.tokens,
         "lost_learner_seconds": view.steps.lost_seconds,
         "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
-        "interrupted_seconds": dict(view.uptime.seconds),
+        "interrupted_seconds": {str(cause): seconds for cause, seconds in view.uptime.seconds.items()},
         "weight_transfer": cluster.weight_transfer if cluster is not None else None,
         "versions": view.publishes.version,
         "publish_ms_median": view.publishes.whole.median,
@@ -111,23 +245,31 @@ def _scores(view: RunView) -> dict[str, float]:
     return scores
 
 
-def _training_phase(view: RunView) -> dict[str, float | None]:
+def _training_phase(view: RunView) -> TrainingPhase:
     steps, idle, began = view.steps, view.idle, view.uptime.training_began
-    names = ("groups_per_second", "tokens_per_second", "groups_per_second_gross", "tokens_per_second_gross")
     if steps.last is None or idle is None or began is None or idle.served_seconds <= 0:
-        return dict.fromkeys(("training_seconds", *names, "learner_idle_share", "engine_idle_share"))
-    seconds, kept, trained = steps.last.time - began, steps.kept, steps.trained
-    work = (kept.groups, kept.tokens, trained.groups, trained.tokens)
-    busy = view.engine_use.busy_seconds(steps.last.time)
+        return {
+            "training_seconds": None,
+            "groups_per_second": None,
+            "tokens_per_second": None,
+            "groups_per_second_gross": None,
+            "tokens_per_second_gross": None,
+            "learner_idle_share": None,
+            "engine_idle_share": None,
+        }
+    seconds, busy = steps.last.time - began, view.engine_use.busy_seconds(steps.last.time)
     return {
         "training_seconds": seconds,
-        **{name: amount / seconds for name, amount in zip(names, work, strict=True)},
+        "groups_per_second": steps.kept.groups / seconds,
+        "tokens_per_second": steps.kept.tokens / seconds,
+        "groups_per_second_gross": steps.trained.groups / seconds,
+        "tokens_per_second_gross": steps.trained.tokens / seconds,
         "learner_idle_share": idle.learner_seconds / idle.served_seconds,
         "engine_idle_share": max(0.0, 1 - busy / idle.served_seconds) if busy is not None else None,
     }
 
 
-def _waste(tokens: Tokens) -> dict[str, Any]:
+def _waste(tokens: Tokens) -> Waste:
     cause = CAUSES[tokens.main_reason] if tokens.main_reason is not None else None
     return {
         "generated_tokens": tokens.generated,
@@ -208,7 +350,7 @@ class _Missing:
         return "-"
 
 
-def _line(template: str, values: dict[str, Any]) -> str:
+def _line(template: str, values: Mapping[str, Any]) -> str:
     shown = {name: _Missing() if value is None else _counts(value) for name, value in values.items()}
     return template.format(**shown)
 

@@ -148,7 +148,7 @@ def first_advice(view: RunView) -> Advice:
 
 
 def rate(view: RunView) -> float:
-    return float(summarize(view)["groups_per_second"])
+    return summarize(view)["groups_per_second"] or 0.0
 
 
 @pytest.mark.parametrize("name", CASES)

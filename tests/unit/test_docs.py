@@ -46,13 +46,6 @@ def test_every_row_of_the_settings_page_has_four_cells(generate: ModuleType) -> 
     assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
 
 
-def test_the_alerts_page_has_one_row_of_four_cells_per_alert(generate: ModuleType) -> None:
-    rules = (DOCS.parent / "dashboards" / "rules" / "alerts.yml").read_text()
-    rows = [line for line in generate.alerts_page().splitlines() if line.startswith("| `")]
-    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == re.findall(r"- alert: (\w+)", rules)
-    assert {len(re.split(r"(?<!\\)\|", row)) - 2 for row in rows} == {4}
-
-
 def test_the_models_page_says_for_each_family_what_was_shown_of_its_engine(generate: ModuleType) -> None:
     rows = [line.split(" | ") for line in generate.models_page().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20

@@ -216,7 +216,11 @@ def _sequences(groups: Sequence[Group]) -> list[int]:
 
 
 def _merged(reports: Sequence[StepReport], tokens: int) -> StepReport:
-    """Merge the reports of all ranks on a batch of `tokens` tokens."""
+    """Merge the reports of all ranks on a batch of `tokens` tokens.
+
+    - `tokens_per_second`: Prompt and response tokens of the batch per second of its steps. Worry if it falls while
+      responses are as long as before: another process uses the machine, or a rank is slow.
+    """
     seconds = max(report.seconds for report in reports)
     return StepReport(
         seconds=seconds,

@@ -90,18 +90,23 @@ class RunLog:
                 pass
 
     def _log_engine(self, event: EngineChanged) -> None:
-        # An engine without a version is routed for the first time. That is news only if a lost engine is replaced.
-        routed = log.info if event.version is not None else details.info
-        write = routed if event.state == "routed" else log.warning
-        write(f"engine {event.state}", engine=event.engine, version=event.version, reason=event.reason)
+        facts = {"engine": event.engine, "version": event.version, "reason": event.reason}
+        if event.state != "routed":
+            log.warning(f"engine {event.state}", **facts)
+        elif event.version is not None:
+            log.info("engine routed", **facts)
+        else:  # for the first time, which is news only if a lost engine is replaced
+            details.info("engine routed", **facts)
 
     def _log_router(self, event: RouterChanged) -> None:
         before, self._router_answers = self._router_answers, event.up
-        if event.up:
-            write = log.info if before is False else details.info
-            write("router answers", engines=event.engines, healthy=event.healthy)
+        facts = {"engines": event.engines, "healthy": event.healthy}
+        if not event.up:
+            log.warning("router does not answer", **facts)
+        elif before is False:
+            log.info("router answers", **facts)
         else:
-            log.warning("router does not answer", engines=event.engines, healthy=event.healthy)
+            details.info("router answers", **facts)
 
     def _log_drain(self, event: RunDrained) -> None:
         facts = {

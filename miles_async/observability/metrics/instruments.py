@@ -113,7 +113,13 @@ class Instruments:
         self.run = Info("miles_async_run", "Name and entry script of the run.", registry=self._registry)
         self.cluster = Info("miles_async_cluster", "How weights are transferred.", registry=self._registry)
         self.warm_start_seconds = gauge("warm_start_seconds", "Duration of the warm start; near 0 if it was cached.")
-        self.verdict = gauge("verdict", "1 for the current bottleneck of the run, 0 for all others.", "verdict")
+        self.verdict = gauge(
+            "verdict",
+            "1 for the current bottleneck of the run, 0 for all others. "
+            "Worry if it is neither `balanced` nor `trainer-bound`: the log line `verdict` names the setting to "
+            "change.",
+            "verdict",
+        )
         self.collapse_risk = gauge(
             "collapse_risk", "1 while the effective sample size and the gradient norm announce a collapse, else 0."
         )
@@ -121,7 +127,10 @@ class Instruments:
             "training", "1 from the first optimizer step after a start or a restart of the driver until the run ends."
         )
         self.trainer_seconds = counter(
-            "trainer_seconds", "The learner's time, by what it did or what it waited for.", "doing"
+            "trainer_seconds",
+            "The learner's time, by what it did or what it waited for. "
+            "Worry if `step` is not most of it: the verdict names the setting to change.",
+            "doing",
         )
         self.last_progress_timestamp = gauge(
             "last_progress_timestamp_seconds",
@@ -146,10 +155,19 @@ class Instruments:
             "lost_driver_replaced_timestamp_seconds",
             "When the last driver began that continues a run whose driver was lost. NaN if there is none.",
         )
-        self.disk_free = gauge("disk_free_bytes", "Free space of the disk with a folder of the run.", "folder")
-        self.stalls = counter("stalls", "Warnings that the run made no progress.")
+        self.disk_free = gauge(
+            "disk_free_bytes", "Free space of the disk with a folder of the run: run, store or save.", "folder"
+        )
+        self.stalls = counter(
+            "stalls",
+            "Warnings that the run made no progress. Worry if it rises: read the line `stall` in logs/driver.jsonl.",
+        )
         self.loop_lag_seconds = self._histogram(
-            "loop_lag_seconds", "Delay with which the rollout worker's event loop wakes up.", LAG_SECONDS
+            "loop_lag_seconds",
+            "Delay with which the rollout worker's event loop wakes up. "
+            "Worry if its 99th percentile exceeds 0.25 s: a function of yours blocks the event loop, or "
+            "the processors are overloaded.",
+            LAG_SECONDS,
         )
         self.process_silent_seconds = gauge(
             "process_silent_seconds", "Seconds since a process last answered; 0 while it answers.", "name"
@@ -163,7 +181,12 @@ class Instruments:
         self.slots = self._unknown_gauge(
             "slots_groups", "Most groups between admission and publish (B); NaN if unlimited."
         )
-        self.held_slots = gauge("held_slots_groups", "Groups between admission and publish.")
+        self.held_slots = gauge(
+            "held_slots_groups",
+            "Groups between admission and publish. "
+            "Worry if it equals `slots_groups` while engines are idle: raise --max-weight-staleness, or "
+            "train faster.",
+        )
         self.head_age_seconds = gauge(
             "head_age_seconds", "Seconds for which the same group has been the window's head."
         )
@@ -171,37 +194,65 @@ class Instruments:
         self.in_flight_groups = gauge("in_flight_groups", "Groups that are being generated, rewarded or filtered.")
         self.in_flight_requests = gauge("in_flight_requests", "Requests at the engines.")
         self.oldest_request_seconds = gauge(
-            "oldest_request_seconds", "Seconds for which the oldest group has been at the engines."
+            "oldest_request_seconds",
+            "Seconds for which the oldest group has been at the engines. "
+            "Worry if it exceeds `slow_group_seconds`: `make groups` names the group. Look at the tool or "
+            "the engine that it waits for.",
         )
-        self.rewarding_groups = gauge("rewarding_groups", "Groups that wait for their reward.")
+        self.rewarding_groups = gauge(
+            "rewarding_groups",
+            "Groups that wait for their reward. "
+            "Worry if it is most of `in_flight_groups`: make the reward faster, or set "
+            "--reward-timeout-seconds.",
+        )
         self.groups_by_state = gauge("groups", "Live groups in each state of the ledger.", "state")
         self.ended_groups = counter(
             "ended_groups", "Groups that were published or dropped, by reason.", "outcome", "reason"
         )
         self.wasted_tokens = counter(
             "wasted_tokens",
-            "Response tokens that were generated and not trained, by reason. Those of lost processes are estimated.",
+            "Response tokens that were generated and not trained, by reason. Those of lost processes are estimated. "
+            "Worry if it grows by more than a fifth of `generated_tokens`: `wasted_knob` in summary.json "
+            "names the setting.",
             "reason",
         )
         for reason in CAUSES:  # so that a rate is 0, and not unknown, before the first group is dropped
             self.wasted_tokens.labels(reason)
         self.generated_tokens = counter("generated_tokens", "Response tokens that were generated, trained or not.")
         self.left_out_samples = counter(
-            "left_out_samples", "Samples that failed and without which their group is trained."
+            "left_out_samples",
+            "Samples that failed and without which their group is trained. "
+            "Worry if it rises steadily: `SampleDiscarded` in events.jsonl has the errors of the tool or "
+            "function.",
         )
         self.unfinished_rewards = counter(
             "unfinished_rewards",
-            "Samples that count as wrong because their reward exceeded its limits of time or memory.",
+            "Samples that count as wrong because their reward exceeded its limits of time or memory. "
+            "Worry if it rises steadily: the reward function hangs on some texts. Repair it, or raise "
+            "--reward-timeout-seconds or --reward-memory-gb.",
         )
         self.filtered_groups = BoundedLabels(
-            counter("filtered_groups", "Groups that a filter dropped, by reason.", "reason")
+            counter(
+                "filtered_groups",
+                "Groups that a filter dropped, by reason. "
+                "Worry if most groups are dropped: the prompts are too easy or too hard. Choose others, or "
+                "set --difficulty-band.",
+                "reason",
+            )
         )
         self.removed_samples = counter("removed_samples", "Samples that a sample filter removed from the loss.")
         self.skipped_data = BoundedLabels(
-            counter("skipped_data", "Data rows or groups that were skipped, by reason.", "reason")
+            counter(
+                "skipped_data",
+                "Data rows or groups that were skipped, by reason. "
+                "Worry if it is more than a few: the log line `data skipped` says what is wrong with the row.",
+                "reason",
+            )
         )
         self.expired_agent_sessions = counter(
-            "expired_agent_sessions", "Sessions of external generators that were closed because nothing used them."
+            "expired_agent_sessions",
+            "Sessions of external generators that were closed because nothing used them. "
+            "Worry if it rises: the generator crashes or forgets to post its groups.",
         )
         self.recycled_groups = counter(
             "recycled_groups", "Groups that were recycled because they were too stale to train."
@@ -220,8 +271,19 @@ class Instruments:
             "Twice the 99th percentile of the seconds from first request to reward of the last 1000 groups: almost no "
             "group takes longer. NaN before 50 groups have ended.",
         )
-        self.reward_seconds = histogram("reward_seconds", "Time from the last token of a group to its reward.", SECONDS)
-        self.group_reward = histogram("group_reward", "Mean reward of a generated group.", REWARDS)
+        self.reward_seconds = histogram(
+            "reward_seconds",
+            "Time from the last token of a group to its reward. "
+            "Worry if it is as long as generation: make the reward faster, or raise --reward-processes.",
+            SECONDS,
+        )
+        self.group_reward = histogram(
+            "group_reward",
+            "Mean reward of a generated group. "
+            "Worry if all groups are in one bucket: groups without a difference teach nothing. Read "
+            "samples on the live page, and check reward and prompts.",
+            REWARDS,
+        )
         self.group_response_tokens = histogram("group_response_tokens", "Response tokens of a generated group.", TOKENS)
         self.dead_letters = self._counter("dead_letters", "Prompts that got no further attempt.")
         self.unwritten_dead_letters = self._gauge(
@@ -229,7 +291,10 @@ class Instruments:
         )
         self.generated_samples = self._counter("generated_samples", "Samples that were generated and rewarded.")
         self.truncated_samples = self._counter(
-            "truncated_samples", "Samples that were truncated at the response limit."
+            "truncated_samples",
+            "Samples that were truncated at the response limit. "
+            "Worry if more than a fifth of `generated_samples` are: raise --rollout-max-response-len, or "
+            "teach shorter answers.",
         )
 
     def _declare_staleness(self) -> None:
@@ -271,12 +336,26 @@ class Instruments:
     def _declare_learner(self) -> None:
         gauge, counter, histogram = self._gauge, self._counter, self._histogram
         self.drain_wait_seconds = histogram(
-            "drain_wait_seconds", "Seconds for which the learner waited for a batch.", SECONDS
+            "drain_wait_seconds",
+            "Seconds for which the learner waited for a batch. "
+            "Worry if it is longer than `step_seconds`: rollout is the bottleneck. The verdict names the "
+            "setting to change.",
+            SECONDS,
         )
         self.step_seconds = histogram("step_seconds", "Duration of the optimizer steps of one batch.", SECONDS)
         self.step_tokens = counter("step_tokens", "Prompt and response tokens of all steps, also of undone ones.")
-        self.step_reward = gauge("step_reward", "Mean reward of the last trained batch.")
-        self.step_response_tokens = gauge("step_response_tokens", "Mean response length of the last trained batch.")
+        self.step_reward = gauge(
+            "step_reward",
+            "Mean reward of the last trained batch. "
+            "Worry if it falls over tens of batches, or stays at 0: read samples on the live page. The "
+            "FAQ has the causes.",
+        )
+        self.step_response_tokens = gauge(
+            "step_response_tokens",
+            "Mean response length of the last trained batch. "
+            "Worry if it approaches --rollout-max-response-len, or falls to a few tokens: look at what "
+            "the reward pays for.",
+        )
         self.step_metric = BoundedLabels(
             gauge("step_metric", "Loss, gradient norm and other learner metrics of the last batch.", "name")
         )
@@ -291,7 +370,10 @@ class Instruments:
             "save_interval_batches", "--save-interval; NaN if no checkpoints are written at intervals."
         )
         self.last_checkpoint_timestamp = self._unknown_gauge(
-            "last_checkpoint_timestamp_seconds", "When the newest checkpoint was complete. NaN before the first."
+            "last_checkpoint_timestamp_seconds",
+            "When the newest checkpoint was complete. NaN before the first. "
+            "Worry if it is older than --save-interval batches take: a checkpoint is slow, or hangs. See "
+            "the alert CheckpointOld.",
         )
         self.nonfinite_steps = counter(
             "nonfinite_steps", "Batches that were skipped because the loss or the gradient was not finite."
@@ -301,29 +383,76 @@ class Instruments:
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
         self.dataset_reward = BoundedLabels(
-            gauge("dataset_reward", "Mean reward of the last groups of a data set.", "dataset")
+            gauge(
+                "dataset_reward",
+                "Mean reward of the last groups of a data set. "
+                "Worry if it is 0 or full for a long time: the data set teaches nothing. Lower its weight, or "
+                "change its prompts.",
+                "dataset",
+            )
         )
         self.dataset_trained = BoundedLabels(
             gauge("dataset_trained_groups", "Groups of a data set that were trained.", "dataset")
         )
         self.dataset_filtered = BoundedLabels(
-            gauge("dataset_filtered_groups", "Groups of a data set that a filter dropped.", "dataset")
+            gauge(
+                "dataset_filtered_groups",
+                "Groups of a data set that a filter dropped. "
+                "Worry if it grows faster than `dataset_trained_groups`: the prompts are too easy or too "
+                "hard.",
+                "dataset",
+            )
         )
         self.dataset_share = BoundedLabels(
-            gauge("dataset_share_ratio", "Fraction of all trained groups that are from a data set.", "dataset")
+            gauge(
+                "dataset_share_ratio",
+                "Fraction of all trained groups that are from a data set. "
+                "Worry if it differs from the weights of --datasets: filters or slow answers remove its "
+                "groups.",
+                "dataset",
+            )
         )
         self.dataset_epochs = BoundedLabels(
-            gauge("dataset_epochs", "Number of times that the prompts of a data set were used.", "dataset")
+            gauge(
+                "dataset_epochs",
+                "Number of times that the prompts of a data set were used. "
+                "Worry if it is large while `eval_reward` falls: the policy memorizes. Add data.",
+                "dataset",
+            )
         )
         self.eval_accuracy = BoundedLabels(
-            gauge("eval_accuracy_ratio", "Fraction of samples with the full reward on a data set.", "name")
+            gauge(
+                "eval_accuracy_ratio",
+                "Fraction of samples with the full reward on a data set. "
+                "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
+                "name",
+            )
         )
-        self.eval_reward = BoundedLabels(gauge("eval_reward", "Mean reward on a data set.", "name"))
+        self.eval_reward = BoundedLabels(
+            gauge(
+                "eval_reward",
+                "Mean reward on a data set. "
+                "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
+                "name",
+            )
+        )
         self.eval_truncated = BoundedLabels(
-            gauge("eval_truncated_ratio", "Fraction of truncated samples on a data set.", "name")
+            gauge(
+                "eval_truncated_ratio",
+                "Fraction of truncated samples on a data set. "
+                "Worry if it rises: answers reach --rollout-max-response-len, and truncated ones rarely "
+                "score.",
+                "name",
+            )
         )
         self.eval_missing = BoundedLabels(
-            gauge("eval_missing_samples", "Samples without a score in the last evaluation of a data set.", "name")
+            gauge(
+                "eval_missing_samples",
+                "Samples without a score in the last evaluation of a data set. "
+                "Worry if it is not 0: the warning about this evaluation has the error. The other figures "
+                "leave these samples out.",
+                "name",
+            )
         )
         self.eval_oldest_version = BoundedLabels(
             gauge("eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name")
@@ -332,13 +461,21 @@ class Instruments:
             gauge("eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name")
         )
         self.skipped_evaluations = counter(
-            "skipped_evaluations", "Evaluations that were skipped because a newer one was due before they could start."
+            "skipped_evaluations",
+            "Evaluations that were skipped because a newer one was due before they could start. "
+            "Worry if it rises: evaluations take longer than --eval-interval batches. Raise it, or lower "
+            "--eval-size.",
         )
 
     def _declare_weights_and_engines(self) -> None:
         gauge, counter = self._gauge, self._counter
         self.trainer_version = gauge("trainer_weight_version", "Newest weight version of the learner.")
-        self.live_version = gauge("live_weight_version", "Newest weight version that all routed engines hold.")
+        self.live_version = gauge(
+            "live_weight_version",
+            "Newest weight version that all routed engines hold. "
+            "Worry if it stays behind `trainer_weight_version`: publishes are slow or fail. See the alert "
+            "VersionLag.",
+        )
         self.engine_version = gauge("engine_weight_version", "Weight version that an engine holds.", "engine")
         self.adapter_requests = gauge(
             "adapter_requests", "Requests at the engines, by the version of the adapter (--lora-rank).", "version"
@@ -351,28 +488,45 @@ class Instruments:
             "Seconds without any request at the engines, from the first step on, without interruptions.",
         )
         self.engines_idle = gauge(
-            "engines_idle", "1 for the reason why no engine has a request, 0 for all others and while one has.", "cause"
+            "engines_idle",
+            "1 for the reason why no engine has a request (start, no_engine, publish, window, learner, reward or "
+            "other), 0 for all others and while one has.",
+            "cause",
         )
         self.publishes = counter("publishes", "Weight publishes, by outcome.", "outcome")
         for outcome in ("live", "failed"):  # so that the first failure is an increase
             self.publishes.labels(outcome)
         self.engine_changes = counter(
-            "engine_changes", "How often an engine was routed, fenced or lost.", "engine", "state"
+            "engine_changes",
+            "How often an engine was routed, fenced or lost. "
+            "Worry if `lost` rises again and again: the log of the engine in the run folder has the "
+            "cause.",
+            "engine",
+            "state",
         )
         self.router_up = self._unknown_gauge(
             "router_up", "1 while the router answers, 0 while it does not, NaN while the run starts."
         )
         self.router_engines = gauge(
-            "router_engines", "Engines that the router lists, by their health as seen by the router.", "health"
+            "router_engines",
+            "Engines that the router lists, by their health as seen by the router. "
+            "Worry if some stay unhealthy: their logs in the run folder have the cause.",
+            "health",
         )
         self.publish_seconds = self._histograms(
             "publish_seconds",
-            "Duration of a publish by phase. Generation continues while staged; paused is the sum of the other phases.",
+            "Duration of a publish by phase. Generation continues while staged; paused is the sum of the other phases. "
+"Worry if `paused` is a large part of `step_seconds`: use a faster --weight-transfer, or "
+"raise --update-weights-interval.",
             SECONDS, "phase",
         )  # fmt: skip
         self.publish_bytes = counter("publish_bytes", "Bytes of weights written to engines.")
         self.write_failures = counter(
-            "weight_write_failures", "Weight writes that failed, by what was done next.", "then"
+            "weight_write_failures",
+            "Weight writes that failed, by what was done next. "
+            "Worry if it rises: the log line `weight write failed` has the error. `retry` costs seconds, "
+            "`fence` an engine.",
+            "then",
         )
 
 

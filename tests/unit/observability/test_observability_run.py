@@ -9,7 +9,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -262,7 +262,7 @@ def test_batches_that_a_lost_learner_undid_do_not_count_in_the_summary() -> None
 
 
 def test_the_summary_has_the_confidence_intervals_of_the_accuracies() -> None:
-    figures = summarize(view_of(WHOLE_RUN))
+    figures: Mapping[str, Any] = summarize(view_of(WHOLE_RUN))
     for name in ("accuracy_before", "accuracy_after"):
         low, high = figures[f"{name}_interval"]
         assert 0 < low < figures[name] < high < 1
@@ -331,7 +331,7 @@ def test_the_summary_has_the_wasted_tokens_by_reason_and_a_bound_for_those_that_
     figures = summarize(view_of(events))
     assert figures["wasted_tokens"] == {"stale": 70}
     assert figures["wasted_mainly"] == "groups were too old"
-    assert "--max-weight-staleness" in figures["wasted_knob"]
+    assert "--max-weight-staleness" in str(figures["wasted_knob"])
     assert figures["lost_tokens_at_most"] == 200, "two samples of one group"
     text = summary_text(view_of(events))
     assert "100.0% of 70 response tokens; stale: 70; mainly because groups were too old" in text

@@ -515,6 +515,15 @@ class MegatronLearner:
 
 
 def _packing_metrics(step: TrainStep) -> dict[str, float]:
+    """Compare the micro-batches of a step with ideal ones (`PackingReport`).
+
+    - `shared_fraction`: Fraction of the tokens that are not computed, because samples share their prefix.
+    - `micro_batches`: Micro-batches per rank.
+    - `micro_batches_lower_bound`: Fewest micro-batches per rank that can hold all tokens.
+    - `flop_imbalance`: Work of the busiest rank divided by the mean, minus 1. Worry if it exceeds 0.1: give a step more
+      samples per rank (`--global-batch-size`), and leave `--balance-data` on.
+    - `padding`: Tokens that are computed per token of a sample; 1 means no padding.
+    """
     report = step.packing
     if report is None:
         return {}

@@ -46,7 +46,11 @@ def complete_gradients(
 ) -> Gradients:
     """Reduce the gradients of a step; adds its gradient norm and learning rate to the metrics, after `prefix`.
 
-    `loss` is that of all ranks. `empty` means that no token has a gradient.
+    `loss` is that of all ranks. `empty` means that no token has a gradient, so the metrics have neither of the two.
+
+    - `grad_norm`: Norm of the gradient before clipping. Worry if it is often more than 4 times its usual value: lower
+      `--lr` or `--max-weight-staleness`.
+    - `lr`: Learning rate of the step.
     """
     if empty:
         # There is nothing to learn, but Adam's momentum would still move the weights.

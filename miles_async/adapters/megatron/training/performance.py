@@ -28,9 +28,11 @@ _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "
 def performance_metrics(model: MegatronModel, steps: Sequence[TrainStep], seconds: float) -> dict[str, float]:
     """Measure the machine's use while `steps` were trained in `seconds`.
 
-    `memory_gib` is this rank's peak memory since the process started. `mfu`, only for bf16 on GPUs of known speed, is
-    the model FLOPs utilization: operations of forward and backward passes over the device's peak (PaLM, arXiv
-    2204.02311, appendix B). Recomputation, passes without gradients and the critic take time but do not count.
+    - `memory_gib`: Peak memory of a rank in GiB since the process started; a run reports that of the rank with the
+      highest. Worry if it is near the memory of the device: lower `--max-tokens-per-gpu`, and see `make plan`.
+    - `mfu`: Model FLOPs utilization, only for bf16 on GPUs of known speed: operations of forward and backward passes
+      over the device's peak (PaLM, arXiv 2204.02311, appendix B). Recomputation, passes without gradients and the
+      critic take time but do not count.
     """
     if on_cpu():
         return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
