@@ -190,9 +190,9 @@ def _warnings(found: Sequence[Outcome]) -> str:
     warned = sum(bool(run.announced) for run in found)
     return (
         f"The reward counts as collapsed when its mean over {WINDOW} batches is below half of the highest such mean. "
-        f"It collapsed in {len(collapsed)} of these {len(found)} runs. The "
-        f"[collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) announced {foreseen} of these collapses, "
-        f"and it appeared in {warned - foreseen} runs without a collapse."
+        f"Runs with a collapse: {len(collapsed)} of {len(found)}, of which the "
+        f"[collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) announced {foreseen}. Runs with the "
+        f"warning and without a collapse: {warned - foreseen}."
     )
 
 
