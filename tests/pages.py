@@ -51,15 +51,37 @@ def execute_page(name: str, folder: Path, *, numbers_vary: bool = False, shared:
 
     Each shown line must be in the output, in order; with `numbers_vary`, apart from its numbers and spaces.
     """
-    for entry in ROOT.iterdir():
-        if entry.name != "runs":
-            (folder / entry.name).symlink_to(entry)
+    link_project(folder)
     for language, text in BLOCK.findall((DOCS / name).read_text().replace("/shared/", f"{shared}/")):
         if language == "console":
             for command in commands_of(text):
                 _find(command, _output(command.text, folder), numbers_vary)
         elif file := _file_name(text):
             (folder / file).write_text(text)
+
+
+def link_project(folder: Path) -> None:
+    """Fill `folder` with links to the files of the project, except its runs."""
+    for entry in ROOT.iterdir():
+        if entry.name != "runs":
+            (folder / entry.name).symlink_to(entry)
+
+
+def execute(command: str, folder: Path, *, stderr: int) -> subprocess.CompletedProcess[str]:
+    """Execute a command in a folder of `link_project`. `stderr` is where `subprocess` puts the error stream."""
+    # The packages are installed. Python looks for modules beside a script, which is a link here.
+    command = re.sub(r"^make ", "make -o .venv/ready ", command)
+    path = f"{folder}/.venv/bin:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}:{folder}", "MAKEFLAGS": "", "ARGS": ""}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        check=False,
+    )
 
 
 def _file_name(block: str) -> str:
@@ -70,19 +92,7 @@ def _file_name(block: str) -> str:
 
 def _output(command: str, folder: Path) -> str:
     """What a command prints, on both streams. Raises AssertionError if it fails."""
-    # The packages are installed. Python looks for modules beside a script, which is a link here.
-    command = re.sub(r"^make ", "make -o .venv/ready ", command)
-    path = f"{folder}/.venv/bin:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT}:{folder}", "MAKEFLAGS": "", "ARGS": ""}
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    done = execute(command, folder, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}"
     return done.stdout
 

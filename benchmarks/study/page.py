@@ -189,10 +189,10 @@ def _warnings(found: Sequence[Outcome]) -> str:
     foreseen = sum(bool(run.announced) for run in collapsed)
     warned = sum(bool(run.announced) for run in found)
     return (
-        f"The reward counts as collapsed when its mean over {WINDOW} batches is below half of the highest such mean. "
-        f"Runs with a collapse: {len(collapsed)} of {len(found)}, of which the "
-        f"[collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) announced {foreseen}. Runs with the "
-        f"warning and without a collapse: {warned - foreseen}."
+        f"The reward collapsed in {len(collapsed)} of these {len(found)} runs: its mean over {WINDOW} batches fell "
+        f"below half of the highest such mean. The [collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) "
+        f"announced {foreseen} of these collapses, and it appeared in {warned - foreseen} of the other "
+        f"{len(found) - len(collapsed)} runs."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -21,9 +20,9 @@ from miles_async.observability.summary import write_summary
 from miles_async.observability.view import RunView
 from miles_async.types import DropReason, Group, Sample
 from tests.configuration import run_config
+from tests.pages import ROOT, execute, link_project
 from tests.unit.example_events import RUN
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/faq.md").read_text()
 ENTRIES = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 COMMANDS = [command for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for command in block.splitlines()]
@@ -66,9 +65,7 @@ class NoEvents:
 @pytest.fixture
 def project(tmp_path: Path, _logging_restored: None) -> Path:
     """A folder with the files of the project, a configuration, a saved batch, and the files of one run."""
-    for entry in ROOT.iterdir():
-        if entry.name != "runs":
-            (tmp_path / entry.name).symlink_to(entry)
+    link_project(tmp_path)
     (tmp_path / "my.yaml").write_text((ROOT / "configs" / "arithmetic-cpu.yaml").read_text())
     for name in ("checkpoints", "saved"):
         (tmp_path / name).mkdir()
@@ -93,18 +90,7 @@ def project(tmp_path: Path, _logging_restored: None) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_faq_works(command: str, project: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "MAKEFLAGS": "",
-        "ARGS": "",
-    }
-    # The packages are installed.
-    command = re.sub("^make ", "make -o .venv/ready ", command)
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=project, env=environment, capture_output=True, text=True, check=False
-    )
+    done = execute(command, project, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
 

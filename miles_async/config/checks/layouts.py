@@ -117,7 +117,7 @@ def _stages(learner: Learner, layers: int) -> Iterator[str]:
 
 
 def _layout(learner: Learner, layers: int, others: Sequence[str]) -> Iterator[str]:
-    """A layout names the layers of each part of the pipeline, of which every stage has the same number."""
+    """A layout names the layers of each part of the pipeline. All stages have the same number of parts."""
     layout, stages = learner.megatron_args[_LAYOUT], learner.pipeline_model_parallel_size
     named = f"megatron_args.{_LAYOUT} {layout!r:.80}"
     parts = parts_of(layout) if isinstance(layout, str) else None

@@ -160,8 +160,8 @@ def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Pat
     ]
     turns = Cell("in turns", "default", runs.SEEDS[0])
     text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}).split())
-    assert "Runs with a collapse: 2 of 4, of which" in text
-    assert "announced 1. Runs with the warning and without a collapse: 1." in text
+    assert "The reward collapsed in 2 of these 4 runs:" in text
+    assert "announced 1 of these collapses, and it appeared in 1 of the other 2 runs." in text
 
 
 def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: Path) -> None:
