@@ -131,7 +131,8 @@ async def test_an_engine_that_a_lost_rollout_worker_left_paused_is_resumed_witho
         fleet.register_engine(EngineInfo("e", url, 0, 1))
         taken_over = asyncio.ensure_future(fleet.take_over("e"))
         while "POST /continue_generation" not in server.asked:
-            await asyncio.sleep(0.01)
+            server.was_asked.clear()
+            await server.was_asked.wait()
         assert server.asked[:2] == ['POST /abort_request {"abort_all":true}', "POST /continue_generation"]
         assert fleet.routed() == ()
         listed["is_healthy"] = True
