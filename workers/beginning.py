@@ -72,20 +72,23 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
             log.warning(f"{sentence}; resuming from an older checkpoint", checkpoint=checkpoint.folder.name)
     elif config.learner.load is not None:
         folder = str(Path(config.learner.load).expanduser().absolute())
-        log.info("the folder of load is empty, so the run starts from the beginning", load=folder)
+        log.info("the folder of load has no checkpoint yet, so the run starts from the beginning", load=folder)
     return checkpoint
 
 
 def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint | None:
     """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
 
-    Without `checksums`, only the sizes of files are compared. Raises UserError if the folder is missing, or holds files
-    but no intact checkpoint, or if the checkpoint was written after the last rollout or is of another model.
+    A folder that does not exist yet counts as empty if it is also `save`: a script that is started again names it.
+    Without `checksums`, only the sizes of files are compared. Raises UserError if another folder is missing, if the
+    folder holds files but no intact checkpoint, or if the checkpoint was written after the last rollout or is of
+    another model.
     """
     if config.learner.load is None:
         return None
-    checkpoints = CheckpointFolder(Path(config.learner.load).expanduser().absolute(), checksums=checksums)
-    if checkpoints.is_empty():
+    folder = Path(config.learner.load).expanduser().absolute()
+    checkpoints = CheckpointFolder(folder, checksums=checksums)
+    if checkpoints.is_empty() or (folder == config.learner.save_folder and not folder.exists()):
         return None
     checkpoint = checkpoints.latest()
     done = checkpoint.rollout + 1

@@ -23,7 +23,7 @@ from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
 from miles_async.config.presets import names, preset, unlike, without_idle
 from miles_async.config.prompt_files import count_rows, split_slice
-from miles_async.config.redaction import contains_redacted, redacted, redacted_values
+from miles_async.config.redaction import contains_redacted, redacted_setting, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import current_name
@@ -202,7 +202,8 @@ def translation_table(path: Path) -> str | None:
         return None
     outcome = translate(content, project)
     lines = [
-        f"  {setting} = {redacted(entry.value)}  (from {entry.key})" for setting, entry in outcome.translation.items()
+        f"  {setting} = {redacted_setting(setting, entry.value)}  (from {entry.key})"
+        for setting, entry in outcome.translation.items()
     ]
     lines += [f"  {key} {why}" for key, why in outcome.idle.items()]
     return "\n".join([f"{path} has the keys of {project}, which mean:", *lines])

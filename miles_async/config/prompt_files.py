@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 from miles_async.config.fields import SETTINGS, with_settings
-from miles_async.config.schema import RunConfig, TrainDataset
+from miles_async.config.schema import Dataset, RunConfig
 from miles_async.errors import UserError
 
 _SPLIT = "environment:"
 _SLICED = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_LIMITS = {"max_prompt_len": "rollout_max_prompt_len", "max_response_len": "rollout_max_response_len"}
+"""Fields of data sets that have another name in the settings of a run."""
 _BLOCK_BYTES = 1 << 24
 
 
@@ -29,17 +31,12 @@ def environment_split(prompt_data: str) -> str | None:
     return path.removeprefix(_SPLIT) if path.startswith(_SPLIT) else None
 
 
-def with_dataset(config: RunConfig, dataset: TrainDataset) -> RunConfig:
-    """Return the configuration of a run that trains on one of its data sets only."""
-    values = {name: value for name, value in dataset if value is not None and name in SETTINGS}
+def with_dataset(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Return the configuration of a run that has only this one of its data sets."""
+    set_here = {_LIMITS.get(name, name): value for name, value in dataset if value is not None}
+    values = {name: value for name, value in set_here.items() if name in SETTINGS}
     if dataset.rm_type is not None or dataset.custom_rm_path is not None:
         values |= {"rm_type": dataset.rm_type, "custom_rm_path": dataset.custom_rm_path}
-    for name, limit in (
-        ("rollout_max_prompt_len", dataset.max_prompt_len),
-        ("rollout_max_response_len", dataset.max_response_len),
-    ):
-        if limit is not None:
-            values[name] = limit
     template = {**config.data.apply_chat_template_kwargs, **(dataset.apply_chat_template_kwargs or {})}
     return with_settings(config, **values | {"datasets": {}, "apply_chat_template_kwargs": template})
 

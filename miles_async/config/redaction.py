@@ -165,10 +165,18 @@ def _redact_section(section: Section) -> dict[str, Any]:
         name: _redact_section(value) if isinstance(value, Section) else redacted(values[name])
         for name, value in section
     }
-    for name in _SECRET_SETTINGS & shown.keys():
-        if shown[name] is not None and not str(shown[name]).startswith(_SECRET_SOURCES):
-            shown[name] = REDACTED
-    return shown
+    return {name: _without_secret(name, value) for name, value in shown.items()}
+
+
+def redacted_setting(setting: str, value: Any) -> Any:
+    """The value of a setting, such as `observability.wandb_key`, without secrets."""
+    return _without_secret(setting.rpartition(".")[2], redacted(value))
+
+
+def _without_secret(name: str, value: Any) -> Any:
+    if name not in _SECRET_SETTINGS or value is None or str(value).startswith(_SECRET_SOURCES):
+        return value
+    return REDACTED
 
 
 def redacted(value: Any) -> Any:

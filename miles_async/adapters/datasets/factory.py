@@ -131,26 +131,24 @@ def eval_groups(
     # The beginning of the file may be read twice, so each row is counted by its sentence.
     invalid: dict[str, None] = {}
     config = with_settings(
-        config,
+        with_dataset(config, dataset),
         prompt_data=dataset.path,
-        input_key=dataset.input_key,
-        label_key=dataset.label_key,
         reasoning_gym_task=None,
-        datasets={},
         dataset_sampling="weights",
         rollout_shuffle=False,
         eval_size=0,
         n_samples_per_prompt=dataset.n_samples,
     )
-    if dataset.rm_type is not None or dataset.custom_rm_path is not None:
-        config = with_settings(config, rm_type=dataset.rm_type, custom_rm_path=dataset.custom_rm_path)
-    source = open_data(
-        config,
-        tokenizer=tokenizer,
-        report=lambda reason, sentence: invalid.setdefault(sentence),
-        rows_choose_reward=dataset.rm_type is None,
-        first=first,
-    )
+    try:
+        source = open_data(
+            config,
+            tokenizer=tokenizer,
+            report=lambda reason, sentence: invalid.setdefault(sentence),
+            rows_choose_reward=dataset.rm_type is None,
+            first=first,
+        )
+    except UserError as error:
+        raise UserError(f"eval_datasets.{name}: {error}") from error
     groups = list(islice(first_epoch(source), dataset.size))
     for group in groups:
         group.feed_index = f"{name}_{group.feed_index}"

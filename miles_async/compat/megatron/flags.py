@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from miles_async.config.megatron import MegatronFlag, megatron_flags
+from miles_async.config.megatron import MegatronFlag, flags_of_other_versions, megatron_flags, table_version
 from miles_async.config.model_flags import COMPARED
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Sets, Translator, converts, sets
 
@@ -108,8 +108,12 @@ _LOW_PRECISION = ("fp8", "fp4", "megatron_fsdp", "kitchen")
 
 @cache
 def flags() -> Mapping[str, Flag]:
-    """All flags by name."""
-    return {name: _flag(name, flag) for name, flag in megatron_flags().items()}
+    """All flags by name, also those that only another version of Megatron has."""
+    others = {
+        name: Flag(Refused(f"Megatron-core {other} has it, but not {table_version()}: remove it"), flag.takes)
+        for name, (other, flag) in flags_of_other_versions().items()
+    }
+    return {**others, **{name: _flag(name, flag) for name, flag in megatron_flags().items()}}
 
 
 def _flag(name: str, flag: MegatronFlag) -> Flag:

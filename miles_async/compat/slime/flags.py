@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,10 @@ _VALUES: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
             *("eval_config", "eval_input_key", "eval_label_key", "eval_temperature", "eval_top_p", "eval_top_k"),
-            *("eval_max_response_len", "n_samples_per_eval_prompt", "eval_reward_key"),
+            *("eval_max_response_len", "n_samples_per_eval_prompt", "eval_reward_key", "eval_tool_key"),
         ),
         Combined(),
     ),
-    "eval_tool_key": Refused("tools are read from tool_key: rename the column"),
     "eval_max_prompt_len": Refused("prompts of an evaluation may have any length: remove it"),
     "eval_min_new_tokens": Refused("responses may end at any token: remove it"),
     "eval_max_context_len": Combined(),
@@ -152,12 +151,13 @@ _EVAL_FIELDS = {
     "eval_max_response_len": "max_response_len",
     "n_samples_per_eval_prompt": "n_samples",
     "eval_reward_key": "reward_key",
+    "eval_tool_key": "tool_key",
 }
 """Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _DATASET_FIELDS = {
     **{field: field for field in (*_EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
+    **{field: field for field in ("metadata_key", "apply_chat_template_kwargs")},
     "n_samples_per_eval_prompt": "n_samples",
-    "max_response_len": "max_response_len",
 }
 """Keys of a data set in the file of `--eval-config`."""
 
@@ -181,6 +181,8 @@ def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:
     common = {field: values[flag] for flag, field in _EVAL_FIELDS.items() if flag in values}
     if "eval_config" in values:
         datasets, key = _eval_file(Path(str(values["eval_config"])).expanduser(), translator), "--eval-config"
+        if "eval_prompt_data" in values:
+            translator.idle["--eval-prompt-data"] = "has no effect with --eval-config"
     else:
         names, key = [str(one) for one in values.get("eval_prompt_data", [])], "--eval-prompt-data"
         if len(names) == 1:
@@ -204,9 +206,17 @@ def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, 
     if not content:
         return {}
     section = content.get("eval", content)
+    if not isinstance(section, Mapping):
+        translator.problems.append(f"--eval-config {path}: eval holds no keys: write eval.datasets")
+        return {}
     defaults, listed = section.get("defaults") or {}, section.get("datasets") or []
+    for other in section.keys() - {"defaults", "datasets"}:
+        translator.idle[f"{other} of --eval-config"] = "has no effect: only the data sets of the file are evaluated"
     found: dict[str, Mapping[str, Any]] = {}
-    for dataset in _named(listed):
+    datasets = _named(listed)
+    if len(datasets) < len(listed):
+        translator.problems.append(f"--eval-config {path}: each data set needs a section with name and path")
+    for dataset in datasets:
         fields = {**defaults, **dataset}
         name = str(fields.pop("name", len(found)))
         unknown = [key for key in fields if key not in _DATASET_FIELDS]
@@ -259,7 +269,7 @@ def _text_of(path: Path) -> str:
     return path.read_text()
 
 
-def _named(listed: Any) -> Iterable[Mapping[str, Any]]:
+def _named(listed: Any) -> Sequence[Mapping[str, Any]]:
     if isinstance(listed, Mapping):
         return [{"name": name, **fields} for name, fields in listed.items() if isinstance(fields, Mapping)]
     return [one for one in listed if isinstance(one, Mapping)]
@@ -268,6 +278,8 @@ def _named(listed: Any) -> Iterable[Mapping[str, Any]]:
 def _weights(values: Mapping[str, Any], translator: Translator) -> None:
     """How weights reach the engines."""
     mode, carrier = values.get("update_weight_mode"), values.get("update_weight_transport")
+    if "update_weight_disk_dir" in values:
+        translator.idle["--update-weight-disk-dir"] = "has no effect: weights are written into the folder of the run"
     if mode is None and carrier is None:
         return
     transports = {("full", "nccl"): "broadcast", ("full", "disk"): "disk", ("delta", "disk"): "disk_delta"}
@@ -281,5 +293,3 @@ def _weights(values: Mapping[str, Any], translator: Translator) -> None:
     names = {"--update-weight-mode": mode, "--update-weight-transport": carrier}
     key = " ".join(name for name, value in names.items() if value is not None)
     translator.set("weights.weight_transfer", chosen, key)
-    if "update_weight_disk_dir" in values:
-        translator.idle["--update-weight-disk-dir"] = "has no effect: weights are written into the folder of the run"

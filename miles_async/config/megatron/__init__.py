@@ -33,7 +33,14 @@ class MegatronFlag:
 
 def megatron_flags() -> Mapping[str, MegatronFlag]:
     """Megatron's flags by name, with underscores."""
-    return _tables()[1]
+    return _tables(table_version())[1]
+
+
+def flags_of_other_versions() -> Mapping[str, tuple[str, MegatronFlag]]:
+    """The flags that only other versions have, by name, each with the newest version that has it."""
+    others = [one for one in _versions() if one != table_version()]
+    found = {name: (one, flag) for one in others for name, flag in _tables(one)[1].items()}
+    return {name: entry for name, entry in found.items() if name not in megatron_flags()}
 
 
 def megatron_fields() -> Mapping[str, str]:
@@ -41,12 +48,12 @@ def megatron_fields() -> Mapping[str, str]:
 
     They stand for `TransformerConfig`, `OptimizerConfig` and `DistributedDataParallelConfig`.
     """
-    return _tables()[0]
+    return _tables(table_version())[0]
 
 
 def table_version() -> str:
     """The version whose table is used: that of the installed Megatron-core, or the next older one that has a table."""
-    versions = sorted((path.stem for path in Path(__file__).parent.glob("*.json")), key=Version)
+    versions = _versions()
     try:
         installed = Version(version("megatron-core"))
     except PackageNotFoundError:
@@ -54,9 +61,14 @@ def table_version() -> str:
     return next((one for one in reversed(versions) if Version(one) <= installed), versions[0])
 
 
+def _versions() -> list[str]:
+    """The versions that have a table, oldest first."""
+    return sorted((path.stem for path in Path(__file__).parent.glob("*.json")), key=Version)
+
+
 @cache
-def _tables() -> tuple[Mapping[str, str], Mapping[str, MegatronFlag]]:
-    content: dict[str, Any] = json.loads((Path(__file__).parent / f"{table_version()}.json").read_bytes())
+def _tables(version: str) -> tuple[Mapping[str, str], Mapping[str, MegatronFlag]]:
+    content: dict[str, Any] = json.loads((Path(__file__).parent / f"{version}.json").read_bytes())
     return content["fields"], {name: MegatronFlag(*row) for name, row in content["flags"].items()}
 
 

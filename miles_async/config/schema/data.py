@@ -18,6 +18,17 @@ CHAT_PARAMETERS = frozenset(
 class Dataset(Section):
     """What each data set for training or evaluation may set. Where one sets no reward, that of the run applies."""
 
+    input_key: str | None = None
+    """Key of the prompt in a row. If unset, input_key of the run applies."""
+    label_key: str | None = None
+    """Key of the expected answer in a row. If unset, label_key of the run applies."""
+    metadata_key: str | None = None
+    """Key of the metadata in a row. If unset, metadata_key of the run applies."""
+    tool_key: str | None = None
+    """Key of the tools in a row. If unset, tool_key of the run applies."""
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template for prompts of this data set, such as {enable_thinking: true}, in addition to
+    those of the run. {chat_template: TEXT} renders them with another template. apply_chat_template must be set."""
     max_response_len: int | None = Field(None, ge=1)
     """Maximum response length in tokens. If unset, rollout_max_response_len applies."""
     rm_type: str | None = None
@@ -35,17 +46,6 @@ class TrainDataset(Dataset):
     """JSONL or Parquet file of prompts, or a data set on the Hugging Face Hub, as prompt_data of the run."""
     weight: float = Field(1.0, gt=0, le=1e6)
     """Share of the prompts that come from this data set, relative to the weights of the others."""
-    input_key: str | None = None
-    """Key of the prompt in a row. If unset, input_key of the run applies."""
-    label_key: str | None = None
-    """Key of the expected answer in a row. If unset, label_key of the run applies."""
-    metadata_key: str | None = None
-    """Key of the metadata in a row. If unset, metadata_key of the run applies."""
-    tool_key: str | None = None
-    """Key of the tools in a row. If unset, tool_key of the run applies."""
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template for prompts of this data set, such as {enable_thinking: true}, in addition to
-    those of the run. {chat_template: TEXT} renders them with another template. apply_chat_template must be set."""
     max_prompt_len: int | None = Field(None, ge=1)
     """Maximum prompt length in tokens. If unset, rollout_max_prompt_len applies."""
     dynamic_sampling_filter_path: str | None = None

@@ -19,10 +19,6 @@ class EvalDataset(Dataset):
 
     path: str
     """JSONL or Parquet file of the problems, or a data set on the Hugging Face Hub such as `owner/name:test`."""
-    input_key: str = "prompt"
-    """Key of the prompt in a row."""
-    label_key: str = "label"
-    """Key of the expected answer in a row."""
     size: int | None = Field(None, ge=1)
     """Number of rows to use, from the first row on. If unset, all rows are used."""
     n_samples: int = Field(1, ge=1, le=MOST_SAMPLES)

@@ -166,6 +166,30 @@ def test_the_file_of_an_evaluation_is_read(tmp_path: Path) -> None:
     }
 
 
+def test_a_data_set_of_an_evaluation_may_have_its_own_keys(tmp_path: Path) -> None:
+    keys = "tool_key: functions, metadata_key: extra, apply_chat_template_kwargs: {enable_thinking: true}"
+    (tmp_path / "eval.yaml").write_text(f"eval: {{datasets: [{{name: a, path: a.jsonl, {keys}}}]}}")
+    [dataset] = values(f"--eval-config {tmp_path}/eval.yaml")["rollout.eval_datasets"].values()
+    assert (dataset["tool_key"], dataset["metadata_key"]) == ("functions", "extra")
+    assert dataset["apply_chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def test_what_the_file_of_an_evaluation_has_beside_data_sets_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "eval.yaml"
+    path.write_text("eval: {datasets: [{name: aime, path: a.jsonl}], delegate: [{url: http://there}]}")
+    idle = parsed(f"--eval-config {path} --eval-prompt-data b b.jsonl").idle
+    assert idle == {
+        "--eval-prompt-data": "has no effect with --eval-config",
+        "delegate of --eval-config": "has no effect: only the data sets of the file are evaluated",
+    }
+    path.write_text("eval: {datasets: [aime]}")
+    assert f"--eval-config {path}: each data set needs a section with name and path" in problems(f"--eval-config {path}")
+
+
+def test_a_folder_for_weights_has_no_effect() -> None:
+    assert "--update-weight-disk-dir" in parsed("--update-weight-disk-dir /weights").idle
+
+
 def test_a_data_set_without_a_path_is_refused() -> None:
     [sentence] = problems("--eval-prompt-data aime a.jsonl gpqa")
     assert sentence == "--eval-prompt-data needs a name and a path for each data set, such as aime aime.jsonl"
@@ -215,6 +239,13 @@ def test_all_problems_of_a_command_line_are_listed_at_once() -> None:
 
 def test_the_table_is_that_of_the_installed_megatron() -> None:
     assert table_version() == version("megatron-core")
+
+
+def test_a_flag_of_another_version_of_megatron_is_refused_with_both_versions() -> None:
+    [sentence] = problems("--freeze-all-layers")
+    assert sentence == (
+        f"--freeze-all-layers has no counterpart: Megatron-core 0.19.2 has it, but not {table_version()}: remove it"
+    )
 
 
 def test_fields_that_the_run_sets_are_fields_of_megatron() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.flags import Assignment
-from miles_async.config.load import build, read_yaml
+from miles_async.config.load import build, read_yaml, translation_table
 from miles_async.config.redaction import REDACTED, is_secret, redact_text, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
@@ -32,6 +32,18 @@ def config_with_secrets(run_dir: Path) -> RunConfig:
             "observability": {"run_dir": str(run_dir)},
         }
     )
+
+
+def test_what_the_file_of_another_project_means_is_shown_without_its_secrets(tmp_path: Path) -> None:
+    path = tmp_path / "roll.yaml"
+    key = "0123456789abcdef0123456789abcdef01234567"
+    path.write_text(
+        f"rollout_batch_size: 4\nactor_train: {{}}\ntrack_with: wandb\ntracker_kwargs: {{api_key: {key}}}\n"
+    )
+    shown = translation_table(path)
+    assert shown is not None
+    assert f"observability.wandb_key = {REDACTED}" in shown
+    assert key not in shown
 
 
 def test_the_run_folder_holds_no_secret_and_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -271,6 +271,23 @@ def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
     assert [group.feed_index for group in eval_groups(settings, "all", whole)][-1] == "all_sample_0_4"
 
 
+def test_an_evaluation_data_set_has_the_keys_of_the_run_unless_it_sets_its_own(tmp_path: Path) -> None:
+    rows, others = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
+    rows.write_text(json.dumps({"messages": "1+1=", "answer": "2"}) + "\n")
+    others.write_text(json.dumps({"question": "2+2=", "answer": "4"}) + "\n")
+    settings = run_config(
+        reasoning_gym_task="chain_sum",
+        input_key="messages",
+        label_key="answer",
+        eval_datasets={"same": {"path": str(rows)}, "own": {"path": str(others), "input_key": "question"}},
+    )
+    found = {name: eval_groups(settings, name, one)[0][0] for name, one in settings.rollout.eval_datasets.items()}
+    assert {name: (one.prompt, one.label) for name, one in found.items()} == {"same": ("1+1=", "2"), "own": ("2+2=", "4")}
+    wrong = settings.rollout.eval_datasets["own"].model_copy(update={"input_key": None})
+    with pytest.raises(UserError, match=r"^eval_datasets\.own: prompt_data .*no key 'messages' \(input_key\)"):
+        eval_groups(settings, "own", wrong)
+
+
 class Bytes:
     def encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None = None) -> list[int]:
         return list(str(prompt).encode())

@@ -10,7 +10,7 @@ from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_prog
 from miles_async.config.checks import problems
 from miles_async.errors import UserError
 from tests.configuration import run_config
-from workers.beginning import checkpoint_to_resume
+from workers.beginning import checkpoint_to_resume, newest_checkpoint
 from workers.preflight import lock_checkpoints
 
 
@@ -90,10 +90,11 @@ def test_a_resumed_run_may_write_the_same_rollout_again(tmp_path: Path) -> None:
 def test_the_same_command_begins_a_job_and_continues_it(tmp_path: Path, colocate: bool) -> None:
     config = run_config(load=str(tmp_path / "saved"), save=str(tmp_path / "saved"), colocate=colocate)
     assert not [text for text in problems(config, "train.py") if "load" in text or "save" in text]
+    assert newest_checkpoint(config, checksums=False) is None, "the folder does not exist before the first start"
     with lock_checkpoints(config), capture_logs() as logs:
         CheckpointFolder(tmp_path / "saved").begin(4)  # what a killed run leaves is no checkpoint
         assert checkpoint_to_resume(config) is None
-    assert [line["event"] for line in logs] == ["the folder of load is empty, so the run starts from the beginning"]
+    assert [line["event"] for line in logs] == ["the folder of load has no checkpoint yet, so the run starts from the beginning"]
     newest = save(tmp_path / "saved", 4)
     with lock_checkpoints(config):
         found = checkpoint_to_resume(config)
