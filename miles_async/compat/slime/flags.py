@@ -142,7 +142,7 @@ FLAGS: Mapping[str, Flag] = {
 }
 """All flags by name."""
 
-_EVAL_FIELDS = {
+EVAL_FIELDS = {
     "eval_input_key": "input_key",
     "eval_label_key": "label_key",
     "eval_temperature": "temperature",
@@ -155,7 +155,7 @@ _EVAL_FIELDS = {
 }
 """Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _DATASET_FIELDS = {
-    **{field: field for field in (*_EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
+    **{field: field for field in (*EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
     **{field: field for field in ("metadata_key", "apply_chat_template_kwargs")},
     "n_samples_per_eval_prompt": "n_samples",
 }
@@ -178,7 +178,7 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
 
 def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:
     """`--eval-prompt-data NAME PATH …` or the file of `--eval-config`, and what holds for all data sets."""
-    common = {field: values[flag] for flag, field in _EVAL_FIELDS.items() if flag in values}
+    common = {field: values[flag] for flag, field in EVAL_FIELDS.items() if flag in values}
     if "eval_config" in values:
         datasets, key = _eval_file(Path(str(values["eval_config"])).expanduser(), translator), "--eval-config"
         if "eval_prompt_data" in values:
@@ -195,7 +195,7 @@ def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:
         entries = {name: {"n_samples": 1, **common, **fields} for name, fields in datasets.items()}
         translator.set("rollout.eval_datasets", entries, key)
     elif key == "--eval-prompt-data":
-        for flag in _EVAL_FIELDS:
+        for flag in EVAL_FIELDS:
             if flag in values:
                 translator.idle[f"--{flag.replace('_', '-')}"] = "has no effect without --eval-prompt-data"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_async.config.fields import nearest
 from miles_async.config.generation import generates
+from miles_async.config.guest_flags import shown
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, table_version
 from miles_async.config.memory import longest_sample
@@ -45,8 +46,8 @@ def _described(config: RunConfig) -> Iterator[str]:
     if not flags:
         return
     if checkpoint is None:
-        names = ", ".join(sorted(flags))
-        yield f"{names} describe a checkpoint, but hf_checkpoint is unset: set it, or remove them; {_TINY}"
+        names = ", ".join(map(shown, sorted(flags)))
+        yield f"hf_checkpoint is unset, so no model can be compared with {names}: set it, or remove {names}; {_TINY}"
         return
     for name, given, theirs in differences(flags, hf_config(checkpoint)):
         yield (

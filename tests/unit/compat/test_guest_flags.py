@@ -121,7 +121,7 @@ def test_the_tiny_model_has_flags_of_its_own(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as exited:
         parse_or_exit("--num-layers 3 --rm-type math --reasoning-gym-task chain_sum --check-config".split(), "train.py")
     assert exited.value.code == 2
-    assert "num_layers describe a checkpoint, but hf_checkpoint is unset" in capsys.readouterr().err
+    assert "so no model can be compared with --num-layers: set it" in capsys.readouterr().err
 
 
 def test_flags_of_megatrons_configuration_are_passed_on() -> None:
@@ -183,7 +183,9 @@ def test_what_the_file_of_an_evaluation_has_beside_data_sets_is_said(tmp_path: P
         "delegate of --eval-config": "has no effect: only the data sets of the file are evaluated",
     }
     path.write_text("eval: {datasets: [aime]}")
-    assert f"--eval-config {path}: each data set needs a section with name and path" in problems(f"--eval-config {path}")
+    assert f"--eval-config {path}: each data set needs a section with name and path" in problems(
+        f"--eval-config {path}"
+    )
 
 
 def test_a_folder_for_weights_has_no_effect() -> None:

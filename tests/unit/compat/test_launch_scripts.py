@@ -12,6 +12,7 @@ import pytest
 
 from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.miles.flags import FLAGS as MILES
+from miles_async.compat.slime.flags import EVAL_FIELDS
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
@@ -146,7 +147,7 @@ def test_no_flag_of_a_script_is_ignored_silently(tmp_path: Path) -> None:
 
 def is_of_an_evaluation(name: str) -> bool:
     """Whether the flag became a field of the data sets that `--eval-prompt-data` or `--eval-config` names."""
-    return name.startswith("eval_") or name == "n_samples_per_eval_prompt"
+    return name in EVAL_FIELDS
 
 
 def test_no_flag_belongs_to_two_projects() -> None:

@@ -282,7 +282,10 @@ def test_an_evaluation_data_set_has_the_keys_of_the_run_unless_it_sets_its_own(t
         eval_datasets={"same": {"path": str(rows)}, "own": {"path": str(others), "input_key": "question"}},
     )
     found = {name: eval_groups(settings, name, one)[0][0] for name, one in settings.rollout.eval_datasets.items()}
-    assert {name: (one.prompt, one.label) for name, one in found.items()} == {"same": ("1+1=", "2"), "own": ("2+2=", "4")}
+    assert {name: (one.prompt, one.label) for name, one in found.items()} == {
+        "same": ("1+1=", "2"),
+        "own": ("2+2=", "4"),
+    }
     wrong = settings.rollout.eval_datasets["own"].model_copy(update={"input_key": None})
     with pytest.raises(UserError, match=r"^eval_datasets\.own: prompt_data .*no key 'messages' \(input_key\)"):
         eval_groups(settings, "own", wrong)

@@ -94,7 +94,9 @@ def test_the_same_command_begins_a_job_and_continues_it(tmp_path: Path, colocate
     with lock_checkpoints(config), capture_logs() as logs:
         CheckpointFolder(tmp_path / "saved").begin(4)  # what a killed run leaves is no checkpoint
         assert checkpoint_to_resume(config) is None
-    assert [line["event"] for line in logs] == ["the folder of load has no checkpoint yet, so the run starts from the beginning"]
+    assert [line["event"] for line in logs] == [
+        "the folder of load has no checkpoint yet, so the run starts from the beginning"
+    ]
     newest = save(tmp_path / "saved", 4)
     with lock_checkpoints(config):
         found = checkpoint_to_resume(config)
