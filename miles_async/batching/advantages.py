@@ -34,6 +34,8 @@ class ScoredSample:
     advantage: float
     """Advantage of every trained token of the sample. With a critic, and with REINFORCE++ and a KL penalty, the
     reward from which the learner computes the advantages."""
+    reward: float = 0.0
+    """Reward of the sample, with the penalty on its length."""
     loss_weight: float = 1.0
     """Factor of each trained token in the loss's sum over tokens."""
 
@@ -71,8 +73,8 @@ def score_samples(
         else:
             advantages = list(islice(given, len(samples)))
         scored += [
-            ScoredSample(sample, number, owner, advantage)
-            for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
+            ScoredSample(sample, number, owner, advantage, reward)
+            for sample, owner, advantage, reward in zip(samples, owners, advantages, rewards, strict=True)
         ]
     if not normalizes_in_driver(algorithm):
         return scored
@@ -108,6 +110,7 @@ def weight_samples(
 
     - `token_mean`: 1, the mean over all tokens (DAPO, arXiv 2503.14476);
     - `sequence_mean`: `T / (n t)`, the mean over trajectories of each one's mean (GRPO, arXiv 2402.03300);
+    - `sequence_sum`: `T / n`, the mean over trajectories of each one's sum;
     - `constant`: `T / (n max_response_len)`, every trajectory's sum over one constant (Dr. GRPO, arXiv 2503.20783).
     """
     aggregation = loss_aggregation(algorithm)
@@ -118,7 +121,8 @@ def weight_samples(
         token_counts[one.trajectory] += len(trained_positions(one.sample))
     tokens_per_trajectory = max(token_counts.total(), 1) / len(token_counts)
     by_sequence = aggregation == "sequence_mean"
-    divisors = token_counts if by_sequence else dict.fromkeys(token_counts, max_response_len)
+    constant = max_response_len if aggregation == "constant" else 1
+    divisors = token_counts if by_sequence else dict.fromkeys(token_counts, constant)
     return [replace(one, loss_weight=tokens_per_trajectory / max(divisors[one.trajectory], 1)) for one in scored]
 
 

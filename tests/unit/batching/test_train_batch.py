@@ -47,6 +47,15 @@ def test_each_trained_token_has_its_position_its_engine_logprob_and_the_advantag
     assert step.total_tokens == 5
 
 
+def test_each_trained_token_has_the_reward_of_its_sample_with_the_penalty_on_its_length() -> None:
+    settings = {"rollout_max_response_len": 4, "overlong_buffer_len": 2, "grpo_std_normalization": False}
+    [[step]] = policy_steps([Group([sample(0, 2.0, response=1), sample(1, -1.0)])], run_config(**settings), ranks=1)
+    [batch] = step.micro_batches
+    rewards = dict(zip(batch.tokens[batch.targets - 1].tolist(), batch.rewards.tolist(), strict=True))
+    assert batch.rewards.tolist() == [2.0, -1.5, -1.5, -1.5]
+    assert len(rewards) == 3
+
+
 def test_each_trained_token_has_the_version_that_sampled_it_and_its_sequence() -> None:
     continued = sample(0, 1.0, response=4, mask=[1, 1, 0, 1])
     continued.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
@@ -162,7 +171,7 @@ def test_one_sample_of_a_group_may_be_without_an_advantage() -> None:
     assert step.total_tokens == 9
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_the_weights_of_packed_samples_do_not_depend_on_the_others_being_packed(aggregation: str) -> None:
     config = run_config(loss_aggregation=aggregation)
     found: list[dict[int, float]] = []
@@ -249,7 +258,7 @@ def packed_share(**settings: Any) -> float:
     "settings",
     [
         *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")),
-        *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
+        *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo", "reinforce", "topr")),
         *({"policy_objective": name, "off_policy_correction": "none"} for name in ("dppo", "m2po")),
         *({"off_policy_correction": name} for name in ("tis", "decoupled", "icepop", "sequence", "none")),
         {"grpo_std_normalization": False},

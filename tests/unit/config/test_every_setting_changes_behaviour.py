@@ -480,7 +480,7 @@ NAMED: dict[str, str] = {
         name: f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[{name}]"
         for name in (
             *("eps_clip_c", "tis_clip_low", "rejection_level", "rejection_band", "rejection_veto"),
-            *("use_opsm", "opsm_delta"),
+            *("use_opsm", "opsm_delta", "topr_positive_weight", "topr_negative_weight", "kimi15_tau"),
         )
     },
     "get_mismatch_metrics": f"{LEARNER}::test_a_step_reports_the_mismatch_of_engine_and_learner",
