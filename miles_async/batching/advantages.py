@@ -112,6 +112,8 @@ def weight_samples(
     - `sequence_mean`: `T / (n t)`, the mean over trajectories of each one's mean (GRPO, arXiv 2402.03300);
     - `sequence_sum`: `T / n`, the mean over trajectories of each one's sum;
     - `constant`: `T / (n max_response_len)`, every trajectory's sum over one constant (Dr. GRPO, arXiv 2503.20783).
+
+    Without `count_removed_samples`, `n` is the number of trajectories with a trained token.
     """
     aggregation = loss_aggregation(algorithm)
     if aggregation == "token_mean":
@@ -119,7 +121,9 @@ def weight_samples(
     token_counts: Counter[int] = Counter()
     for one in scored:
         token_counts[one.trajectory] += len(trained_positions(one.sample))
-    tokens_per_trajectory = max(token_counts.total(), 1) / len(token_counts)
+    trained = sum(map(bool, token_counts.values()))
+    counted = len(token_counts) if algorithm.count_removed_samples else max(trained, 1)
+    tokens_per_trajectory = max(token_counts.total(), 1) / counted
     by_sequence = aggregation == "sequence_mean"
     constant = max_response_len if aggregation == "constant" else 1
     divisors = token_counts if by_sequence else dict.fromkeys(token_counts, constant)

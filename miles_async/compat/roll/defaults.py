@@ -38,6 +38,8 @@ DEFAULTS: Mapping[str, Any] = {
     "eps_clip": 0.2,
     "eps_clip_high": 0.2,
     "loss_aggregation": "sequence_mean",
+    # agg_loss of roll/utils/functionals.py divides by the samples that a mask leaves.
+    "count_removed_samples": False,
     "entropy_coef": 0.0,
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,

@@ -177,7 +177,10 @@ def _critic(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
 def masks(keys: CombinedKeys) -> None:
     """Samples that are not trained."""
     thresholds = ("difficulty_low_threshold", "difficulty_high_threshold")
-    too_long, difficult = (keys.switch(name) or False for name in ("max_len_mask", "difficulty_mask"))
+    names = ("max_len_mask", "difficulty_mask")
+    too_long, difficult = (keys.switch(name) or False for name in names)
+    if too_long or difficult:
+        keys.set("algorithm.count_removed_samples", False, *keys.given(*names))
     if difficult:
         keys.set("rollout.rollout_sample_filter_path", f"{_FUNCTIONS}.mask", "difficulty_mask")
         keys.set("rollout.custom_args.difficulty_mask", True, "difficulty_mask")

@@ -70,6 +70,9 @@ class Algorithm(Section):
     each sample's sum over tokens, constant that mean divided by rollout_max_response_len (Dr. GRPO). All segments of an
     agent's trajectory together count as one sample. If unset, token_mean for policy_objective cispo, as in its paper,
     otherwise sequence_mean."""
+    count_removed_samples: bool = True
+    """Count samples without a trained token in the mean over samples, such as those that rollout_sample_filter_path
+    removes. If off, loss_aggregation sequence_mean, sequence_sum and constant average over the others."""
     eps_clip: float | None = Field(None, ge=0)
     """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
     are clipped at -eps_clip. If unset, as in the paper of policy_objective: 3e-4 for gspo, 1 (no bound) for cispo, 0.4

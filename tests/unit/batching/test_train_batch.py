@@ -203,6 +203,28 @@ def test_a_sample_without_trained_tokens_is_not_packed() -> None:
     assert (step.total_tokens, step.skipped_tokens) == (3, {})
 
 
+@pytest.mark.parametrize(
+    "aggregation, counted, weight",
+    [
+        # Two of three samples are trained, with 3 tokens each.
+        ("sequence_mean", True, 6 / (3 * 3)),
+        ("sequence_mean", False, 6 / (2 * 3)),
+        ("sequence_sum", False, 6 / 2),
+        ("constant", False, 6 / (2 * 10)),
+        ("token_mean", False, 1),
+    ],
+)
+def test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise(
+    aggregation: str, counted: bool, weight: float
+) -> None:
+    removed = sample(1, 0.0)
+    removed.remove_sample = True
+    settings = {"loss_aggregation": aggregation, "count_removed_samples": counted, "rollout_max_response_len": 10}
+    [[step]] = policy_steps([Group([sample(0), removed, sample(2, 0.0)])], run_config(**settings), ranks=1)
+    [batch] = step.micro_batches
+    assert batch.loss_weights.tolist() == pytest.approx([weight] * 6)
+
+
 def test_a_sample_whose_advantage_is_not_a_number_is_packed() -> None:
     [[step]] = steps_of(Group([sample(0, float("nan")), sample(1)]))
     assert packed_samples([step]) == [0, 1]

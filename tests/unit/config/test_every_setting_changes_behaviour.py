@@ -245,6 +245,10 @@ OBSERVED: dict[str, Change] = {
     "grpo_std_normalization": change(learner_input, False),
     "rewards_normalization": change(learner_input, False),
     "loss_aggregation": change(learner_input, "token_mean"),
+    "count_removed_samples": (
+        "unit/batching/test_train_batch.py::"
+        "test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise"
+    ),
     "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
     "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
     "critic_lr": change(learning_rates, 1.0),

@@ -260,6 +260,7 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "grpo_std_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "eps_clip eps_clip_high": {"policy_objective": "sapo"},
     "eps_clip_c": {"policy_objective": "sapo"},
+    "count_removed_samples": {"loss_aggregation": "token_mean"},
     "rewards_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "rejection_level rejection_veto": {"custom_tis_function_path": "losses_of_users.truncated"},
     "rejection_level rejection_veto get_mismatch_metrics": {"use_rollout_logprobs": True},
