@@ -51,9 +51,7 @@ def test_each_trained_token_has_the_reward_of_its_sample_with_the_penalty_on_its
     settings = {"rollout_max_response_len": 4, "overlong_buffer_len": 2, "grpo_std_normalization": False}
     [[step]] = policy_steps([Group([sample(0, 2.0, response=1), sample(1, -1.0)])], run_config(**settings), ranks=1)
     [batch] = step.micro_batches
-    rewards = dict(zip(batch.tokens[batch.targets - 1].tolist(), batch.rewards.tolist(), strict=True))
     assert batch.rewards.tolist() == [2.0, -1.5, -1.5, -1.5]
-    assert len(rewards) == 3
 
 
 def test_each_trained_token_has_the_version_that_sampled_it_and_its_sequence() -> None:

@@ -245,10 +245,6 @@ OBSERVED: dict[str, Change] = {
     "grpo_std_normalization": change(learner_input, False),
     "rewards_normalization": change(learner_input, False),
     "loss_aggregation": change(learner_input, "token_mean"),
-    "count_removed_samples": (
-        "unit/batching/test_train_batch.py::"
-        "test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise"
-    ),
     "overlong_buffer_len": change(learner_input, 8, rollout_max_response_len=12),
     "overlong_penalty": change(learner_input, 2.0, rollout_max_response_len=12, overlong_buffer_len=8),
     "critic_lr": change(learning_rates, 1.0),
@@ -487,6 +483,10 @@ NAMED: dict[str, str] = {
             *("use_opsm", "opsm_delta", "topr_positive_weight", "topr_negative_weight", "kimi15_tau"),
         )
     },
+    "count_removed_samples": (
+        "unit/batching/test_train_batch.py::"
+        "test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise"
+    ),
     "get_mismatch_metrics": f"{LEARNER}::test_a_step_reports_the_mismatch_of_engine_and_learner",
     "off_policy_correction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[off_policy_correction]",
     "policy_objective": f"{LEARNER}::test_another_estimator_or_correction_learns_other_weights[gmpo]",
