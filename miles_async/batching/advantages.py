@@ -34,6 +34,8 @@ class ScoredSample:
     advantage: float
     """Advantage of every trained token of the sample. With a critic, and with REINFORCE++ and a KL penalty, the
     reward from which the learner computes the advantages."""
+    reward: float = 0.0
+    """Reward of the sample, with the penalty on its length."""
     loss_weight: float = 1.0
     """Factor of each trained token in the loss's sum over tokens."""
 
@@ -71,8 +73,8 @@ def score_samples(
         else:
             advantages = list(islice(given, len(samples)))
         scored += [
-            ScoredSample(sample, number, owner, advantage)
-            for sample, owner, advantage in zip(samples, owners, advantages, strict=True)
+            ScoredSample(sample, number, owner, advantage, reward)
+            for sample, owner, advantage, reward in zip(samples, owners, advantages, rewards, strict=True)
         ]
     if not normalizes_in_driver(algorithm):
         return scored
@@ -108,7 +110,10 @@ def weight_samples(
 
     - `token_mean`: 1, the mean over all tokens (DAPO, arXiv 2503.14476);
     - `sequence_mean`: `T / (n t)`, the mean over trajectories of each one's mean (GRPO, arXiv 2402.03300);
+    - `sequence_sum`: `T / n`, the mean over trajectories of each one's sum;
     - `constant`: `T / (n max_response_len)`, every trajectory's sum over one constant (Dr. GRPO, arXiv 2503.20783).
+
+    Without `count_removed_samples`, `n` is the number of trajectories with a trained token.
     """
     aggregation = loss_aggregation(algorithm)
     if aggregation == "token_mean":
@@ -116,9 +121,12 @@ def weight_samples(
     token_counts: Counter[int] = Counter()
     for one in scored:
         token_counts[one.trajectory] += len(trained_positions(one.sample))
-    tokens_per_trajectory = max(token_counts.total(), 1) / len(token_counts)
+    trained = sum(map(bool, token_counts.values()))
+    counted = len(token_counts) if algorithm.count_removed_samples else max(trained, 1)
+    tokens_per_trajectory = max(token_counts.total(), 1) / counted
     by_sequence = aggregation == "sequence_mean"
-    divisors = token_counts if by_sequence else dict.fromkeys(token_counts, max_response_len)
+    constant = max_response_len if aggregation == "constant" else 1
+    divisors = token_counts if by_sequence else dict.fromkeys(token_counts, constant)
     return [replace(one, loss_weight=tokens_per_trajectory / max(divisors[one.trajectory], 1)) for one in scored]
 
 

@@ -51,6 +51,8 @@ class PackedBatch:
     sequence_advantages: NDArray[np.float32]
     """[n] advantage of each sequence, or the reward from which the learner computes it (`ScoredSample`); 0 in a
     supervised batch."""
+    sequence_rewards: NDArray[np.float32]
+    """[n] reward of each sequence, with the penalty on its length; 0 in a supervised batch."""
     sequence_weights: NDArray[np.float32]
     """[n] factor of each sequence's tokens in the loss's sum over tokens; 0 in a supervised batch. All ones give the
     mean over the step's tokens."""
@@ -95,6 +97,11 @@ class PackedBatch:
     def advantages(self) -> NDArray[np.float32]:
         """[m] advantage of each trained token's sequence."""
         return self.sequence_advantages[self.sequences]
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """[m] reward of each trained token's sequence."""
+        return self.sequence_rewards[self.sequences]
 
     @property
     def loss_weights(self) -> NDArray[np.float32]:
@@ -301,6 +308,7 @@ def pack_samples(
         lengths=lengths,
         target_ranges=np.concatenate(ranges),
         sequence_advantages=np.array([one.advantage for one in scored], np.float32),
+        sequence_rewards=np.array([one.reward for one in scored], np.float32),
         sequence_weights=np.array([one.loss_weight for one in scored], np.float32),
         columns={name: _packed_column(name, scored, positions) for name in columns},
         padding=padding_tokens,
@@ -371,6 +379,7 @@ def pack_sequences(
         lengths=lengths,
         target_ranges=np.array(targets, np.int64).reshape(-1, 2),
         sequence_advantages=np.zeros(len(lengths), np.float32),
+        sequence_rewards=np.zeros(len(lengths), np.float32),
         sequence_weights=np.zeros(len(lengths), np.float32),
         padding=padding_tokens,
     )

@@ -354,8 +354,8 @@ def postprocess(
 ) -> list[tuple[Tensor, Tensor]]:
     """[m] advantages and masks per micro-batch after the function of `rollout_data_postprocess_path`.
 
-    `batch` are all micro-batches of this rank, and `advantages` [m] those that the function may change. A mask of 0
-    takes a token out of the loss.
+    `batch` are all micro-batches of this rank, and `advantages` [m] those that the function may change. A mask is
+    the factor of a token's loss.
     """
     function = functions.postprocess
     assert function is not None

@@ -261,6 +261,7 @@ def _policy_tokens(
         old_logprobs=old,
         rollout_log_probs=columns.rollout_log_probs,
         advantages=advantages,
+        rewards=columns.rewards,
         sequences=columns.sequences,
         clip=(settings.eps_clip, settings.eps_clip_high),
         prepared=prepared,

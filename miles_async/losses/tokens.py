@@ -17,6 +17,8 @@ class TokenColumns:
     rollout_log_probs: Tensor
     """As the engines reported them."""
     advantages: Tensor
+    rewards: Tensor
+    """Of the token's sample, with the penalty on its length."""
     loss_weights: Tensor
     """Factor of each token in the sum over tokens. All ones give the mean over tokens."""
     sequences: Tensor

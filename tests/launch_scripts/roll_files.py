@@ -2,12 +2,13 @@
 
 `python -m tests.launch_scripts.roll_files` prints a table of all files, and `--write` writes `roll.json`. Nothing is
 changed but paths, and files with a judge get its address: the model is a `config.json` with the dimensions of the
-checkpoint, and each file of rows has rows with a tag of the file's domain.
+checkpoint, and each file of rows has rows with a tag of the file's domain. A key of Weights & Biases is set.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
@@ -30,6 +32,8 @@ EXPECTED = FOLDER / "roll.json"
 """Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
 JUDGE = ("--rm-url", "http://judge:8000/v1/chat/completions")
 """The address of a judge, which ROLL starts itself."""
+KEYS = {"WANDB_API_KEY": "a key"}
+"""Variables with the keys of services, to which files refer."""
 _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864),
     "Qwen2.5-7B": (28, 3584, 28, 4, 18944),
@@ -48,23 +52,15 @@ _DIMENSIONS: Mapping[str, tuple[int, int, int, int, int]] = {
 """Layers, hidden size, heads, groups of keys and values, and feed-forward size by the name of a checkpoint."""
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 REASONS: Mapping[str, str] = {
-    "rewards of ROLL's workers": "worker_cls",
+    "images": "DetectionRewardWorker",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
     "LoRA of experts": "models with experts get no adapters",
     "LoRA on shared devices": "colocate was never tried with lora_rank",
     "fp16": "'fp16' has no counterpart",
-    "losses of ROLL": "pg_variant",
-    "a loss without a policy gradient": "rl_loss_coef",
-    "a loss for negative samples": "use_topr_neg_loss_coef",
-    "sums over tokens": "loss_agg_mode",
-    "clipped advantages of a critic": "advantage_clip has no counterpart with adv_estimator gae",
-    "filters by differences of probabilities": "train_infer_correction.filters",
-    "an unknown tracker": "track_with",
-    "another hub": "model_download_type",
-    "a variable that the recording did not have": "${oc.env:WANDB_API_KEY}",
-    "no training": "num_gpus_per_node needs actor_train.device_mapping",
-    "devices that only some roles share": "actor_infer.device_mapping has some of the devices",
+    "a loss of 0": "rl_loss_coef 0",
+    "a placeholder in place of a number": "use_topr_neg_loss_coef 'x_2'",
+    "a tracker that ROLL does not have": "track_with",
 }
 """What remains to be refused, and a part of the sentence."""
 _TAGS = {
@@ -106,6 +102,7 @@ class RollFile(Recording):
         path = self.written(folder)
         return composed(yaml.safe_load(path.read_text()), path)
 
+    @patch.dict(os.environ, KEYS)
     def refusals(self, folder: Path) -> list[str]:
         """What `--check-config` refuses, without the path of the file."""
         path = self.written(folder)

@@ -21,11 +21,13 @@ from tests.stack.learning import create_experts, gradients_of, learning, weights
 ROUNDING = 1e-5
 """Largest relative difference of gradients that rounding explains."""
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 """Ways to average, which change the batch and not the learner."""
 OTHER_LOSSES: list[dict[str, Any]] = [
     {"policy_objective": "gmpo"},
     {"policy_objective": "sapo"},
+    {"policy_objective": "reinforce"},
+    {"policy_objective": "topr"},
     {"policy_objective": "dppo", "off_policy_correction": "none"},
     {"off_policy_correction": "decoupled"},
     {"off_policy_correction": "icepop"},

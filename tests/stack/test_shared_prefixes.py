@@ -22,7 +22,7 @@ from tests.stack.learning import gradients_of, learning, prompted_groups
 
 ESTIMATORS = get_args(Algorithm.model_fields["advantage_estimator"].annotation)
 AGGREGATIONS = get_args(LossAggregation)
-OBJECTIVES = ("ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po")
+OBJECTIVES = ("ppo", "gspo", "cispo", "gmpo", "sapo", "dppo", "m2po", "reinforce", "topr", "kimi15")
 VARIANTS: list[dict[str, Any]] = [
     *(
         {"advantage_estimator": estimator, "loss_aggregation": aggregation}

@@ -64,6 +64,7 @@ def columns(packed: PackedBatch, weights: float = 1.0) -> TokenColumns:
         old_logprobs=-torch.rand(count) - 0.5,
         rollout_log_probs=-torch.rand(count) - 0.5,
         advantages=torch.from_numpy(packed.advantages),
+        rewards=torch.from_numpy(packed.rewards),
         loss_weights=torch.full((count,), weights),
         sequences=torch.from_numpy(packed.sequences),
         staleness=torch.zeros(count, dtype=torch.int64),
@@ -166,6 +167,7 @@ def test_the_plugin_of_the_page_clips_at_half_of_its_width(page: ModuleType) -> 
         old_logprobs=zeros,
         rollout_log_probs=zeros,
         advantages=torch.ones(3),
+        rewards=torch.ones(3),
         sequences=torch.arange(3),
         clip=(0.0, 0.0),
     )

@@ -21,6 +21,7 @@ from miles_async.losses.objectives.gspo import sequence_ratio
 from miles_async.losses.objectives.m2po import M2po, second_moment_bound
 from miles_async.losses.objectives.objective import OBJECTIVES, Objective, PolicyTokens
 from miles_async.losses.objectives.ppo import Ppo
+from miles_async.losses.objectives.reinforce import Kimi15, Reinforce, Topr
 from miles_async.losses.objectives.sapo import Sapo
 from miles_async.losses.policy import (
     STALENESS_CLASSES,
@@ -42,7 +43,8 @@ from tests.torch.recorded_losses import recorded
 def settings(objective: str = "ppo", method: str = "tis", upper: float = 2.0, **others: Any) -> PolicyLossSettings:
     usual: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.3, "entropy_coef": 0.01, "kl_estimator": "k3"}
     usual |= {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0}
-    own = {"sapo_temperatures": (1.0, 1.05), "dppo_threshold": 0.2, "tis_clip": upper, "icepop_band": (0.5, 1.8)}
+    own: dict[str, Any] = {"sapo_temperatures": (1.0, 1.05), "dppo_threshold": 0.2, "tis_clip": upper}
+    own |= {"icepop_band": (0.5, 1.8), "topr_positive_weight": 1.5, "topr_negative_weight": 0.5}
     plugins: dict[str, Any] = {"objective": OBJECTIVES.find(objective), "correction": CORRECTIONS.find(method)}
     return PolicyLossSettings(own=Algorithm.model_validate(own), **plugins, **usual | others)
 
@@ -55,6 +57,7 @@ def terms(
     old: torch.Tensor | None = None,
     sampled: torch.Tensor | None = None,
     ratio: torch.Tensor | None = None,
+    rewards: torch.Tensor | None = None,
     sequences: torch.Tensor | None = None,
     clip: tuple[float, float] = (0.2, 0.3),
     prepared: Any = None,
@@ -68,6 +71,7 @@ def terms(
         old_logprobs=zeros if old is None else old,
         rollout_log_probs=zeros if sampled is None else sampled,
         advantages=advantages,
+        rewards=advantages if rewards is None else rewards,
         sequences=torch.arange(len(logprobs)) if sequences is None else sequences,
         clip=clip,
         prepared=prepared,
@@ -90,6 +94,7 @@ def inputs(n: int = 40) -> dict[str, torch.Tensor]:
         "reference_logprobs": rollout + random.normal(0, 0.5, n),
         "sequences": np.sort(random.integers(0, 6, n)),
         "staleness": random.integers(0, 7, n),
+        "rewards": random.normal(0.0, 1.0, n),
     }
     return {name: torch.from_numpy(column) for name, column in values.items()}
 
@@ -133,6 +138,9 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
         "sapo": 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * a,
         "dppo": inside * np.exp(lp - q) * a * lp,
         "m2po": np.exp(np.where(up, np.minimum(lp - q, 0.4), np.maximum(lp - q, -0.4))) * a,
+        "reinforce": a * lp,
+        "topr": np.where(x["rewards"] > 0, 1.5, 0.5 * np.minimum(ratio, 1)) * a * lp,
+        "kimi15": a * lp - 0.1 / 2 * (lp - old) ** 2,
     }[objective]
     off = np.exp(old - x["rollout_log_probs"])
     weight = {
@@ -149,7 +157,7 @@ def in_numpy(tensors: dict[str, torch.Tensor], objective: str, method: str) -> f
 
 METHODS = ["tis", "decoupled", "icepop", "sequence", "none"]
 COMBINATIONS = [
-    *itertools.product(["ppo", "gspo", "cispo", "gmpo", "sapo"], METHODS),
+    *itertools.product(["ppo", "gspo", "cispo", "gmpo", "sapo", "reinforce", "topr", "kimi15"], METHODS),
     ("dppo", "none"),
     ("m2po", "none"),
 ]
@@ -167,13 +175,16 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(o
     tensors = inputs(12)
     tensors["logprobs"].requires_grad_()
     tensors["entropy"].requires_grad_()
-    # CISPO and DPPO stop the gradient of the ratio, so the check compares with the loss at a constant ratio.
+    # CISPO, DPPO and TOPR stop the gradient of the ratio, so the check compares with the loss at a constant ratio.
     fixed = tensors["logprobs"].detach().clone()
     sampled = tensors["rollout_log_probs"]
 
     def factor(logprobs: torch.Tensor) -> torch.Tensor:
         if objective == "cispo":
             return (logprobs - tensors["old_logprobs"]).exp().clamp(0.8, 1.3)
+        if objective == "topr":
+            tapered = 0.5 * (logprobs - tensors["old_logprobs"]).exp().clamp(max=1)
+            return torch.where(tensors["rewards"] > 0, 1.5, tapered)
         moved = logprobs.exp() - sampled.exp()
         outside = torch.where(tensors["advantages"] > 0, moved, -moved) > 0.2
         return torch.where(outside, 0.0, (logprobs - sampled).exp())
@@ -181,7 +192,7 @@ def test_gradients_flow_through_logprobs_and_entropy_as_finite_differences_say(o
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         how = settings(objective, method, kl_loss_coef=0.1)
         actual, _ = loss_of({**tensors, "logprobs": logprobs, "entropy": entropy}, 12, how)
-        if objective not in ("cispo", "dppo"):
+        if objective not in ("cispo", "dppo", "topr"):
             return actual
         change = factor(fixed) - factor(logprobs.detach())
         weight, _ = how.correction.weights(tensors["old_logprobs"] - sampled, tensors["sequences"], how.own)
@@ -210,6 +221,7 @@ def test_neither_old_logprobs_nor_the_importance_weight_carry_gradient() -> None
         old_logprobs=logprobs,
         rollout_log_probs=torch.tensor([-1.5, -1.0]),
         advantages=torch.tensor([1.0, -1.0]),
+        rewards=torch.tensor([1.0, -1.0]),
         loss_weights=torch.ones(2),
         sequences=none,
         staleness=none,
@@ -242,6 +254,45 @@ def test_cispo_keeps_the_gradient_of_tokens_whose_weight_it_clips() -> None:
     assert logprobs.grad.tolist() == pytest.approx([1.3, 1.0, 0.8])
 
 
+def test_reinforce_is_the_policy_gradient_whatever_the_ratio_is() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    objective, clipped = terms(Reinforce(), logprobs, torch.tensor([2.0, -1.0]), ratio=torch.tensor([9.0, 0.1]))
+    objective.sum().backward()
+    assert objective.tolist() == [-2.0, 2.0]
+    assert clipped.tolist() == [0, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [2.0, -1.0]
+
+
+def test_topr_limits_the_weight_of_samples_without_a_positive_reward_only() -> None:
+    logprobs = torch.full((5,), -2.0, requires_grad=True)
+    objective, clipped = terms(
+        Topr(),
+        logprobs,
+        torch.tensor([1.0, -1.0, -1.0, -1.0, 3.0]),
+        ratio=torch.tensor([4.0, 4.0, 0.5, 4.0, 0.5]),
+        # The reward decides, and not the advantage. 0 counts as negative.
+        rewards=torch.tensor([1.0, 1.0, -1.0, 0.0, -1.0]),
+        topr_positive_weight=2.0,
+        topr_negative_weight=0.5,
+    )
+    objective.sum().backward()
+    assert objective.tolist() == [-4.0, 4.0, 0.5, 1.0, -1.5]
+    assert clipped.tolist() == [0, 0, 0, 1, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [2.0, -2.0, -0.25, -0.5, 0.75]
+
+
+def test_kimi_draws_a_token_back_to_its_probability_before_the_batch_even_without_an_advantage() -> None:
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    old, advantages = torch.tensor([-3.0, -1.0]), torch.tensor([0.0, 1.0])
+    objective, _ = terms(Kimi15(), logprobs, advantages, old=old, kimi15_tau=0.5)
+    objective.sum().backward()
+    assert objective.tolist() == [-1.0, -1.0]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 1.0]
+
+
 def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     none = torch.zeros(2, dtype=torch.int64)
@@ -249,6 +300,7 @@ def test_a_token_that_icepop_excludes_leaves_loss_and_gradient_finite() -> None:
         old_logprobs=torch.tensor([-200.0, -1.0]),
         rollout_log_probs=torch.tensor([-1.0, -1.0]),
         advantages=torch.ones(2),
+        rewards=torch.ones(2),
         loss_weights=torch.ones(2),
         sequences=none,
         staleness=none,
@@ -580,7 +632,7 @@ def test_keeping_the_whole_vocabulary_changes_nothing_and_gradients_are_those_of
 @pytest.mark.parametrize(
     "kind, method, failure",
     [
-        (OBJECTIVES, "def compute(self, tokens, settings): return tokens.rewards", "compute the loss: AttributeError"),
+        (OBJECTIVES, "def compute(self, tokens, settings): return tokens.prizes", "compute the loss: AttributeError"),
         (OBJECTIVES, "def compute(self, tokens, settings): return 0.0, 0.0", "compute the loss: AttributeError"),
         (CORRECTIONS, "def weights(self, ratio, sequences, settings): return ratio.x", "weight tokens: AttributeError"),
     ],

@@ -66,6 +66,13 @@ def trains_steps(keys: CombinedKeys) -> bool:
     return any(manager_of(tag) in STEP_MANAGERS for tag in trained_tags(keys))
 
 
+def evaluates(keys: CombinedKeys) -> bool:
+    """Whether the run evaluates. As in ROLL, environments are evaluated only if they are trained."""
+    if trains_agents(keys) and "debug.debug_rollout_only" in keys.translator.translation:
+        return False
+    return bool(keys.number("eval_steps") and keys.given("validation", "val_env_manager"))
+
+
 def sizes(keys: CombinedKeys) -> None:
     """Prompts per batch, samples per prompt and lengths."""
     sequences = f"{_GENERATING}.num_return_sequences"
@@ -149,11 +156,10 @@ def schedule(keys: CombinedKeys) -> None:
         trained = steps * keys.size("rollout.rollout_batch_size") * keys.size("rollout.n_samples_per_prompt")
         passes = keys.size("learner.passes_per_rollout")
         keys.set("learner.lr_decay_steps", max(1, trained * passes // size), "max_steps rollout_batch_size")
-    interval = keys.number("eval_steps")
-    if interval and keys.given("validation", "val_env_manager"):
-        keys.set("rollout.eval_interval", interval, "eval_steps")
+    if evaluates(keys):
+        keys.set("rollout.eval_interval", keys.number("eval_steps"), "eval_steps")
     else:
-        keys.note("has no effect at 0 or without validation and val_env_manager", "eval_steps")
+        keys.note("has no effect at 0, or without validation and val_env_manager, or without training", "eval_steps")
     kept = keys.number("max_ckpt_to_keep")
     if kept is not None:
         keys.set("learner.save_keep", kept or None, "max_ckpt_to_keep")
@@ -165,18 +171,40 @@ def schedule(keys: CombinedKeys) -> None:
         keys.note("has no effect at 0 or beside warmup_steps", warmup)
 
 
+def downloads(keys: CombinedKeys) -> None:
+    """The hub from which models come. A folder comes from none."""
+    key, hub = "model_download_type", keys.values.get("model_download_type")
+    names = [keys.values.get(name) for name in ("pretrain", "reward_pretrain")]
+    models = [name for name in names[: 2 if keys.values.get("adv_estimator") == "gae" else 1] if isinstance(name, str)]
+    missing = [name for name in models if not Path(name).expanduser().is_dir()]
+    if hub in (None, "HUGGINGFACE_HUB"):
+        keys.note("has no effect: names of models are those of the Hugging Face Hub", key)
+    elif not missing:
+        keys.note("has no effect: pretrain is a folder", key)
+    elif hub == "MODELSCOPE":
+        keys.refuse(
+            f"{key} MODELSCOPE is not supported: run modelscope download --model {missing[0]:.200} --local_dir FOLDER "
+            "and set pretrain to this folder, or remove the key for the model of this name on the Hugging Face Hub"
+        )
+    else:
+        keys.refuse(f"{key} {hub!r:.80} is unknown: set pretrain to a folder, or the key to HUGGINGFACE_HUB")
+
+
 def tracking(keys: CombinedKeys) -> None:
     """TensorBoard and Weights & Biases."""
     tracker = keys.values.get("track_with")
     match tracker:
         case "tensorboard" | "wandb":
             keys.set(f"observability.use_{tracker}", True, "track_with")
-        case "stdout":
-            keys.translator.idle["track_with"] = "has no effect: metrics are on the terminal and on the page"
+        case "stdout" | "swanlab" | "trackio":
+            keys.translator.idle["track_with"] = (
+                "has no effect: metrics are on the terminal, on the page and in the files of the run; use_tensorboard "
+                "and use_wandb send them elsewhere"
+            )
         case None:
             pass
         case _:
-            keys.refuse(f"track_with {tracker!r:.80} has no counterpart: set it to tensorboard or wandb")
+            keys.refuse(f"track_with {tracker!r:.80} is not a tracker of ROLL: set it to tensorboard or wandb")
     settings = {"project": "wandb_project", "api_key": "wandb_key"} if tracker == "wandb" else {}
     for name, value in keys.section("tracker_kwargs").items():
         if name in settings:

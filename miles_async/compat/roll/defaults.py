@@ -33,14 +33,17 @@ DEFAULTS: Mapping[str, Any] = {
     "lambd": 0.95,
     "kl_coef": 0.0,
     "num_critic_only_steps": 0,
-    # pg_clip, loss_agg_mode seq-mean-token-mean, entropy_loss_coef; actor_worker.py computes the KL loss with k3.
+    # pg_clip, loss_agg_mode seq-mean-token-mean, entropy_loss_coef; actor_worker.py computes the KL loss with k3, which
+    # compute_approx_kl limits to 10.
     "eps_clip": 0.2,
     "eps_clip_high": 0.2,
     "loss_aggregation": "sequence_mean",
+    # agg_loss of roll/utils/functionals.py divides by the samples that a mask leaves.
+    "count_removed_samples": False,
     "entropy_coef": 0.0,
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,
-    "kl_loss_type": "k3",
+    "kl_loss_type": "low_var_kl",
     # train_infer_correction has neither weights nor filters.
     "off_policy_correction": "none",
     # TrainingArguments, max_grad_norm.

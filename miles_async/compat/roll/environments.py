@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll.data import STEP_MANAGERS, manager_of, trained_tags, trains_agents, trains_steps
+from miles_async.compat.roll.data import (
+    STEP_MANAGERS,
+    evaluates,
+    manager_of,
+    trained_tags,
+    trains_agents,
+    trains_steps,
+)
 from miles_async.config.combined_keys import CombinedKeys
 
 _TRAIN, _EVAL = "train_env_manager", "val_env_manager"
@@ -30,7 +37,7 @@ def environments(keys: CombinedKeys) -> None:
     if not trains_agents(keys):
         return
     trained = _groups(keys, _TRAIN)
-    evaluated = _groups(keys, _EVAL) if keys.number("eval_steps") else {}
+    evaluated = _groups(keys, _EVAL) if evaluates(keys) else {}
     tags = {tag: _environment(keys, tag) for tag in (*trained, *evaluated)}
     # As in ROLL, the sampling of actor_infer takes the place of that of the managers.
     shared = any(key.startswith("actor_infer.generating_args.") for key in keys.values)
@@ -69,7 +76,7 @@ def environments(keys: CombinedKeys) -> None:
 def _evaluation(keys: CombinedKeys, evaluated: Mapping[str, int], sampling: Mapping[str, Any]) -> Mapping[str, int]:
     """Set the data sets for evaluation, one for each tag, and return the number of tasks of each."""
     if not evaluated:
-        keys.note("has no effect without eval_steps and val_env_manager", _EVAL, "val_batch_size")
+        keys.note("has no effect without eval_steps, val_env_manager and training", _EVAL, "val_batch_size")
         return {}
     samples = _whole_number(keys, keys.section(_EVAL), _EVAL, "group_size") or 1
     rounds = (keys.whole_number("val_batch_size") or 1) // (sum(evaluated.values()) * samples)

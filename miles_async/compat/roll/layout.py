@@ -11,6 +11,8 @@ from miles_async.planning.layers import parts_of
 
 _ROLES = ("actor_train", "actor_infer")
 _STRATEGY = "actor_train.strategy_args.strategy_config"
+_OF_TRAINING = ("actor_train.device_mapping", "actor_train.training_args.", "actor_train.strategy_args.")
+"""The beginnings of keys that only a file has which trains."""
 
 # More digits than a cluster has devices would fill the memory.
 _RANGE = re.compile(r"(?:list\()?range\((?:(\d{1,6}),)?(\d{1,6})\)\)?")
@@ -33,7 +35,11 @@ def environment(keys: CombinedKeys) -> None:
 
 
 def devices(keys: CombinedKeys) -> None:
-    """The numbers of devices of learner and engines, and whether they share devices."""
+    """The numbers of devices of learner and engines, and whether they share devices.
+
+    Engines that ROLL gives devices of their own and some of the learner's have only the former here: engines either
+    share devices with the learner, or they do not.
+    """
     train, infer = (_device_numbers(keys, f"{role}.device_mapping") for role in _ROLES)
     per_node = keys.whole_number("num_gpus_per_node")
     if train:
@@ -48,18 +54,21 @@ def devices(keys: CombinedKeys) -> None:
             )
         keys.set("learner.actor_num_nodes", nodes, key)
         keys.set("learner.actor_num_gpus_per_node", per_node, key)
+    elif infer and not any(key.startswith(_OF_TRAINING) for key in keys.values):
+        keys.set("debug.debug_rollout_only", True, "actor_infer.device_mapping")
+        keys.note("has no effect: actor_train has no devices, so nothing is trained", "num_gpus_per_node")
     elif per_node is not None and "actor_train.device_mapping" not in keys.values:
         keys.refuse("num_gpus_per_node needs actor_train.device_mapping: set both, or remove it")
-    if infer:
-        keys.set("engine.rollout_num_gpus", len(infer), "actor_infer.device_mapping")
-    if train and infer:
-        shared = set(train) & set(infer)
-        if shared and not set(infer) <= set(train):
-            keys.refuse(
-                "actor_infer.device_mapping has some of the devices of actor_train.device_mapping: give the engines "
-                "devices of their own, or only devices of the learner, which sets colocate"
-            )
-        keys.set("cluster.colocate", bool(shared), "actor_infer.device_mapping")
+    if not infer:
+        return
+    key, own = "actor_infer.device_mapping", set(infer) - set(train)
+    if 0 < len(own) < len(infer):
+        taken = f"{len(infer) - len(own)} devices of {key}"
+        why = f"are the learner's alone, because actor_train.device_mapping has them: engines have the other {len(own)}"
+        keys.translator.idle[taken] = why
+    keys.set("engine.rollout_num_gpus", len(own or infer), key)
+    if train:
+        keys.set("cluster.colocate", not own, key)
 
 
 def _device_numbers(keys: CombinedKeys, key: str) -> list[int]:

@@ -7,15 +7,33 @@ from typing import Any
 
 from miles_async.compat.roll.data import STEP_MANAGERS, trains_agents, trains_steps
 from miles_async.config.combined_keys import CombinedKeys
+from miles_async.config.translation import converts
 
 _FUNCTIONS = "miles_async.compat.roll.advantages"
+_POSTPROCESS = "miles_async.compat.roll.tokens.postprocess"
+_CORRECTION = "train_infer_correction"
 _PG_CLIP = 0.2
 """ROLL's default of pg_clip, pg_clip_low and pg_clip_high."""
 _OWN_ADVANTAGES = ("norm_mean_type", "norm_std_type", "reward_clip", "whiten_advantages", "advantage_clip")
 _OF_STEPS = {"step_reward_gamma": 0.95, "step_reward_weight": 1.0, "episode_reward_weight": 1.0}
 """ROLL's defaults of the rewards of steps."""
 _WEIGHTS = {"token": "tis", "sequence": "sequence", "geometric": "geometric"}
-_LEVELS = ("token", "sequence", "geometric")
+_LEVELS = ("token", "segment", "sequence", "geometric")
+_BANDS = {"ratio": ("ratio", True, 0.8, 1.2), "difference": ("diff", False, -0.2, 0.2)}
+"""What a filter of `train_infer_correction` compares: ROLL's name, and its defaults of enabled, low and high."""
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "vanilla": {"policy_objective": "reinforce"},
+    "ppo": {"policy_objective": "ppo"},
+    # ROLL's workers read no bounds of these, whatever its pages say, and have these defaults.
+    "tis": {"policy_objective": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.0},
+    "cispo": {"policy_objective": "cispo", "eps_clip": 0.1, "eps_clip_high": 0.1},
+    "topr": {"policy_objective": "topr"},
+    "kimi15": {"policy_objective": "kimi15", "kimi15_tau": 0.1},
+}
+"""The settings of `algorithm` that are the loss of each `pg_variant`. TIS clips the weight of a token to 0 and 1."""
+_PG_WORKER = "actor_pg_worker"
+"""A part of the path of ROLL's workers with several losses."""
+_OF_PPO = ("importance_sampling", "dual_clip_loss", "pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high")
 _METHODS = ("identity", "mean", "mean_std", "asym_clip")
 
 
@@ -148,12 +166,7 @@ def _critic(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
     # Without a clip in ROLL, the critic's values may move as far as they want.
     clip = keys.number("value_clip") or 1e6
     keys.set("algorithm.value_clip", clip, "value_clip" if "value_clip" in keys.values else key)
-    if chosen["advantage_clip"]:
-        keys.refuse(
-            "advantage_clip has no counterpart with adv_estimator gae: set it to null, or write a function for "
-            "custom_advantage_function_path"
-        )
-    else:
+    if not chosen["advantage_clip"]:
         keys.note("has no effect: it is null", "advantage_clip")
     if chosen["reward_clip"] or any(chosen[name] for name in ("norm_mean_type", "norm_std_type")):
         _own_function(keys, {**chosen, "whiten_advantages": False, "advantage_clip": None}, key)
@@ -164,7 +177,10 @@ def _critic(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
 def masks(keys: CombinedKeys) -> None:
     """Samples that are not trained."""
     thresholds = ("difficulty_low_threshold", "difficulty_high_threshold")
-    too_long, difficult = (keys.switch(name) or False for name in ("max_len_mask", "difficulty_mask"))
+    names = ("max_len_mask", "difficulty_mask")
+    too_long, difficult = (keys.switch(name) or False for name in names)
+    if too_long or difficult:
+        keys.set("algorithm.count_removed_samples", False, *keys.given(*names))
     if difficult:
         keys.set("rollout.rollout_sample_filter_path", f"{_FUNCTIONS}.mask", "difficulty_mask")
         keys.set("rollout.custom_args.difficulty_mask", True, "difficulty_mask")
@@ -183,8 +199,63 @@ def masks(keys: CombinedKeys) -> None:
         keys.note("has no effect: it is false", "max_len_mask")
 
 
-def clipping(keys: CombinedKeys) -> None:
-    """How far a batch may move the policy."""
+def loss(keys: CombinedKeys) -> None:
+    """The loss of the policy, and how far a batch may move the policy."""
+    worker, key = "actor_train.worker_cls", "actor_train.pg_variant"
+    weights = [f"actor_train.topr_{kind}_weight" for kind in ("positive", "negative")]
+    variant = keys.values.get(key)
+    if _PG_WORKER not in str(keys.values.get(worker)):
+        keys.note("has no effect: the learner computes the loss of policy_objective", worker)
+        keys.note(f"has no effect in ROLL either, unless worker_cls is a class of {_PG_WORKER}", key, *weights)
+        if "importance_sampling" in keys.values:
+            rule = converts("algorithm.policy_objective", {"token": "ppo", "seq": "gspo"})
+            keys.translator.follow(rule, "importance_sampling", keys.values["importance_sampling"])
+        _clipping(keys)
+        return
+    found = next((settings for name, settings in _VARIANTS.items() if name == variant), None)
+    if found is None:
+        keys.refuse(f"{key} {variant!r:.80} is not a loss of {worker}: set it to {', '.join(_VARIANTS)}")
+        keys.note("depends on pg_variant", *weights, *_OF_PPO)
+        return
+    for setting, value in found.items():
+        keys.set(f"algorithm.{setting}", value, worker, key)
+    if "loss_agg_mode" not in keys.values:
+        # ROLL's default, whatever the paper of the objective averages.
+        keys.set("algorithm.loss_aggregation", "sequence_mean", worker, key)
+    if variant == "topr":
+        for name in keys.given(*weights):
+            keys.set(f"algorithm.{name.rpartition('.')[2]}", keys.number(name), name)
+    else:
+        keys.note("has no effect without pg_variant topr", *weights)
+    if variant == "ppo":
+        keys.note("has no effect in ROLL either with this worker_cls", "importance_sampling")
+        _clipping(keys)
+    else:
+        keys.note("has no effect without pg_variant ppo", *_OF_PPO)
+
+
+def coefficients(keys: CombinedKeys) -> None:
+    """Factors of parts of the loss. ROLL has keys of an earlier TOPR, which its code does not read any more."""
+    worker = "actor_train.worker_cls to roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
+    name = "use_topr_neg_loss_coef"
+    if keys.number(name) is not None:
+        keys.note(f"has no effect in ROLL either: set actor_train.pg_variant to topr, and {worker}", name)
+    factor = keys.number("rl_loss_coef")
+    if factor == 1:
+        keys.note("has no effect at 1", "rl_loss_coef")
+    if factor == 0:
+        keys.refuse(
+            "rl_loss_coef 0 multiplies the whole loss of the policy, so that ROLL trains nothing: set it to 1, and for "
+            f"TOPR actor_train.pg_variant to topr and {worker}"
+        )
+    elif factor not in (None, 1):
+        keys.refuse(
+            f"rl_loss_coef {factor:g} has no counterpart, because the loss has no factor: set it to 1, and "
+            "learning_rate of training_args instead"
+        )
+
+
+def _clipping(keys: CombinedKeys) -> None:
     ranges = ("pg_clip_low", "pg_clip_high")
     common = keys.number("pg_clip")
     if keys.switch("use_pg_clip_range"):
@@ -215,7 +286,7 @@ def divergence(keys: CombinedKeys) -> None:
     if used is not None:
         keys.set("algorithm.use_kl_loss", used, "use_kl_loss")
     if used:
-        keys.set("algorithm.kl_loss_type", "k3", "use_kl_loss")
+        keys.set("algorithm.kl_loss_type", "low_var_kl", "use_kl_loss")
         keys.set("algorithm.kl_loss_coef", keys.number("kl_loss_coef") or 0.0, "use_kl_loss kl_loss_coef")
     else:
         keys.note("has no effect without use_kl_loss", "kl_loss_coef")
@@ -236,13 +307,13 @@ def divergence(keys: CombinedKeys) -> None:
 
 
 def correction(keys: CombinedKeys) -> None:
-    """Weights and filters of tokens by the ratio of the learner's probabilities to the engines'."""
-    key = "train_infer_correction"
+    """Weights of tokens by the ratio of the learner's probabilities to the engines'."""
+    key = _CORRECTION
     found = keys.section(key)
     if not found:
         return
-    weight, filters = found.get("is_weight") or {}, found.get("filters") or []
-    if not isinstance(weight, Mapping) or not isinstance(filters, list):
+    weight = found.get("is_weight") or {}
+    if not isinstance(weight, Mapping) or not isinstance(found.get("filters") or [], list):
         keys.refuse(f"{key} is wrong: write is_weight as a section, and filters as a list of sections")
         return
     if weight.get("enabled"):
@@ -257,18 +328,40 @@ def correction(keys: CombinedKeys) -> None:
             )
     else:
         keys.set("algorithm.off_policy_correction", "none", key)
-    enabled = [one for one in filters if isinstance(one, Mapping) and one.get("enabled")]
-    match enabled:
-        case []:
-            pass
-        case [one] if (
-            one.get("agg_type", "token") in _LEVELS and one.get("ratio_enabled") and not one.get("diff_enabled")
-        ):
-            keys.set("algorithm.rejection_level", one.get("agg_type", "token"), key)
-            band = [one.get("ratio_low", 0.8), one.get("ratio_high", 1.2)]
-            keys.set("algorithm.rejection_band", band, key)
-        case _:
+
+
+def tokens(keys: CombinedKeys) -> None:
+    """What the learner changes of a batch before it trains it: the advantages of a critic are clipped, or tokens are
+    left out by filters."""
+    clip = keys.number("advantage_clip") if keys.values.get("adv_estimator") == "gae" else None
+    filters = _filters(keys)
+    key = " ".join(name for name, found in (("advantage_clip", clip), (_CORRECTION, filters)) if found)
+    if key:
+        keys.set("algorithm.rollout_data_postprocess_path", _POSTPROCESS, key)
+        keys.set("rollout.custom_args.critic_advantage_clip", clip or None, key)
+        keys.set("rollout.custom_args.train_infer_filters", filters, key)
+
+
+def _filters(keys: CombinedKeys) -> list[Mapping[str, Any]]:
+    """The filters of `train_infer_correction` that are enabled."""
+    filters = keys.section(_CORRECTION).get("filters")
+    listed = filters if isinstance(filters, list) else ()
+    enabled = [one for one in listed if isinstance(one, Mapping) and one.get("enabled")]
+    for one in enabled:
+        if one.get("agg_type", "token") not in _LEVELS:
             keys.refuse(
-                f"{key}.filters has a counterpart only as one filter with ratio_enabled, without diff_enabled, and "
-                "with agg_type token, sequence or geometric"
+                f"{_CORRECTION}.filters: agg_type {one['agg_type']!r:.80} is unknown: set it to {', '.join(_LEVELS)}"
             )
+    return [{"level": one.get("agg_type", "token"), **_bands(keys, one)} for one in enabled]
+
+
+def _bands(keys: CombinedKeys, one: Mapping[str, Any]) -> Mapping[str, list[float]]:
+    """The limits of what a filter compares."""
+    found = {}
+    for ours, (theirs, default, low, high) in _BANDS.items():
+        if one.get(f"{theirs}_enabled", default):
+            band = [one.get(f"{theirs}_low", low), one.get(f"{theirs}_high", high)]
+            if not all(isinstance(limit, int | float) and not isinstance(limit, bool) for limit in band):
+                keys.refuse(f"{_CORRECTION}.filters: {theirs}_low and {theirs}_high are not numbers: write numbers")
+            found[ours] = band
+    return found

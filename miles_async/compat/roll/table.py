@@ -18,6 +18,7 @@ _DECAYS = {
 }
 _AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
     "token-mean": "token_mean",
     "seq-mean-token-sum-norm": "constant",
 }
@@ -46,9 +47,15 @@ _OF_REFERENCE = Idle("has no effect: the learner runs the reference in its own p
 _UNREAD = Idle("has no effect in ROLL either, which does not read it")
 _ALWAYS_PACKED = Idle("has no effect: samples are packed end to end, and micro-batches are balanced")
 _OFF = Only((False, None), "samples have equal weights, set it to false")
-_POLICY_VARIANT = Only(
-    ("ppo", None), "set policy_objective for another loss, cispo for example, or write one: custom_loss_function_path"
+_TOPR_WEIGHTS = ("topr_positive_weight", "topr_negative_weight")
+_BOUNDS = dict.fromkeys(
+    (
+        *("tis_lower_bound", "tis_upper_bound", "cispo_epsilon_low", "cispo_epsilon_high", "cispo_use_unified_mask"),
+        "kimi15_tau",
+    ),
+    Idle("has no effect in ROLL either, whose WorkerConfig has no such field: set eps_clip, eps_clip_high, kimi15_tau"),
 )
+"""Parameters of losses that ROLL's pages name, and its code does not read."""
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 
 
@@ -77,7 +84,7 @@ _TOP: Table = {
     "num_gpus_per_node": Combined(),
     "rpc_timeout": Idle("has no effect: processes that hang are found by their heartbeats"),
     "model_name": Idle("names a model that ROLL uploads; save_hf writes exports"),
-    "model_download_type": Refused("set pretrain to a folder, or to a name on the Hugging Face Hub"),
+    "model_download_type": Combined(),
     "rollout_dump_dir": sets("debug.dump_details"),
     "rollout_mock": Combined(),
     "profiler_timeline": sets("debug.use_pytorch_profiler"),
@@ -130,11 +137,13 @@ _TOP: Table = {
     # The loss.
     "ppo_epochs": sets("learner.passes_per_rollout"),
     "loss_agg_mode": converts("algorithm.loss_aggregation", _AGGREGATIONS),
-    "importance_sampling": converts("algorithm.policy_objective", {"token": "ppo", "seq": "gspo"}),
+    "importance_sampling": Combined(),
     "pg_variant": _UNREAD,
     "positive_loss_coef": _UNREAD,
-    "use_topr_neg_loss_coef": Only((0, 0.0), "write the loss and set custom_loss_function_path, or set it to 0"),
-    "rl_loss_coef": Only((1, 1.0), "the loss has no factor: set learning_rate of training_args instead, and this to 1"),
+    **dict.fromkeys(_TOPR_WEIGHTS, _UNREAD),
+    "use_topr_neg_loss_coef": Combined(),
+    "rl_loss_coef": Combined(),
+    **_BOUNDS,
     "entropy_loss_coef": sets("algorithm.entropy_coef"),
     "max_grad_norm": sets("learner.clip_grad"),
     "difficulty_loss_weight": _OFF,
@@ -210,8 +219,9 @@ _MEGATRON: Table = {
 
 _ACTOR_TRAIN: Table = {
     "system_envs": Combined(),
-    "worker_cls": Idle("has no effect: the learner computes the loss of policy_objective"),
-    "pg_variant": _POLICY_VARIANT,
+    **dict.fromkeys(("worker_cls", "pg_variant"), Combined()),
+    **_BOUNDS,
+    **dict.fromkeys(_TOPR_WEIGHTS, Combined()),
     "model_args.attn_implementation": _ATTENTION,
     "model_args.flash_attn": _ATTENTION,
     "model_args.disable_gradient_checkpointing": Combined(),

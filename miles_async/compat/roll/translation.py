@@ -15,8 +15,10 @@ _TEMPLATES = frozenset(key for key in TABLE if key.endswith((".data_args.templat
 _STEPS = (
     *(layout.environment, layout.devices, layout.stages, layout.batch_sizes, layout.recomputation, layout.engine),
     adapters.adapters,
-    *(data.sizes, data.schedule, data.tracking, data.recordings, data.data_and_rewards, environments.environments),
-    *(objective.advantages, objective.masks, objective.clipping, objective.divergence, objective.correction),
+    *(data.sizes, data.schedule, data.downloads, data.tracking, data.recordings, data.data_and_rewards),
+    environments.environments,
+    *(objective.advantages, objective.masks, objective.loss, objective.coefficients, objective.divergence),
+    *(objective.correction, objective.tokens),
 )
 """What combines keys, in order: sizes of the layout are needed for those of batches."""
 

@@ -88,7 +88,12 @@ _ACTOR: Table = {
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
     "loss_agg_mode": converts(
         "algorithm.loss_aggregation",
-        {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum-norm": "constant"},
+        {
+            "token-mean": "token_mean",
+            "seq-mean-token-mean": "sequence_mean",
+            "seq-mean-token-sum": "sequence_sum",
+            "seq-mean-token-sum-norm": "constant",
+        },
     ),
     "policy_loss.loss_mode": converts(
         "algorithm.policy_objective",

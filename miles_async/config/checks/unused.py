@@ -13,7 +13,7 @@ from functools import partial
 
 from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.generation import evaluates, generates_by_user, serves_agents
-from miles_async.config.losses import estimator_of, objective_name, objective_of
+from miles_async.config.losses import estimator_of, loss_aggregation, objective_name, objective_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.rewards.plugin import BOXED, REWARDS
@@ -89,6 +89,11 @@ NEEDS = (
         "rewards_normalization",
         lambda c: estimator_of(c.algorithm).compares_samples,
         "an advantage_estimator that compares the samples of a group",
+    ),
+    Needs(
+        "count_removed_samples",
+        lambda c: loss_aggregation(c.algorithm) != "token_mean",
+        "loss_aggregation sequence_mean, sequence_sum or constant",
     ),
     Needs("rejection_band", lambda c: c.algorithm.rejection_level is not None, "rejection_level"),
     Needs(

@@ -34,8 +34,8 @@ class Algorithm(Section):
     rollout_data_postprocess_path: str | None = None
     """Function fn(args, rollout_id, rollout_data) that may change rollout_data["advantages"] and
     rollout_data["loss_masks"], which have a tensor per sample with an entry per response token, as module.function.
-    Masks are 0 or 1, and 0 takes a token out of the loss of the policy. The function gets all samples of a rank before
-    the first optimizer step on them. If unset, advantages and masks stay as they are."""
+    A mask is the factor of the policy's loss at its token, and 0 takes the token out. The function gets all samples of
+    a rank before the first optimizer step on them. If unset, advantages and masks stay as they are."""
     custom_tis_function_path: str | None = None
     """Function that weights the policy's part of the loss in place of off_policy_correction, as module.function. It
     returns pg_loss, the masks of the samples, and metrics."""
@@ -66,9 +66,13 @@ class Algorithm(Section):
     """Optimizer steps over which the critic's learning rate rises linearly from 0 to its peak."""
     loss_aggregation: LossAggregation | None = None
     """How token losses are averaged over an optimizer step: token_mean is the mean over all tokens (DAPO),
-    sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), constant the sum over tokens divided
-    by the number of samples times rollout_max_response_len (Dr. GRPO). All segments of an agent's trajectory together
-    count as one sample. If unset, token_mean for policy_objective cispo, as in its paper, otherwise sequence_mean."""
+    sequence_mean the mean over samples of each sample's token mean (GRPO, GSPO), sequence_sum the mean over samples of
+    each sample's sum over tokens, constant that mean divided by rollout_max_response_len (Dr. GRPO). All segments of an
+    agent's trajectory together count as one sample. If unset, token_mean for policy_objective cispo, as in its paper,
+    otherwise sequence_mean."""
+    count_removed_samples: bool = True
+    """Count samples without a trained token in the mean over samples, such as those that rollout_sample_filter_path
+    removes. If off, loss_aggregation sequence_mean, sequence_sum and constant average over the others."""
     eps_clip: float | None = Field(None, ge=0)
     """Lower clip range of the policy ratio: ratios are clipped at 1 - eps_clip. With policy_objective gmpo, log-ratios
     are clipped at -eps_clip. If unset, as in the paper of policy_objective: 3e-4 for gspo, 1 (no bound) for cispo, 0.4

@@ -16,7 +16,7 @@ from miles_async.plugins import Kind, Plugin
 if TYPE_CHECKING:
     from torch import Tensor
 
-LossAggregation = Literal["token_mean", "sequence_mean", "constant"]
+LossAggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class PolicyTokens:
     rollout_log_probs: Tensor
     """As the engines reported them."""
     advantages: Tensor
+    rewards: Tensor
+    """Of the token's sample, with the penalty on its length."""
     sequences: Tensor
     """Number of the token's sequence in the micro-batch, ascending."""
     clip: tuple[float, float]

@@ -137,6 +137,7 @@ def test_a_segment_with_its_own_reward_gets_its_own_advantage() -> None:
         ("token_mean", {20: 1, 21: 1, 22: 1, 23: 1}),
         # 12 tokens in two trajectories, of 9 and of 3 tokens.
         ("sequence_mean", {20: 12 / 18, 21: 12 / 18, 22: 12 / 18, 23: 12 / 6}),
+        ("sequence_sum", {20: 12 / 2, 21: 12 / 2, 22: 12 / 2, 23: 12 / 2}),
         ("constant", {20: 12 / 32, 21: 12 / 32, 22: 12 / 32, 23: 12 / 32}),
     ],
 )

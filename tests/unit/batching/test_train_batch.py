@@ -47,6 +47,13 @@ def test_each_trained_token_has_its_position_its_engine_logprob_and_the_advantag
     assert step.total_tokens == 5
 
 
+def test_each_trained_token_has_the_reward_of_its_sample_with_the_penalty_on_its_length() -> None:
+    settings = {"rollout_max_response_len": 4, "overlong_buffer_len": 2, "grpo_std_normalization": False}
+    [[step]] = policy_steps([Group([sample(0, 2.0, response=1), sample(1, -1.0)])], run_config(**settings), ranks=1)
+    [batch] = step.micro_batches
+    assert batch.rewards.tolist() == [2.0, -1.5, -1.5, -1.5]
+
+
 def test_each_trained_token_has_the_version_that_sampled_it_and_its_sequence() -> None:
     continued = sample(0, 1.0, response=4, mask=[1, 1, 0, 1])
     continued.spans = [VersionSpan(3, 0, 1), VersionSpan(5, 1, 3)]
@@ -162,7 +169,7 @@ def test_one_sample_of_a_group_may_be_without_an_advantage() -> None:
     assert step.total_tokens == 9
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 def test_the_weights_of_packed_samples_do_not_depend_on_the_others_being_packed(aggregation: str) -> None:
     config = run_config(loss_aggregation=aggregation)
     found: list[dict[int, float]] = []
@@ -192,6 +199,28 @@ def test_a_sample_without_trained_tokens_is_not_packed() -> None:
     [[step]] = steps_of(Group([sample(0), removed, sample(2, 0.0, mask=[0, 0, 0])]))
     assert packed_samples([step]) == [0]
     assert (step.total_tokens, step.skipped_tokens) == (3, {})
+
+
+@pytest.mark.parametrize(
+    "aggregation, counted, weight",
+    [
+        # Two of three samples are trained, with 3 tokens each.
+        ("sequence_mean", True, 6 / (3 * 3)),
+        ("sequence_mean", False, 6 / (2 * 3)),
+        ("sequence_sum", False, 6 / 2),
+        ("constant", False, 6 / (2 * 10)),
+        ("token_mean", False, 1),
+    ],
+)
+def test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise(
+    aggregation: str, counted: bool, weight: float
+) -> None:
+    removed = sample(1, 0.0)
+    removed.remove_sample = True
+    settings = {"loss_aggregation": aggregation, "count_removed_samples": counted, "rollout_max_response_len": 10}
+    [[step]] = policy_steps([Group([sample(0), removed, sample(2, 0.0)])], run_config(**settings), ranks=1)
+    [batch] = step.micro_batches
+    assert batch.loss_weights.tolist() == pytest.approx([weight] * 6)
 
 
 def test_a_sample_whose_advantage_is_not_a_number_is_packed() -> None:
@@ -249,7 +278,7 @@ def packed_share(**settings: Any) -> float:
     "settings",
     [
         *({"advantage_estimator": name} for name in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")),
-        *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo")),
+        *({"policy_objective": name} for name in ("ppo", "gspo", "cispo", "gmpo", "sapo", "reinforce", "topr")),
         *({"policy_objective": name, "off_policy_correction": "none"} for name in ("dppo", "m2po")),
         *({"off_policy_correction": name} for name in ("tis", "decoupled", "icepop", "sequence", "none")),
         {"grpo_std_normalization": False},

@@ -98,6 +98,7 @@ def test_rolls_asynchronous_example_has_its_algorithm(tmp_path: Path) -> None:
         "difficulty_high_threshold": 0.95,
     }
     assert (algorithm.loss_aggregation, algorithm.off_policy_correction) == ("sequence_mean", "none")
+    assert algorithm.count_removed_samples is False
     assert (learner.lr, learner.lr_decay_style, learner.lr_warmup_steps) == (1e-6, "linear", 1)
 
 
@@ -183,6 +184,24 @@ def test_a_file_with_a_judge_needs_its_address_and_nothing_else(tmp_path: Path) 
     content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
     said = translate(content, "ROLL").idle["virtuoussy/Qwen2.5-7B-Instruct-RLVR of rewards.llm_judge"]
     assert said == "is not started: serve it with SGLang, and set rm_url to its chat completions"
+
+
+def test_filters_of_segments_and_topr_are_those_of_the_file(tmp_path: Path) -> None:
+    config, refused = agentic(tmp_path, {}, "qwen2.5-0.5B-agentic-agent_val_frozen_lake-pg_var_is_correct")
+    assert refused == []
+    algorithm, args = config.algorithm, flat_args(config)
+    assert (algorithm.policy_objective, args.loss_aggregation) == ("topr", "sequence_mean")
+    assert algorithm.rollout_data_postprocess_path == "miles_async.compat.roll.tokens.postprocess"
+    bands = {"ratio": [0.8, 1.05], "difference": [-0.1, 0.1]}
+    assert args.train_infer_filters == [{"level": "segment", **bands}]
+    assert args.critic_advantage_clip is None
+
+
+def test_environments_without_training_are_not_evaluated(tmp_path: Path) -> None:
+    config, refused = agentic(tmp_path, {}, "agentic_demo-agent_rollout_rock_swe")
+    assert refused == []
+    assert config.debug.debug_rollout_only
+    assert config.rollout.eval_datasets == {}
 
 
 def test_a_choice_is_scored_softly_or_refused(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_the_ratio_of_a_sequence_has_rolls_clip_range() -> None:
 
 def test_the_kl_loss_has_rolls_estimator() -> None:
     found = algorithm(use_kl_loss=True, kl_loss_coef=0.01, init_kl_coef=0.2)
-    assert found == {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.01}
+    assert found == {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.01}
 
 
 def test_a_kl_penalty_needs_a_critic() -> None:
@@ -109,15 +109,86 @@ def test_a_kl_penalty_needs_a_critic() -> None:
     assert sentence.startswith("add_token_level_kl has a counterpart only with adv_estimator gae")
 
 
-def test_weights_and_filters_of_tokens_are_a_correction() -> None:
+TOKENS = "miles_async.compat.roll.tokens.postprocess"
+
+
+def test_weights_of_tokens_are_a_correction_and_filters_a_function() -> None:
     weight = {"enabled": True, "weight_type": "token", "upper_bound": 1.5}
-    band = {"enabled": True, "agg_type": "geometric", "ratio_enabled": True, "ratio_low": 0.9, "ratio_high": 1.1}
-    assert algorithm(train_infer_correction={"is_weight": weight, "filters": [band, {"enabled": False}]}) == {
-        "off_policy_correction": "tis",
-        "tis_clip": 1.5,
-        "rejection_level": "geometric",
-        "rejection_band": [0.9, 1.1],
+    band = {"enabled": True, "agg_type": "geometric", "ratio_low": 0.9, "ratio_high": 1.1}
+    both = {"enabled": True, "agg_type": "segment", "diff_enabled": True, "diff_low": -0.1}
+    difference = {"enabled": True, "ratio_enabled": False, "diff_enabled": True}
+    filters = [band, {"enabled": False}, both, difference]
+    found = settings(train_infer_correction={"is_weight": weight, "filters": filters})
+    assert found == {
+        "algorithm.off_policy_correction": "tis",
+        "algorithm.tis_clip": 1.5,
+        "algorithm.rollout_data_postprocess_path": TOKENS,
+        "rollout.custom_args.critic_advantage_clip": None,
+        "rollout.custom_args.train_infer_filters": [
+            {"level": "geometric", "ratio": [0.9, 1.1]},
+            {"level": "segment", "ratio": [0.8, 1.2], "difference": [-0.1, 0.2]},
+            {"level": "token", "difference": [-0.2, 0.2]},
+        ],
     }
+
+
+def test_the_advantages_of_a_critic_are_clipped_after_they_are_normalized() -> None:
+    found = settings(adv_estimator="gae", whiten_advantages=True, advantage_clip=2.0, reward_clip=10)
+    assert found["algorithm.normalize_advantages"] is True
+    assert found["algorithm.rollout_data_postprocess_path"] == TOKENS
+    assert found["rollout.custom_args.critic_advantage_clip"] == 2.0
+    # This one clips the rewards of samples.
+    assert found["rollout.custom_args.advantage_clip"] is None
+    assert "algorithm.rollout_data_postprocess_path" not in settings(adv_estimator="grpo", advantage_clip=2.0)
+
+
+PG_WORKERS = (
+    "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker",
+    "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker",
+)
+
+
+@pytest.mark.parametrize("worker", PG_WORKERS)
+@pytest.mark.parametrize(
+    "variant, expected",
+    [
+        ("vanilla", {"policy_objective": "reinforce"}),
+        ("ppo", {"policy_objective": "ppo", "eps_clip": 0.3, "eps_clip_c": 1.6}),
+        ("tis", {"policy_objective": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.0}),
+        ("cispo", {"policy_objective": "cispo", "eps_clip": 0.1, "eps_clip_high": 0.1}),
+        ("topr", {"policy_objective": "topr", "topr_negative_weight": 0.5}),
+        ("kimi15", {"policy_objective": "kimi15", "kimi15_tau": 0.1}),
+    ],
+)
+def test_a_variant_of_the_policy_gradient_is_an_objective(worker: str, variant: str, expected: dict[str, Any]) -> None:
+    role = {"worker_cls": worker, "pg_variant": variant, "topr_negative_weight": 0.5}
+    found = outcome(actor_train=role, pg_clip=0.3, dual_clip_loss=True, importance_sampling="seq")
+    assert found.problems == []
+    values = {name.removeprefix("algorithm."): one.value for name, one in found.translation.items()}
+    assert values == {"loss_aggregation": "sequence_mean", **expected}
+    idle = {"importance_sampling"}
+    idle |= set() if variant == "ppo" else {"pg_clip", "dual_clip_loss"}
+    idle |= set() if variant == "topr" else {"actor_train.topr_negative_weight"}
+    assert found.idle.keys() == idle
+
+
+def test_a_variant_is_averaged_as_the_file_says() -> None:
+    role = {"worker_cls": PG_WORKERS[0], "pg_variant": "cispo"}
+    assert algorithm(actor_train=role, loss_agg_mode="seq-mean-token-sum")["loss_aggregation"] == "sequence_sum"
+
+
+def test_a_variant_has_no_effect_without_a_worker_that_reads_it() -> None:
+    found = outcome(actor_train={"pg_variant": "topr", "worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"})
+    assert (found.problems, found.translation) == ([], {})
+    assert found.idle["actor_train.pg_variant"].endswith("unless worker_cls is a class of actor_pg_worker")
+
+
+def test_a_loss_without_the_policy_gradient_is_refused_with_what_topr_is_called_now() -> None:
+    found = outcome(rl_loss_coef=0.0, use_topr_neg_loss_coef="x_2")
+    assert len(found.problems) == 2
+    assert "ROLL trains nothing: set it to 1, and for TOPR actor_train.pg_variant to topr" in " ".join(found.problems)
+    assert "use_topr_neg_loss_coef 'x_2' is not a number of 0 or more: write a number" in found.problems
+    assert outcome(rl_loss_coef=1.0, use_topr_neg_loss_coef=0.5).problems == []
 
 
 @pytest.mark.parametrize(
@@ -126,12 +197,15 @@ def test_weights_and_filters_of_tokens_are_a_correction() -> None:
         {"adv_estimator": "gigpo"},
         {"advantage_clip": 1.0},
         {"adv_estimator": "reinforce", "gamma": 0.9},
-        {"adv_estimator": "gae", "advantage_clip": 1.0},
         {"adv_estimator": "reinforce", "norm_mean_type": "running"},
         {"adv_estimator": "reinforce", "reward_clip": -1},
-        {"train_infer_correction": {"filters": [{"enabled": True, "diff_enabled": True}]}},
+        {"train_infer_correction": {"filters": [{"enabled": True, "diff_enabled": True, "diff_low": "low"}]}},
+        {"train_infer_correction": {"filters": [{"enabled": True, "agg_type": "sentence"}]}},
+        {"actor_train": {"worker_cls": PG_WORKERS[0], "pg_variant": "grpo"}},
+        {"actor_train": {"worker_cls": PG_WORKERS[1]}},
+        {"rl_loss_coef": 0.5},
         {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "segment"}}},
-        {"track_with": "swanlab"},
+        {"track_with": "ml_tracker"},
         {"track_with": ["wandb"]},
         {"rollout_mock": {"enable": True, "mode": "replay"}},
         {"max_steps": -1},
@@ -150,6 +224,13 @@ def test_a_run_reports_to_the_tracker_of_the_file(tracker: str) -> None:
     found = settings(track_with=tracker, tracker_kwargs={"project": "roll", "name": "mine", "log_dir": "/logs"})
     of_wandb = {"observability.wandb_project": "roll"} if tracker == "wandb" else {}
     assert found == {f"observability.use_{tracker}": True, **of_wandb}
+
+
+@pytest.mark.parametrize("tracker", ["stdout", "swanlab", "trackio"])
+def test_a_run_without_the_tracker_of_the_file_says_where_its_metrics_are(tracker: str) -> None:
+    found = outcome(track_with=tracker)
+    assert (found.problems, found.translation) == ([], {})
+    assert "in the files of the run" in found.idle["track_with"]
 
 
 @pytest.mark.parametrize("mode, setting", [("dump", "save"), ("mock", "load")])

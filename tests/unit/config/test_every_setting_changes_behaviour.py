@@ -480,9 +480,13 @@ NAMED: dict[str, str] = {
         name: f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[{name}]"
         for name in (
             *("eps_clip_c", "tis_clip_low", "rejection_level", "rejection_band", "rejection_veto"),
-            *("use_opsm", "opsm_delta"),
+            *("use_opsm", "opsm_delta", "topr_positive_weight", "topr_negative_weight", "kimi15_tau"),
         )
     },
+    "count_removed_samples": (
+        "unit/batching/test_train_batch.py::"
+        "test_a_removed_sample_counts_in_the_mean_over_samples_unless_a_setting_says_otherwise"
+    ),
     "get_mismatch_metrics": f"{LEARNER}::test_a_step_reports_the_mismatch_of_engine_and_learner",
     "off_policy_correction": f"{LEARNER}::test_another_value_of_a_setting_learns_other_weights[off_policy_correction]",
     "policy_objective": f"{LEARNER}::test_another_estimator_or_correction_learns_other_weights[gmpo]",

@@ -48,6 +48,7 @@ def noted(**settings: Any) -> list[str]:
         ({"policy_objective": "gspo", "eps_clip": 1e-3}, 1e-3, 1e-3, "sequence_mean"),
         ({"policy_objective": "gspo", "eps_clip_high": 1e-3}, 3e-4, 1e-3, "sequence_mean"),
         ({"policy_objective": "gspo", "loss_aggregation": "constant"}, 3e-4, 4e-4, "constant"),
+        ({"loss_aggregation": "sequence_sum"}, 0.2, 0.2, "sequence_sum"),
         ({"eps_clip": 0.1}, 0.1, 0.1, "sequence_mean"),
         ({"eps_clip_high": 0.28}, 0.2, 0.28, "sequence_mean"),
     ],
@@ -62,6 +63,7 @@ def test_the_clip_range_and_the_mean_are_those_of_the_paper_unless_they_are_set(
     samples = [Sample(tokens=[0] * (n + 1), response_length=n, rollout_log_probs=[0.0] * n) for n in (1, 3)]
     scored = [ScoredSample(sample, 0, number, 1.0) for number, sample in enumerate(samples)]
     weights = {"token_mean": [1.0, 1.0], "sequence_mean": [2.0, 2 / 3], "constant": [0.25, 0.25]}
+    weights |= {"sequence_sum": [2.0, 2.0]}
     assert [one.loss_weight for one in weight_samples(scored, algorithm, 8)] == weights[aggregation]
 
 
@@ -258,6 +260,7 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "grpo_std_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "eps_clip eps_clip_high": {"policy_objective": "sapo"},
     "eps_clip_c": {"policy_objective": "sapo"},
+    "count_removed_samples": {"loss_aggregation": "token_mean"},
     "rewards_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "rejection_level rejection_veto": {"custom_tis_function_path": "losses_of_users.truncated"},
     "rejection_level rejection_veto get_mismatch_metrics": {"use_rollout_logprobs": True},

@@ -470,7 +470,12 @@ def test_an_answer_close_to_the_length_limit_loses_reward() -> None:
 
 @pytest.mark.parametrize(
     "aggregation, weights",
-    [("token_mean", [0.25, 0.25, 0.25, 0.25]), ("sequence_mean", [0.5, 1 / 6, 1 / 6, 1 / 6]), ("constant", [0.05] * 4)],
+    [
+        ("token_mean", [0.25, 0.25, 0.25, 0.25]),
+        ("sequence_mean", [0.5, 1 / 6, 1 / 6, 1 / 6]),
+        ("sequence_sum", [0.5] * 4),
+        ("constant", [0.05] * 4),
+    ],
 )
 def test_the_aggregation_sets_the_weight_of_a_token_of_a_long_answer(aggregation: str, weights: list[float]) -> None:
     group = Group(

@@ -150,7 +150,7 @@ def test_written_values_are_read_back_by_readers_of_yaml_1_1_and_1_2(content: An
         ("rollout_batch_size: true", "rollout_batch_size True is not a number of 1 or more"),
         ("rollout_batch_size: 010", "010 in line 2 has a leading zero"),
         ("num_gpus_per_node: true", "num_gpus_per_node True is not a number of 1 or more"),
-        ("rl_loss_coef: true", "rl_loss_coef True is not supported"),
+        ("rl_loss_coef: true", "rl_loss_coef True is not a number of 0 or more"),
         ("actor_infer: {generating_args: {top_p: yes}}", "top_p: input should be a valid number"),
     ],
 )

@@ -385,6 +385,7 @@ class MegatronLearner:
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=on_device(batch.columns["rollout_log_probs"]),
             advantages=on_device(batch.advantages) if values.advantages is None else values.advantages[number],
+            rewards=on_device(batch.rewards),
             loss_weights=weights if values.masks is None else weights * values.masks[number],
             sequences=on_device(batch.sequences),
             staleness=on_device(self._staleness(batch.columns["spans"].of_tokens())),
