@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv setup-roll test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv setup-roll setup-ifbench test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -49,6 +49,13 @@ setup-openenv: .venv-openenv/ready ## Create .venv-openenv, in which environment
 setup-roll: .venv-roll/ready ## Create .venv-roll, in which environments of ROLL run (0.4 GB); ROLL=FOLDER names a checkout
 	@test -f "$(ROLL)/roll/__init__.py" || { echo "Set ROLL to a checkout of https://github.com/alibaba/ROLL"; exit 1; }
 	@echo "$(abspath $(ROLL))" >"$$(.venv-roll/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/roll.pth"
+
+setup-ifbench: $(READY) ## Add IFBench to .venv, for --rm-type ifbench; IFBENCH=FOLDER names a checkout
+	@test -f "$(IFBENCH)/ifbench/__init__.py" || { echo "Set IFBENCH to a checkout of https://github.com/allenai/IFBench"; exit 1; }
+	@$(VENV_PYTHON) -m pip install -qq --no-deps --require-hashes --requirement requirements/ifbench.lock
+	@echo "$(abspath $(IFBENCH))" >"$$($(VENV_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ifbench.pth"
+	@$(VENV_PYTHON) -m nltk.downloader -q -d .venv/nltk_data punkt punkt_tab stopwords averaged_perceptron_tagger_eng || true
+	@$(VENV_PYTHON) -c 'import sys; from miles_async.rewards.functions.ifbench import lacking; sys.exit(lacking() and f"rm_type ifbench {lacking()}")'
 
 # The libraries need other versions of packages than SGLang, and than each other.
 .venv-verifiers/ready .venv-openenv/ready .venv-roll/ready: .venv-%/ready: requirements/%.lock | $(READY)

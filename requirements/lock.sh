@@ -46,4 +46,6 @@ for library in verifiers openenv roll; do
 done
 # It is installed next to the packages of the CPU lock, so it gets their versions.
 compile 3.12 requirements/bridge.lock "$@" --constraint requirements/cpu-3.12.lock requirements/bridge.in
+# It is installed next to the packages of the CPU lock, too.
+compile 3.11 requirements/ifbench.lock "$@" --constraint requirements/cpu-3.11.lock requirements/ifbench.in
 git --no-pager diff --stat requirements

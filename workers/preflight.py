@@ -122,6 +122,8 @@ def _independent_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
             yield partial(check_writable, setting, Path(directory).expanduser().absolute())
     yield partial(check_ray, config.cluster.ray_address)
     yield partial(external_router_key, config)
+    if config.engine.sglang_router_ip is None and config.engine.sglang_router_port is not None:
+        yield partial(check_port, "sglang_router_port", config.engine.sglang_router_port)
     yield partial(check_port, "agent_port", config.rollout.agent_port)
     yield partial(check_port, "metrics_port", config.observability.metrics_port)
     if trains_only(config):
@@ -272,7 +274,7 @@ def check_port(setting: str, port: int) -> None:
     except OSError as error:
         reason, flag = os.strerror(error.errno or 0), setting.replace("_", "-")
         raise UserError(
-            f"{setting} {port} is not available ({reason}): set --{flag} to a free port, or to 0"
+            f"{setting} {port} is not available ({reason}): set --{flag} to a free port, or unset it"
         ) from error
 
 

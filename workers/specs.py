@@ -181,6 +181,7 @@ def router_spec(config: RunConfig, logs: Path, key: str | None = None) -> Router
         key=key or new_key(),
         log_path=logs / "router.log",
         policy=config.engine.sglang_router_policy,
+        port=config.engine.sglang_router_port,
         further=config.engine.sglang_router_args,
         # The router answers a request that it gives up as if the engine had failed, so the client must give up first.
         request_timeout=config.engine.sglang_router_request_timeout_secs + ROUTER_GRACE_SECONDS,

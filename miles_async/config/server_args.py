@@ -93,7 +93,10 @@ def invalid_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     for argument, value in arguments.items():
         flag = _flag("sglang", argument)
         if argument == "config":
-            yield f"{flag} would pass arguments that the run does not check: write them into sglang_server_args"
+            yield (
+                f"{flag} would pass arguments that the run does not check, or describe engines of several kinds, but "
+                "the engines of a run are alike: write the arguments of all engines into sglang_server_args"
+            )
         elif isinstance(value, str) and value.lower() in ("yes", "no"):
             yield f"{flag} {value} is a text, not a switch: write true or false"
         elif problem := _set_or_unknown(argument, _SET_BY_THE_RUN, known_arguments(), "SGLang's server"):

@@ -31,6 +31,8 @@ class Form(NamedTuple):
     """Whether the run awaits what the function returns."""
     may_yield: bool = False
     """Whether the function may yield what it returns."""
+    must_be_async: bool = False
+    """Whether the function has to be defined with `async def`."""
     offered: tuple[str, ...] = ()
     """Keyword arguments that the run adds if the function takes them."""
 
@@ -38,9 +40,10 @@ class Form(NamedTuple):
 FORMS = {
     "buffer_filter_path": Form("args, rollout_id, buffer, num_samples", may_yield=True),
     "custom_advantage_function_path": Form("args, rollout_data"),
+    "custom_agent_function_path": Form("*, base_url, prompt, request_kwargs, metadata", must_be_async=True),
     "custom_convert_samples_to_train_data_path": Form("args, samples"),
     "custom_eval_rollout_log_function_path": Form("rollout_id, args, data, extra_metrics"),
-    "custom_generate_function_path": Form("args, sample, sampling_params", may_be_async=True, offered=("evaluation",)),
+    "custom_generate_function_path": Form("args, sample, sampling_params", must_be_async=True, offered=("evaluation",)),
     "custom_loss_function_path": Form("args, tokens"),
     "custom_megatron_before_log_prob_hook_path": Form("args, model, store_prefix"),
     "custom_megatron_before_train_step_hook_path": Form(
@@ -60,6 +63,7 @@ FORMS = {
     "data_source_path": Form("args"),
     "dynamic_sampling_filter_path": Form("args, group"),
     "eval_function_path": Form(_ROLLOUT, may_be_async=True),
+    "generate_execute_tool_function_path": Form("name, params", must_be_async=True),
     "over_sampling_filter_path": Form("args, groups", may_yield=True),
     "rollout_all_samples_process_path": Form("args, all_groups, data_source"),
     "rollout_data_postprocess_path": Form("args, rollout_id, rollout_data"),
@@ -69,6 +73,8 @@ FORMS = {
     "warm_start_examples_path": Form("sample", may_yield=True),
 }
 """By setting. With group_rm, a reward gets the samples of a group instead of one sample."""
+OBJECTS = ("generate_tool_specs_path",)
+"""Settings that name objects that are not called."""
 LOGITS_PARAMETERS = "args, batch, logits, sum_of_sample_mean"
 """The parameters of slime's form of a loss, which gets the logits of a micro-batch."""
 
@@ -82,7 +88,7 @@ def install_guests(settings: Mapping[str, Any]) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Import every function that a setting names. Raises UserError with a sentence for each that the run cannot call.
+    """Import everything that a setting names. Raises UserError with a sentence for each that the run cannot use.
 
     The modules of this project are only read: importing them would load NumPy and other libraries, which takes seconds.
     """
@@ -102,6 +108,10 @@ def check_functions(config: RunConfig) -> None:
         if not _is_defined_here(path):
             with collected(problems):
                 load_function(path, setting=setting)
+    for setting in OBJECTS:
+        for path in _paths(settings[setting]):
+            with collected(problems):
+                load_named(path, setting=setting)
     raise_collected(problems)
 
 
@@ -133,27 +143,35 @@ def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the function at `path`, which is written as `module.function`.
 
     `setting` is the setting that holds the path: its function has the form in `FORMS`.
-    Raises UserError if the module does not exist or fails to import, has no such function, or the run cannot call the
-    function in this way.
+    Raises UserError as `load_named`, and if the run cannot call the function in this way.
     """
-    module_path, _, name = path.rpartition(".")
-    if not all(path.split(".")) or not module_path or re.search(r"[/:\\]", path):
-        raise UserError(f"{setting} {path!r} names no function of a module: write module.function")
-    if module_path == "__main__":
-        raise UserError(
-            f"{setting} {path!r}: __main__ is another program in each process of the run; put the function in a module"
-        )
-    module = _import(module_path, f"{setting} {path!r} cannot be imported")
-    if not hasattr(module, name):
-        public = [other for other, value in vars(module).items() if callable(value)]
-        near = get_close_matches(name, public, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"{setting} {path!r}: module {module.__name__} has no function {name!r}{hint}")
-    function = getattr(module, name)
+    function = load_named(path, setting=setting)
     if not callable(function):
         raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function: name one")
     _check_form(function, f"{setting} {path!r}", setting.rpartition(".")[2])
     return function  # type: ignore[no-any-return]
+
+
+def load_named(path: str, *, setting: str) -> Any:
+    """Import the object at `path`, which is written as `module.name`. `setting` is the setting that holds the path.
+
+    Raises UserError if the module does not exist or fails to import, or has no such object.
+    """
+    kind = "object" if setting in OBJECTS else "function"
+    module_path, _, name = path.rpartition(".")
+    if not all(path.split(".")) or not module_path or re.search(r"[/:\\]", path):
+        raise UserError(f"{setting} {path!r} names no {kind} of a module: write module.{kind}")
+    if module_path == "__main__":
+        raise UserError(
+            f"{setting} {path!r}: __main__ is another program in each process of the run; put the {kind} in a module"
+        )
+    module = _import(module_path, f"{setting} {path!r} cannot be imported")
+    if not hasattr(module, name):
+        public = [other for other, value in vars(module).items() if callable(value) or setting in OBJECTS]
+        near = get_close_matches(name, public, n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"{setting} {path!r}: module {module.__name__} has no {kind} {name!r}{hint}")
+    return getattr(module, name)
 
 
 def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
@@ -161,11 +179,11 @@ def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
     form, is_async = FORMS.get(setting), inspect.iscoroutinefunction(function)
     if form is None:
         return
-    if is_async and not form.may_be_async:
+    if is_async and not (form.may_be_async or form.must_be_async):
         raise UserError(f"{name} is async: write it with a plain def, because it is not awaited")
     if _yields(function) and not form.may_yield:
         raise UserError(f"{name} yields its results: write a function that returns them")
-    if setting == "custom_generate_function_path" and not is_async:
+    if form.must_be_async and not is_async:
         raise UserError(f"{name} is not an async function: define it with async def")
     # A class is not called itself if processes create an object of it (`custom_rm_isolated`).
     if isinstance(function, type):

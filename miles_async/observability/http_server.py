@@ -47,7 +47,8 @@ class HttpServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise UserError(
-                f"metrics_port {port} is already in use ({error.strerror}): set --metrics-port to a free port, or to 0"
+                f"metrics_port {port} is already in use ({error.strerror}): set --metrics-port to a free port, or "
+                "unset it"
             ) from error
         self._thread = Thread(target=self.serve_forever, args=(STOP_CHECK_SECONDS,), name="metrics", daemon=True)
         self._thread.start()

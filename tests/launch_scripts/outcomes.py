@@ -17,6 +17,7 @@ from pathlib import Path
 from miles_async.config import model_source
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import checked_config
+from miles_async.rewards.functions import ifbench
 from tests.launch_scripts.replay import Script, scripts
 
 ENGINE = "actor_rollout_ref.rollout.name"
@@ -68,8 +69,9 @@ def refusals(script: Script, folder: Path, changed: Mapping[str, str] | None = N
 
 
 def main() -> None:
-    # Models of Megatron-Bridge are checked as if it were installed.
+    # Models of Megatron-Bridge and rewards of IFBench are checked as if both were installed.
     model_source._bridge_complaint = lambda: None
+    ifbench.lacking = lambda: None
     print("script | flags | mapped | compared | without effect | refused | --check-config")
     for script in (script for project in sys.argv[1:] for script in scripts(project)):
         with tempfile.TemporaryDirectory() as folder:

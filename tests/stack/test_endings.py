@@ -86,7 +86,7 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
         ("--hf-checkpoint <cut_checkpoint>", "model.safetensors is broken"),
         ("--prompt-data <broken_rows> --reasoning-gym-task null --rm-type exact", "rows.jsonl, line 2: not valid JSON"),
         ("--reasoning-gym-task chain_sun", "reasoning_gym_task 'chain_sun' is unknown; did you mean chain_sum?"),
-        ("--metrics-port <taken_port>", "(Address already in use): set --metrics-port to a free port, or to 0"),
+        ("--metrics-port <taken_port>", "(Address already in use): set --metrics-port to a free port, or unset it"),
         ("--queue-capacity 3", "queue_capacity 3 cannot hold a batch"),
         ("--sglang-mem-fraction-statik 0.8", "SGLang's server has no such argument; did you mean mem_fraction_static?"),
         ("--ray-address 127.0.0.1:9", "no Ray cluster answers at ray_address 127.0.0.1:9"),

@@ -32,6 +32,7 @@ SMALL = (
 )
 SHORT = ("--num-rollout", "2", "--rollout-max-response-len", "60", *SMALL)
 LONG = 80
+OF_MILES = "tests.stack.miles_functions"
 BATCH = "miles_async.rollout.sglang_rollout.generate_rollout"
 
 
@@ -67,10 +68,50 @@ def test_a_fully_asynchronous_run_trains_on_trajectories_with_tool_calls(stack: 
     assert run.violations == []
 
 
-def test_an_agent_over_the_endpoint_is_trained(stack: Stack) -> None:
-    run = stack.play("train_async.py", *SHORT, "--custom-generate-function-path", "examples.openai_agent.generate")
-    assert [step.finite for step in run.of(StepEnded)] == [True, True]
+def test_an_agent_of_miles_is_trained_over_the_endpoint(stack: Stack) -> None:
+    run = stack.play(
+        "train_async.py",
+        *SHORT,
+        *("--custom-generate-function-path", "miles.rollout.generate_hub.agentic_tool_call.generate"),
+        *("--custom-agent-function-path", f"{OF_MILES}.run", "--custom-rm-path", f"{OF_MILES}.reward_func"),
+    )
+    steps = run.of(StepEnded)
+    assert [step.finite for step in steps] == [True, True]
+    assert all(0 < step.reward < 1 for step in steps)
     assert run.violations == []
+
+
+CALL = '<tool_call>\\{"name": "double", "arguments": \\{"x": [1-9]\\}\\}</tool_call>'
+
+
+async def calls_tools_of_miles(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Miles' generation in several turns; a grammar makes the untrained model call at once."""
+    from miles_async.compat.miles import multi_turn
+
+    return await multi_turn.generate(args, sample, {**sampling_params, "regex": CALL})
+
+
+def share_of_answers(args: Any, sample: Sample) -> float:
+    """Also checks its input: each call has a result, which is masked."""
+    calls = re.findall(r'"x": (\d)\}\}</tool_call>\D*(\d+)', sample.response)
+    assert [int(result) for _, result in calls] == [2 * int(number) for number, _ in calls]
+    assert len(calls) == sample.metadata["tool_calls"] == sum(not turn.sampled for turn in sample.turns) == 2
+    return sum(sample.loss_mask or []) / sample.response_length
+
+
+def test_tools_of_miles_are_called_in_several_turns_of_a_trained_sample(stack: Stack) -> None:
+    here = "tests.stack.test_generation_modes"
+    run = stack.play(
+        "train.py",
+        *("--num-rollout", "1", "--rollout-max-response-len", "400", *SMALL, "--rollout-function-path", BATCH),
+        *("--custom-generate-function-path", f"{here}.calls_tools_of_miles"),
+        *("--custom-rm-path", f"{here}.share_of_answers", "--slime-imports", "--tool-call-parser", "hermes"),
+        *("--generate-tool-specs-path", f"{OF_MILES}.tool_specs", "--generate-max-turns", "2"),
+        *("--generate-execute-tool-function-path", f"{OF_MILES}.execute_tool"),
+    )
+    [step] = run.of(StepEnded)
+    assert step.finite
+    assert step.metrics["loss_tokens"] < step.response_length * 4 * run.config.rollout.n_samples_per_prompt
 
 
 def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:

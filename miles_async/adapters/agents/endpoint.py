@@ -9,7 +9,8 @@ of the session is part of the URL, so an agent needs no extra header and may run
 is sent when it is complete, each text as one delta. Until then, the stream contains pings.
 
 The endpoint listens on 127.0.0.1 only, and refuses requests without its key. The key opens nothing but this endpoint:
-an agent may run code that the model wrote, and must not reach the weights of the engines.
+an agent may run code that the model wrote, and must not reach the weights of the engines. A session may be opened
+without a key, for agents that send none. Its name, which is random and part of its URL, then replaces the key.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -30,16 +30,22 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from miles_async.adapters.agents.connections import Connections
-from miles_async.adapters.agents.conversation import Completion, Conversation, InvalidRequestError, SessionClosedError
+from miles_async.adapters.agents.conversation import (
+    CONTEXT_TOKENS,
+    Completion,
+    Conversation,
+    InvalidRequestError,
+    SessionClosedError,
+)
 from miles_async.adapters.agents.formats.format import MODEL, event
-from miles_async.adapters.agents.messages import AnswerParser
+from miles_async.adapters.agents.messages import AnswerParser, Message, read_answer
 from miles_async.adapters.agents.trajectories import BufferFullError, NotStoredError, TrajectoryBuffer
-from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler, sampled_at_end
 from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
 from miles_async.parsing import decode_json
-from miles_async.types import Sample
+from miles_async.types import Sample, SampleStatus
 from miles_async.wire_formats import FORMATS, WireFormat
 
 MAX_EXTERNAL_SESSIONS = 8192
@@ -59,6 +65,8 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_
 @dataclass(slots=True)
 class _Session:
     conversation: Conversation
+    needs_key: bool = True
+    """Whether its requests have to carry the key."""
     context: Context = field(default_factory=copy_context)
     """The context in which the session was opened: the time limit of its sample, and the fields of log lines."""
     requests: set[asyncio.Task[Completion]] = field(default_factory=set)
@@ -125,7 +133,7 @@ class AgentEndpoint:
         except OSError as error:
             connections.close()
             raise UserError(
-                f"agent_port {port} is not available ({error.strerror}): set --agent-port to a free port, or to 0"
+                f"agent_port {port} is not available ({error.strerror}): set --agent-port to a free port, or unset it"
             ) from error
         self._connections = connections
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -141,15 +149,22 @@ class AgentEndpoint:
 
     @asynccontextmanager
     async def session(
-        self, sample: Sample, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any]
+        self,
+        sample: Sample,
+        sampler: MultiTurnSampler,
+        sampling_params: Mapping[str, Any],
+        *,
+        needs_key: bool = True,
     ) -> AsyncIterator[str]:
         """Open a conversation that fills `sample`, and yield its base URL, which ends with `/v1`.
+
+        Without `needs_key`, everyone who knows the URL can send requests.
 
         When the block ends, requests in progress are cancelled, so nothing changes the sample afterwards. Raises the
         error that ended the conversation (TrajectoryError or EngineLostError), and TrajectoryError if the agent sent no
         request.
         """
-        name, conversation = self._begin(sample, sampler, sampling_params)
+        name, conversation = self._begin(sample, sampler, sampling_params, needs_key=needs_key)
         try:
             yield self._base_url(name)
         except Exception:
@@ -166,6 +181,30 @@ class AgentEndpoint:
         if not conversation.segments:
             raise TrajectoryError(f"sample {sample.index}: the agent sent no request to the model")
 
+    async def read(
+        self,
+        sample: Sample,
+        sampler: MultiTurnSampler,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        stop: Sequence[str],
+        calls_before: int,
+    ) -> Message:
+        """See `Agents.read`."""
+        tokens = list(sample.tokens)
+        first = len(tokens) - sampled_at_end(sample)
+        message, _ = await read_answer(
+            tokens[first:],
+            sampler.tokenizer,
+            self._parser,
+            context=tokens[max(0, first - CONTEXT_TOKENS) : first],
+            ended=sample.status is SampleStatus.COMPLETED,
+            tools=tools,
+            calls_before=calls_before,
+            stop=stop,
+        )
+        return message
+
     def accept_external(
         self, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]
     ) -> None:
@@ -175,9 +214,11 @@ class AgentEndpoint:
         """
         self._external = sampler, sampling_params, live
 
-    def _begin(self, sample: Sample, sampler: MultiTurnSampler, params: Mapping[str, Any]) -> tuple[str, Conversation]:
-        name, conversation = uuid.uuid4().hex, Conversation(sample, sampler, params, self._parser)
-        self._sessions[name] = _Session(conversation)
+    def _begin(
+        self, sample: Sample, sampler: MultiTurnSampler, params: Mapping[str, Any], *, needs_key: bool = True
+    ) -> tuple[str, Conversation]:
+        name, conversation = secrets.token_hex(16), Conversation(sample, sampler, params, self._parser)
+        self._sessions[name] = _Session(conversation, needs_key)
         return name, conversation
 
     def _base_url(self, session: str) -> str:
@@ -196,10 +237,12 @@ class AgentEndpoint:
     ) -> web.StreamResponse:
         if (reason := foreign_request(request.headers.get("Host"), request.headers.get("Origin"))) is not None:
             return _error(403, reason)
+        session = self._sessions.get(request.match_info.get("session", ""))
         # The client of Anthropic sends the key in another header.
         sent = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         # Bytes that are not UTF-8 are half surrogate pairs in the header.
-        if not secrets.compare_digest(sent.encode(errors="replace"), self.key.encode()):
+        is_open = session is not None and not session.needs_key
+        if not is_open and not secrets.compare_digest(sent.encode(errors="replace"), self.key.encode()):
             return _error(
                 401, "the API key is missing or wrong: use args.agents.api_key or agent_key of the run folder"
             )
@@ -333,17 +376,30 @@ class Agents:
         """API key of the endpoint, for the client of an agent."""
         return self._endpoint.key
 
-    def session(self, sample: Sample, sampling_params: Mapping[str, Any]) -> AbstractAsyncContextManager[str]:
+    def session(
+        self, sample: Sample, sampling_params: Mapping[str, Any], *, needs_key: bool = True
+    ) -> AbstractAsyncContextManager[str]:
         """Use as `async with agents.session(...) as base_url`; the conversation fills `sample`.
 
-        Raises UserError if the prompt is rendered already, because an agent would send a chat within a message.
+        `needs_key=False` is for agents that send no key: everyone who knows `base_url` can then send requests. Raises
+        UserError if the prompt is rendered already, because an agent would send a chat within a message.
         """
         if self._prompts_are_rendered:
             raise UserError(
                 "apply_chat_template renders sample.prompt, and the endpoint for agents renders each request again: "
                 "unset apply_chat_template, and let the agent send sample.messages"
             )
-        return self._endpoint.session(sample, self._sampler, sampling_params)
+        return self._endpoint.session(sample, self._sampler, sampling_params, needs_key=needs_key)
+
+    async def read(
+        self, sample: Sample, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), calls_before: int = 0
+    ) -> Message:
+        """Return the answer at the end of `sample` as a chat message, with its reasoning and its calls of `tools`.
+
+        `stop` are the strings that may have ended the answer, which the message lacks. `calls_before` is the number of
+        calls in earlier answers.
+        """
+        return await self._endpoint.read(sample, self._sampler, tools, stop=stop, calls_before=calls_before)
 
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which they were answered last."""

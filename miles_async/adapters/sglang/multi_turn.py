@@ -147,7 +147,7 @@ class MultiTurnSampler:
 
     def latest_text(self, sample: Sample) -> str:
         """Return the text that the model has sampled since the last observation, across aborts and continuations."""
-        return self.tokenizer.decode(list(sample.tokens[len(sample.tokens) - _sampled_at_end(sample) :]))
+        return self.tokenizer.decode(list(sample.tokens[len(sample.tokens) - sampled_at_end(sample) :]))
 
     async def stop(self, samples: Iterable[Sample], *, everything: bool) -> None:
         """Abort the current turns of those of the samples that are `generating`, and every further turn of theirs.
@@ -188,7 +188,7 @@ def count_observations(sample: Sample) -> int:
     return sum(not turn.sampled for turn in sample.turns)
 
 
-def _sampled_at_end(sample: Sample) -> int:
+def sampled_at_end(sample: Sample) -> int:
     """Return the number of tokens after the last observation."""
     turns = sample.turns
     return turns[-1].end - turns[-1].start if turns and turns[-1].sampled else 0

@@ -22,6 +22,8 @@ from miles_async.errors import FatalError, UserError
 class RouterSpec:
     log_path: Path
     policy: str = "cache_aware"
+    port: int | None = None
+    """Port on loopback; None for any free port."""
     request_timeout: float = 600.0
     """Seconds after which the router gives up a request."""
     start_timeout: float = 60.0
@@ -42,7 +44,14 @@ class RouterServer:
 
     def start(self) -> str:
         """Start the router and return its URL. Raises FatalError with the cause if it does not start."""
-        return start_on_free_ports("sglang-router", self.spec.log_path, self._start)
+        if self.spec.port is None:
+            return start_on_free_ports("sglang-router", self.spec.log_path, self._start)
+        try:
+            return self._start()
+        except (PortTakenError, OSError) as taken:
+            raise FatalError(
+                f"sglang_router_port {self.spec.port} is not available ({taken}): set it to a free port, or unset it"
+            ) from taken
 
     def restart(self, url: str) -> str:
         """Start the router at `url`, its previous address, which all other processes keep using.
@@ -61,7 +70,7 @@ class RouterServer:
 
     def _start(self) -> str:
         release(self._ports)
-        self._ports = [claim_port(), claim_port()]
+        self._ports = [claim_port() if self.spec.port is None else ClaimedPort(self.spec.port), claim_port()]
         return self._serve()
 
     def _serve(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Miles(Guest):
-    """Gives the flags that Miles adds to slime's their meaning."""
+    """Gives the flags that Miles adds to slime's their meaning, and calls agents and tools of Miles as Miles does."""
 
     name = "miles"
 
@@ -24,6 +24,26 @@ class Miles(Guest):
         async_data_buffer_capacity_factor: float | None = Field(None, gt=0, le=1e6)
         """Number of finished groups that may wait for training, as a multiple of rollout_batch_size. It sets
         queue_capacity, which counts the groups in flight too. If unset, queue_capacity applies."""
+        custom_agent_function_path: str | None = None
+        """Agent of Miles that generates each sample, as module.function with the signature async fn(*, base_url,
+        prompt, request_kwargs, metadata) -> dict or None. base_url is the address of a session without /v1, which
+        needs no API key; prompt is the prompt of the row; request_kwargs are the sampling parameters for a chat
+        completion; what the function returns is added to sample.metadata, for the reward. If unset, no agent is
+        called."""
+        generate_tool_specs_path: str | None = None
+        """List of tools in OpenAI's format, as module.name, that the model may call while it generates a sample in
+        several turns. generate_execute_tool_function_path must be set too. If unset, no tools are offered."""
+        generate_execute_tool_function_path: str | None = None
+        """Function that executes a tool call of the model, as module.function with the signature async fn(name, params)
+        -> text. generate_tool_specs_path must be set too. If unset, no tools are executed."""
+        generate_max_turns: int = Field(16, ge=1)
+        """Maximum number of answers per sample with generate_tool_specs_path."""
+        max_seq_len: int | None = Field(None, ge=1)
+        """Maximum number of tokens of a sample of custom_agent_function_path or generate_tool_specs_path: its prompt
+        and all turns. rollout_max_response_len then limits one answer. If unset, it limits all turns together."""
+        max_answer_len: int | None = Field(None, ge=1)
+        """Maximum number of tokens of one answer of custom_agent_function_path or generate_tool_specs_path. If unset,
+        rollout_max_response_len; with max_seq_len, the value that rollout_max_response_len was set to."""
 
     def flags(self) -> Mapping[str, Flag]:
         from miles_async.compat.miles.flags import FLAGS
@@ -36,12 +56,16 @@ class Miles(Guest):
         return DEFAULTS
 
     def resolve(self, config: RunConfig) -> RunConfig:
-        from miles_async.config.fields import with_settings
+        from miles_async.compat.miles.resolution import resolve
 
-        rollout = config.rollout
-        assert isinstance(rollout, self.Settings)
-        factor = rollout.async_data_buffer_capacity_factor
-        if factor is None:
-            return config
-        in_flight = rollout.over_sampling_batch_size or rollout.rollout_batch_size
-        return with_settings(config, queue_capacity=in_flight + max(1, int(factor * rollout.rollout_batch_size)))
+        return resolve(config)
+
+    def problems(self, settings: Any) -> Iterator[str]:
+        from miles_async.compat.miles.resolution import problems
+
+        return problems(settings)
+
+    def check(self, config: RunConfig) -> None:
+        from miles_async.compat.miles.resolution import check
+
+        check(config)

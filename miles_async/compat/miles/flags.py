@@ -10,7 +10,6 @@ _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_a
 _EXPERTS_LORA = Refused("experts get no adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
-_AGENT = Refused("set custom_generate_function_path to a function that runs the agent (docs/how-to/agents.md)")
 _SESSIONS = Idle("has no effect: the endpoint for agents keeps the tokens of each session")
 _EVALUATION = Idle("has no effect: the engines evaluate beside training samples, which have priority")
 _MODEL = Idle("describes a part of the model, which hf_checkpoint defines")
@@ -40,16 +39,11 @@ _VALUES: Mapping[str, Rule] = {
         ("eval_hf_dir", "eval_num_gpus", "eval_num_gpus_per_engine", "eval_keep_snapshots", "eval_max_in_flight"),
         _EVALUATION,
     ),
-    "session_server_ip": _SESSIONS,
+    "session_server_ip": Idle("has no effect: the endpoint for agents listens on 127.0.0.1"),
     "session_server_port": sets("rollout.agent_port"),
     "session_message_matcher": _SESSIONS,
     "tito_model": _SESSIONS,
-    "custom_agent_function_path": _AGENT,
-    "generate_tool_specs_path": _AGENT,
-    "generate_execute_tool_function_path": _AGENT,
     "generate_tool_call_parser": sets("rollout.tool_call_parser"),
-    "generate_max_turns": sets("rollout.tool_max_turns"),
-    "max_seq_len": sets("engine.sglang_server_args.context_length"),
     "custom_megatron_post_save_hook_path": Refused("this project has no such hook: remove it"),
     "prometheus_port": sets("observability.metrics_port"),
     "prometheus_run_name": Idle("has no effect: the metrics carry the name of the run"),

@@ -8,10 +8,10 @@ the modules that it imports are these:
     rollout.rm_hub            rm_hub.py and rewards.py, and a module for each kind of reward
     rollout.data_source       data_source.py
     rollout.base_types        base_types.py
-    rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std
+    rollout.filter_hub        dynamic_sampling_filters.check_reward_nonzero_std and check_no_aborted
     utils.types               miles_async/types.py
     utils.async_utils         async_utils.py
-    utils.http_utils          get_rollout_num_engines
+    utils.http_utils          http_utils.py, and get_rollout_num_engines
     utils.misc                load_function
 
 They are found below `slime` and below `miles`. Every other module comes from a checkout, including those in its folder
@@ -28,7 +28,15 @@ from types import ModuleType
 from typing import Any
 
 from miles_async import filters, types
-from miles_async.compat.slime import async_utils, base_types, data_source, rewards, rm_hub, sglang_rollout
+from miles_async.compat.slime import (
+    async_utils,
+    base_types,
+    data_source,
+    http_utils,
+    rewards,
+    rm_hub,
+    sglang_rollout,
+)
 from miles_async.config.user_functions import load_function
 
 PROJECTS = ("slime", "miles")
@@ -61,11 +69,15 @@ def _install(project: str) -> None:
         "rollout.filter_hub.dynamic_sampling_filters": _module(
             f"{project}.rollout.filter_hub.dynamic_sampling_filters",
             check_reward_nonzero_std=filters.check_reward_nonzero_std,
+            check_no_aborted=filters.check_no_aborted,
         ),
         "utils.types": types,
         "utils.async_utils": async_utils,
         "utils.http_utils": _module(
-            f"{project}.utils.http_utils", get_rollout_num_engines=sglang_rollout.get_rollout_num_engines
+            f"{project}.utils.http_utils",
+            get=http_utils.get,
+            get_rollout_num_engines=sglang_rollout.get_rollout_num_engines,
+            post=http_utils.post,
         ),
         "utils.misc": _module(f"{project}.utils.misc", load_function=load_by_path),
     }

@@ -1,4 +1,4 @@
-"""Checks of the plug-ins that settings name, and of the plug-ins' own settings."""
+"""Checks of the plug-ins that settings name, and of the own settings of plug-ins and guests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.schema import RunConfig
+from miles_async.guests import GUESTS
 from miles_async.plugins import errors_of
 
 
@@ -34,4 +35,10 @@ def _problems(setting: Setting, section: Any) -> Iterator[str]:
         )
 
 
-CHECKS = (_plugins,)
+def _guests(config: RunConfig) -> Iterator[str]:
+    for guest in GUESTS.usable().values():
+        with errors_of(guest, "check its settings"):
+            yield from list(guest.problems(config.rollout))
+
+
+CHECKS = (_plugins, _guests)

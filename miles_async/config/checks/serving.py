@@ -28,10 +28,10 @@ def _sglang(config: RunConfig) -> Iterator[str]:
             "sglang_router_args has no effect on the existing router at sglang_router_ip: start that router with these "
             "arguments, and unset sglang_router_args"
         )
-    if (engine.sglang_router_ip is None) is not (engine.sglang_router_port is None):
+    if engine.sglang_router_ip is not None and engine.sglang_router_port is None:
         yield (
-            "sglang_router_ip and sglang_router_port must be set together: set both to use an existing router, or "
-            "neither to start one"
+            f"sglang_router_ip {engine.sglang_router_ip} names an existing router without its port: set "
+            "sglang_router_port to its port, or unset sglang_router_ip to start a router"
         )
 
 

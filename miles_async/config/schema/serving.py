@@ -81,7 +81,8 @@ class Engine(Section):
     sglang_router_ip: str | None = None
     """IP address of an existing sglang-router that can reach the engines. If unset, the run starts its own router."""
     sglang_router_port: int | None = Field(None, ge=1, le=65535)
-    """Port of the existing sglang-router at sglang_router_ip. If unset, the run starts its own router."""
+    """Port of the existing sglang-router at sglang_router_ip. Without sglang_router_ip, the run starts its own router
+    at this port of 127.0.0.1. If unset, it starts the router at any free port."""
     sglang_router_api_key: str | None = None
     """API key of the existing sglang-router at sglang_router_ip. env:NAME reads the key from an environment variable,
     file:PATH from a file; neither shows it on the command line. If unset, requests to that router carry no key."""

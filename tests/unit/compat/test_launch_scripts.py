@@ -21,6 +21,7 @@ from miles_async.config.flags import parse_flags
 from miles_async.config.guest_flags import shown
 from miles_async.config.load import checked_config
 from miles_async.config.translation import Idle, Only
+from miles_async.rewards.functions import ifbench
 from tests.launch_scripts.replay import Script, scripts
 
 ALL = [*scripts("slime"), *scripts("miles")]
@@ -36,23 +37,21 @@ WITHOUT_COUNTERPART = {
     "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",
     "kernels that engine and learner share": "engines and learner use kernels of their own",
     "routing replay": "routing replay is not supported",
-    "agents that Miles calls": "a function that runs the agent",
-    "a router whose port the script finds out later": "sglang_router_ip and sglang_router_port must be set together",
     "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
     "a router for engines of several kinds": "does not fit the router that the run starts",
     "a key that the environment of the recording did not have": "--wandb-key needs a value",
     "heads that predict further tokens": "heads that predict further tokens are not trained",
     "a delta for engines of a layout that was never tried": "disk_delta writes into the engines' memory",
-    "a reward of a package": "rm_type 'ifbench' is unknown",
     "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
 }
 """What remains to be refused, and a part of the sentence."""
 
 
 @pytest.fixture(autouse=True)
-def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An environment with Megatron-Bridge, and without modules of slime and Miles afterwards."""
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment with Megatron-Bridge and IFBench, and without modules of slime and Miles afterwards."""
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
+    monkeypatch.setattr(ifbench, "lacking", lambda: None)
     before = set(sys.modules)
     yield
     for added in sys.modules.keys() - before:
@@ -98,6 +97,11 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
         "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-2",
         "infra_features-fully_async-run_qwen3_5_4b_fully_async_eval",
         "ppo-run_qwen3_4b_ppo",
+        "experimental-nemo-gym-run",
+        "experimental-openenv-run-openenv-tbench2",
+        "retool_v2-run_retool_multi_turn",
+        "swe-agent-harbor-docker-run",
+        "experimental-eval_multi_task-multi_task",
     ],
 )
 def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:

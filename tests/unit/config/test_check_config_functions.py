@@ -32,7 +32,7 @@ def check(setting: str, path: str) -> int:
 
 
 def test_all_settings_that_name_functions_are_known() -> None:
-    assert len(FUNCTIONS) == 24
+    assert len(FUNCTIONS) == 27
 
 
 @pytest.mark.parametrize("setting", FUNCTIONS)

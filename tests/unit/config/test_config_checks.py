@@ -526,7 +526,8 @@ def test_an_unknown_sglang_argument_is_refused() -> None:
 
 
 def test_an_incomplete_router_address_is_refused() -> None:
-    assert "must be set together: set both" in refusal(sglang_router_ip="10.0.0.1")
+    assert "names an existing router without its port: set" in refusal(sglang_router_ip="10.0.0.1")
+    assert refusals(sglang_router_port=30000) == []
     assert refusals(sglang_router_ip="10.0.0.1", sglang_router_port=30000) == []
 
 

@@ -339,6 +339,7 @@ ENVIRONMENTS = "processes/test_environment_process.py"
 GENERATORS = "unit/workers/test_generators.py"
 GENERATE = "unit/rollout/test_generate_functions.py"
 HEAD = "sim/test_head_policy.py"
+MILES = "unit/compat/miles/test_agents_and_tools_of_miles.py"
 PLACE = "unit/config/test_settings_take_effect.py"
 REPAIR = "sim/test_repair.py"
 SKIP = "sim/test_skip.py"
@@ -468,6 +469,16 @@ NAMED: dict[str, str] = {
     "rm_type": f"{REWARDS}::test_exact_compares_the_stripped_response_with_the_label",
     "async_data_buffer_capacity_factor": (
         "unit/compat/test_guest_flags.py::test_the_buffer_of_miles_counts_finished_groups"
+    ),
+    "custom_agent_function_path": f"{MILES}::test_an_agent_of_miles_needs_no_key_and_its_result_is_in_the_metadata",
+    "generate_tool_specs_path": f"{MILES}::test_tools_of_miles_are_executed_and_their_results_are_not_trained",
+    "generate_execute_tool_function_path": f"{MILES}::test_a_tool_that_returns_no_text_fails_its_sample",
+    "generate_max_turns": f"{MILES}::test_a_sample_ends_after_the_maximum_number_of_answers",
+    "max_seq_len": (
+        f"{MILES}::test_each_answer_of_several_turns_may_have_the_response_limit_within_the_length_of_the_sample"
+    ),
+    "max_answer_len": (
+        f"{MILES}::test_each_answer_of_several_turns_may_have_the_response_limit_within_the_length_of_the_sample"
     ),
     "num_epoch": "unit/config/test_resolved_settings.py::test_epochs_become_a_number_of_batches",
     "custom_args": "unit/rollout/test_contract_of_rollout_functions.py::test_args_has_the_attributes_that_users_add",

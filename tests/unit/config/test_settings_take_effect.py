@@ -129,6 +129,12 @@ def test_the_router_gets_its_policy_and_its_timeout() -> None:
     assert (arguments["policy"], arguments["request_timeout_secs"]) == ("round_robin", 9 + ROUTER_GRACE_SECONDS)
 
 
+def test_a_port_alone_is_the_one_at_which_the_run_starts_its_router() -> None:
+    settings = run_config(sglang_router_port=31000)
+    assert external_router(settings) is None
+    assert router_spec(settings, LOGS).port == 31000
+
+
 def test_an_external_router_is_used_and_must_answer() -> None:
     assert external_router(run_config()) is None
     url = external_router(run_config(sglang_router_ip="127.0.0.1", sglang_router_port=9))

@@ -247,7 +247,7 @@ def test_a_filter_that_is_a_coroutine_function_is_refused(kind: str) -> None:
         preflight(config(**settings))
 
 
-@pytest.mark.parametrize("setting", ["agent_port", "metrics_port"])
+@pytest.mark.parametrize("setting", ["agent_port", "metrics_port", "sglang_router_port"])
 def test_a_port_in_use_is_reported_before_anything_starts(setting: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]

@@ -164,6 +164,21 @@ async def test_a_conversation_becomes_one_sample_whose_other_turns_are_masked() 
         assert [(span.start, span.end) for span in sample.spans] == [(0, 1), (25, 29)]
 
 
+async def test_a_session_that_needs_no_key_is_served_without_one_and_no_other_session_is() -> None:
+    async with connected_agent("2") as agent:
+        agent.headers = {}
+        async with (
+            agent.endpoint.session(Sample(), agent.turns, PARAMS, needs_key=False) as open_url,
+            agent.endpoint.session(Sample(), agent.turns, PARAMS) as url,
+        ):
+            assert said(await agent.ask(open_url, USER))["content"] == "2"
+            assert (await agent.ask(url, USER))[0] == 401
+            agent.headers = {"Authorization": f"Bearer {agent.endpoint.key}"}
+            assert (await agent.ask(url, USER))[0] == 200
+            agent.headers = {}
+        assert (await agent.ask(open_url, USER))[0] == 401, "the session has ended"
+
+
 async def test_a_repeated_request_returns_the_same_reply_without_sampling_again() -> None:
     async with connected_agent() as agent:
         async with agent.endpoint.session(Sample(), agent.turns, PARAMS) as url:

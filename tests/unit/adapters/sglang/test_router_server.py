@@ -31,6 +31,16 @@ def test_a_new_owner_starts_the_router_at_its_previous_address(tmp_path: Path, u
     server.stop()
 
 
+def test_a_router_with_a_port_starts_there_or_says_that_the_port_is_taken(tmp_path: Path, url: str) -> None:
+    port = int(url.rpartition(":")[2])
+    server = RouterServer(RouterSpec(log_path=tmp_path / "router.log", port=port))
+    assert server.start() == url
+    other = RouterServer(RouterSpec(log_path=tmp_path / "other.log", port=port))
+    with pytest.raises(FatalError, match=f"sglang_router_port {port} is not available .* set it to a free port"):
+        other.start()
+    server.stop()
+
+
 def test_the_same_owner_starts_the_router_at_its_previous_address(tmp_path: Path) -> None:
     server = RouterServer(RouterSpec(log_path=tmp_path / "router.log"))
     started = server.start()

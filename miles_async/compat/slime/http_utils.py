@@ -1,0 +1,63 @@
+"""slime's and Miles' requests to other servers, for functions of users."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+RETRY_SECONDS = 1.0
+SHOWN_CHARACTERS = 500
+"""Of the answer to a request that fails."""
+
+
+async def post(
+    url: str,
+    payload: Any,
+    max_retries: int = 60,
+    action: str = "post",
+    headers: Mapping[str, str] | None = None,
+) -> Any:
+    """Send `payload` as JSON with the HTTP method `action`, and return the answer: decoded JSON, or else its text.
+
+    There is no time limit. If the server does not answer, or answers that it failed, the request is repeated after a
+    second, up to `max_retries` requests in all. Raises `aiohttp.ClientError` then, and at once if the server refuses
+    the request.
+    """
+    body = None if action in ("get", "delete") else payload or {}
+    for _ in range(max_retries - 1):
+        try:
+            return await _answer(url, action, body, headers)
+        except aiohttp.ClientResponseError as error:
+            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(RETRY_SECONDS)
+    return await _answer(url, action, body, headers)
+
+
+async def get(url: str) -> Any:
+    """Return the answer of a server, as `post` does, without a second request."""
+    return await _answer(url, "get", None, None)
+
+
+async def _answer(url: str, action: str, body: Any, headers: Mapping[str, str] | None) -> Any:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        http.request(action, url, json=body, headers=headers) as response,
+    ):
+        text = await response.text()
+        if not response.ok:
+            # The answer says what is wrong with the request.
+            raise aiohttp.ClientResponseError(
+                response.request_info, response.history, status=response.status, message=text[:SHOWN_CHARACTERS]
+            )
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
