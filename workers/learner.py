@@ -203,6 +203,7 @@ class LearnerRank:
                 self._config.weights,
                 rank=self._rank,
                 resident=adapters.resident,
+                colocated=self._config.cluster.colocate,
             )
         elif self._source is None:
             from miles_async.adapters.weights.source import WeightSource

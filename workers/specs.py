@@ -20,6 +20,7 @@ from miles_async.adapters.sglang.server_key import new_key
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
+from miles_async.config.adapter_arguments import arguments_of_engines
 from miles_async.config.generation import adapter_versions_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.redaction import read_secret
@@ -156,7 +157,7 @@ def engine_spec(
         lora_rank=config.learner.lora_rank,
         lora_modules=() if adapters is None else config.learner.lora_modules,
         lora_versions=0 if adapters is None else adapters.resident,
-        server_args=engine.sglang_server_args,
+        server_args=arguments_of_engines(config),
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
         health_timeout=engine.engine_health_timeout_seconds,

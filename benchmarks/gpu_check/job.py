@@ -22,6 +22,8 @@ STEPS = 3
 SHORT = ("--num-rollout", str(STEPS), "--rollout-batch-size", "8", "--eval-size", "0")
 COLOCATED = ("--colocate", *SHORT, "--lr", "1e-4")
 """Settings of `train.py`."""
+COLOCATED_ADAPTER = ("--colocate", *SHORT, "--lr", "3e-3", "--lora-rank", "4", "--lora-alpha", "4")
+"""The same with an adapter, which three steps change by more than the engine may differ."""
 SEPARATE = (
     *SHORT,
     *("--rollout-function-path", "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"),
@@ -37,6 +39,11 @@ With bf16 the engine has the weights of the learner, but rounds in other places.
 def check_colocated(report: Report, surroundings: Surroundings) -> None:
     with report.part("run"):
         judge(report, "run", play(surroundings, "train.py", *COLOCATED), "bf16")
+
+
+def check_colocated_adapter(report: Report, surroundings: Surroundings) -> None:
+    with report.part("run"):
+        judge(report, "run", play(surroundings, "train.py", *COLOCATED_ADAPTER), "bf16")
 
 
 def check_disaggregated(report: Report, surroundings: Surroundings) -> None:

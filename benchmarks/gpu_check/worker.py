@@ -30,6 +30,7 @@ CHECKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "broadcast": ("broadcast", "check", {}),
     "offload": ("offload", "check", {}),
     "job-colocated": ("job", "check_colocated", {}),
+    "job-colocated-adapter": ("job", "check_colocated_adapter", {}),
     "job-disaggregated": ("job", "check_disaggregated", {}),
 }
 """Module, function and arguments of each check, in the order in which they run. Modules are imported in the process of

@@ -13,7 +13,7 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
-from miles_async.models.lora import elements_per_layer
+from miles_async.models.lora import elements_of_head, elements_per_layer
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split, parts_of
 from miles_async.planning.plan import (
@@ -166,6 +166,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
         adapters=_adapters_per_layer(config, learner.tensor_model_parallel_size),
+        head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
         # Without its adapters, the policy is its own reference model.
         references=int(config.keeps_reference and not (learner.lora_rank and algorithm.ref_load is None)),
         critics=int(estimator_of(algorithm).trains_critic),
@@ -188,7 +189,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
 def adapter_elements(config: RunConfig) -> int | None:
     """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known."""
     shape = shape_of(config.model)
-    return None if shape is None else shape.layers * _adapters_per_layer(config, 1) or None
+    return None if shape is None else shape.layers * _adapters_per_layer(config, 1) + _head_adapter(config, 1) or None
 
 
 def _adapters_per_layer(config: RunConfig, tensor: int) -> int:
@@ -197,6 +198,14 @@ def _adapters_per_layer(config: RunConfig, tensor: int) -> int:
     if shape is None or not learner.lora_rank:
         return 0
     return elements_per_layer(shape, learner.lora_rank, learner.lora_modules, tensor)
+
+
+def _head_adapter(config: RunConfig, tensor: int) -> int:
+    """The same for the output layer."""
+    shape, learner = shape_of(config.model), config.learner
+    if shape is None or not learner.lora_rank:
+        return 0
+    return elements_of_head(shape, learner.lora_rank, learner.lora_modules, tensor)
 
 
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:

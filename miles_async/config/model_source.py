@@ -69,11 +69,15 @@ UNTESTED = frozenset(
 Source = Literal["raw", "bridge"]
 
 
-def source_of(mode: Source | None, hf_checkpoint: str) -> Source:
+def source_of(mode: Source | None, hf_checkpoint: str, *, trains_adapter: bool = False) -> Source:
     """Return the source of a checkpoint's model; `mode` is the setting `megatron_to_hf_mode`.
+
+    Layers of Megatron-Bridge get no adapters. A run that trains one therefore uses the plug-in, if the model has one.
 
     Raises UserError if no source has the model, or if Megatron-Bridge is needed and cannot be used.
     """
+    if mode == "bridge" and trains_adapter and has_plugin(hf_checkpoint):
+        mode = "raw"
     model_type, whole = model_type_of(hf_checkpoint), architecture_of(hf_checkpoint)
     architecture = whole if whole is None else TEXT_PARTS.get(whole, whole)
     if (method := quantization_of(hf_checkpoint)) is not None:
@@ -102,6 +106,12 @@ def source_of(mode: Source | None, hf_checkpoint: str) -> Source:
     if (complaint := _bridge_complaint()) is not None:
         raise UserError(f"{unknown}; or use Megatron-Bridge, which has {architecture}: {complaint}")
     return "bridge"
+
+
+def has_plugin(hf_checkpoint: str) -> bool:
+    """Whether the model of a checkpoint has a plug-in."""
+    model_type = model_type_of(hf_checkpoint)
+    return model_type is not None and MODELS.has(model_type)
 
 
 def _bridge_complaint() -> str | None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from miles_async.config.adapter_arguments import fits_adapter
 from miles_async.config.fields import nearest
 from miles_async.config.schema import RunConfig
 from miles_async.transports import ADAPTER, TRANSPORTS
@@ -62,8 +63,8 @@ UNTESTED: Mapping[str, Untested] = {
     ),
     "lora": Untested(
         r"(enable_lora\w*|lora_\w+|max_lora\w*|max_loaded_loras|experts_shared_outer_loras)=.*",
-        "a run that trains an adapter (lora_rank) sets these itself, and other adapters would sample from another "
-        "policy than the one that trains",
+        "a run that trains an adapter (lora_rank) sets these itself and accepts values that leave room for its own, "
+        "and other adapters would sample from another policy than the one that trains",
     ),
     "attention_data_parallelism": Untested(
         r"(dp_size|data_parallel_size|enable_dp_\w+)=.*",
@@ -121,6 +122,8 @@ def untested_arguments(config: RunConfig) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     used = {name: one for name, one in config.engine.sglang_server_args.items() if one is True or one not in _OFF}
     for argument, value in used.items():
+        if fits_adapter(config, argument, value):
+            continue
         for name, untested in UNTESTED.items():
             if untested.needs is not None and untested.needs not in used:
                 continue

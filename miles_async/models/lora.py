@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a decoder layer."""
+HEAD = "lm_head"
+"""The output layer. As in PEFT, `all-linear` leaves it out."""
+_HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "model.embed_tokens.weight"
 FEED_FORWARD = MODULES[4:]
 MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -36,6 +39,7 @@ MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
     "linear_fc1_gate": ("gate_proj",),
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
+    "output_layer": (HEAD,),
 }
 """The linear layers under the names that Megatron-Bridge, and with it verl, ROLL and Miles, give them."""
 LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
@@ -60,25 +64,26 @@ class AdapterConfig:
     rank: int
     scale: float
     modules: tuple[str, ...]
-    """In the order of `MODULES`."""
+    """In the order of `MODULES`, with `HEAD` at the end."""
     dropout: float = 0.0
 
 
 def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tuple[str, ...]:
-    """The chosen linear layers, in the order of `MODULES`. Raises UserError if one is unknown, or if none is left.
+    """The chosen linear layers, in the order of `MODULES`, with `HEAD` at the end.
 
-    Layers may also have Megatron's names.
+    Layers may also have Megatron's names. Raises UserError if one is unknown, or if none is left.
     """
+    known = (*MODULES, HEAD)
     targets, excluded = (
         [name for one in names for name in MEGATRON_NAMES.get(one, (one,))] for names in (targets, excluded)
     )
     for name in (*targets, *excluded):
-        if name not in MODULES and name != ALL_LINEAR:
+        if name not in known and name != ALL_LINEAR:
             raise UserError(
-                f"{name} is no linear layer that can have an adapter: use {ALL_LINEAR}, or some of {', '.join(MODULES)}"
+                f"{name} is no linear layer that can have an adapter: use {ALL_LINEAR}, or some of {', '.join(known)}"
             )
-    chosen = MODULES if ALL_LINEAR in targets else targets
-    left = tuple(name for name in MODULES if name in chosen and name not in excluded)
+    chosen = {*targets, *(MODULES if ALL_LINEAR in targets else ())}
+    left = tuple(name for name in known if name in chosen and name not in excluded)
     if not left:
         raise UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
     return left
@@ -94,9 +99,25 @@ def elements_per_layer(shape: ModelShape, rank: int, modules: Sequence[str], ten
     return sum(rank * (size // tensor + shape.hidden) for name, size in (outputs | inputs).items() if name in modules)
 
 
+def elements_of_head(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
+    """Elements of the adapter of the output layer on each of `tensor` ranks that share it; 0 without one."""
+    return rank * (shape.hidden + shape.vocabulary // tensor) if HEAD in modules else 0
+
+
 def scale_of(rank: int, alpha: float, kind: str) -> float:
     """The factor of an adapter's output. `kind` is `lora` or `rslora`."""
     return alpha / (math.sqrt(rank) if kind == "rslora" else rank)
+
+
+def untie(weights: dict[str, Tensor]) -> None:
+    """Give the output layer its own weight, if it shares the one of the embedding."""
+    if _HEAD_WEIGHT not in weights:
+        weights[_HEAD_WEIGHT] = weights[_TIED_WEIGHT]
+
+
+def is_untied(weights: Iterable[str], like: Iterable[str]) -> bool:
+    """Whether the output layer has its own weight in a checkpoint, and not in another one."""
+    return _HEAD_WEIGHT in weights and _HEAD_WEIGHT not in like
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -224,6 +245,8 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
             f"the adapter in lora_load {folder} was trained on another model than {checkpoint}: use its own model"
         )
     missing: dict[str, list[int]] = {}
+    if _TIED_WEIGHT in shapes:
+        shapes.setdefault(_HEAD_WEIGHT, shapes[_TIED_WEIGHT])
     for weight, shape in shapes.items():
         module, _, kind = weight.rpartition(".")
         if kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in wanted.modules:

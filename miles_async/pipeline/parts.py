@@ -97,6 +97,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         fleet=ports.fleet,
         pause_mode=config.weights.engine_pause,
         adapters=ports.adapters,
+        colocated=config.cluster.colocate,
         queue_depth=lambda: len(producer.queue),
         on_live=collector.sweep_queue,
     )

@@ -54,6 +54,9 @@ class Publisher:
     With `adapters`, a version is loaded beside older ones, so no engine pauses. Requests name it once all routed
     engines hold it and were compared with the learner. Engines drop old versions after that, or before the next
     version is loaded if a request still names one. `publish` then waits for the request.
+
+    Engines that share devices with the learner lose the weights in the memory that they release, and restore them when
+    they take it back. Adapters are only a part of the weights, so the rest is verified even if no version is due.
     """
 
     def __init__(
@@ -66,10 +69,14 @@ class Publisher:
         fleet: Fleet,
         pause_mode: str,
         adapters: AdapterVersions | None = None,
+        colocated: bool = False,
         queue_depth: Callable[[], int],
         on_live: Callable[[], None],
     ) -> None:
-        """`pause_mode` is that of `Fleet.pause`; `on_live` is called after each publish that reached an engine."""
+        """`pause_mode` is that of `Fleet.pause`; `on_live` is called after each publish that reached an engine.
+
+        `colocated` engines have released their memory before each publish.
+        """
         self._run_state = run_state
         self._lifecycle = lifecycle
         self._tasks = tasks
@@ -77,6 +84,7 @@ class Publisher:
         self._fleet = fleet
         self._pause_mode = pause_mode
         self._adapters = adapters
+        self._colocated = colocated
         self._queue_depth = queue_depth
         self._on_live = on_live
         self._running: asyncio.Task[None] | None = None
@@ -105,7 +113,13 @@ class Publisher:
             await asyncio.wait([self._running])
 
     async def publish(self) -> None:
-        """Make the staged version live on every routed engine; does nothing if no version is staged."""
+        """Make the staged version live on every routed engine.
+
+        If no version is staged, only adapters of `colocated` engines are verified, and loaded again if one is missing.
+        """
+        if self._staged is None and self._colocated and self._adapters is not None:
+            async with self._buffer_lease.held_by("engines that have taken their memory back"):
+                await asyncio.gather(*map(self._send_again, self._fleet.routed()))
         # A publish that fences the last engine leaves the version staged: try again once an engine has joined.
         while self._staged is not None:
             await self._run_state.changed.until(lambda: bool(self._fleet.routed()) and self._may_drop())
@@ -231,6 +245,14 @@ class Publisher:
         self._report_failure(version, outcome, "fence")
         await self._fleet.fence(engine, outcome.error or "")
         return outcome
+
+    async def _send_again(self, engine: str) -> None:
+        """Send the version that an engine should hold already; fence the engine if that fails."""
+        version = self._run_state.trainer_version
+        outcome = await self._send(version, engine)
+        if outcome.error is not None:
+            self._report_failure(version, outcome, "fence")
+            await self._fleet.fence(engine, outcome.error)
 
     async def _send(self, version: int, engine: str) -> SendOutcome:
         """Send, repeat once after a failure, then try every other transport. A final failure is not repeated."""

@@ -63,6 +63,8 @@ class LearnerJob:
     recomputation: Recomputation = Recomputation()
     adapters: int = 0
     """Elements of the float32 adapters of each layer, which are trained in place of the weights; 0 without adapters."""
+    head_adapter: int = 0
+    """Elements of the adapter of the output layer."""
     references: int = 0
     """Frozen models beside the policy."""
     critics: int = 0
@@ -85,6 +87,10 @@ class LearnerJob:
     foreach_adam: bool = True
     """Whether the optimizer is torch's, which takes the square root of all second moments at once. Megatron uses that
     of Transformer Engine where it is installed."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        return self.adapters + self.head_adapter > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +154,17 @@ def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> lis
 def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -> RankMemory:
     split, model = job.split, job.model
     weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
-    trained = Weights(job.adapters * len(model.stage(split, stage, job.pipeline))) if job.adapters else weights
-    has_copy = job.width < MASTER and not job.adapters
+    of_head = job.head_adapter * (stage == job.pipeline - 1)
+    adapters = Weights(job.adapters * len(model.stage(split, stage, job.pipeline)) + of_head)
+    trained = adapters if job.trains_adapters else weights
+    has_copy = job.width < MASTER and not job.trains_adapters
     state, stored = job.moments + job.master * has_copy, MOMENTS + MASTER * has_copy
     on_device = state * (1 - job.offloaded)
     per_stage = job.ranks // job.pipeline
     copies = (per_stage // split.tensor, per_stage // (split.expert * split.expert_tensor))
     shards = copies if job.sharded_optimizer else (1, 1)
     sharded = -(-trained.dense // shards[0]) + -(-trained.expert // shards[1])
-    weight_bytes = weights.total * job.width + (MASTER * trained.total if job.adapters else 0)
+    weight_bytes = weights.total * job.width + (MASTER * trained.total if job.trains_adapters else 0)
     critic = weights.total * (job.width + job.gradient) + int(sharded * on_device)
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
@@ -164,7 +172,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     if measured is not None:
         activations = job.tokens * measured.kept * _micro_batches_in_flight(job, stage)
     in_host = (1 + job.critics) * sharded * job.offloaded
-    is_copied = weight_bytes if job.offloads or not job.adapters else MASTER * trained.total
+    is_copied = weight_bytes if job.offloads or not job.trains_adapters else MASTER * trained.total
     copied = is_copied + sharded * max(job.rollback * state, job.offloads * on_device)
     staged_there = staged * (not job.stages_on_device)
     host = staged_there + in_host * (state + HOST_GRADIENT) + (job.rollback or job.offloads) * copied
@@ -175,7 +183,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     # Megatron's optimizer).
     shares = job.checkpoints and job.sharded_optimizer
     gathered = trained.total * (MASTER + MOMENTS + 2 * MASTER) * shares
-    saved = trained.total * ((MASTER if job.adapters else job.width) + stored) * job.checkpoints + gathered
+    saved = trained.total * ((MASTER if job.trains_adapters else job.width) + stored) * job.checkpoints + gathered
     # Transformer Engine's Adam computes states of less than 4 bytes in float32.
     unpacked = (MASTER - job.master + MOMENTS - job.moments) // 2
     return RankMemory(

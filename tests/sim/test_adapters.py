@@ -6,16 +6,18 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import pytest
 
-from miles_async.events import PublishEnded, StepStarted
+from miles_async.events import PublishEnded, StepStarted, WriteFailed
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group
+from miles_async.types import Group, SendOutcome
 from tests.configuration import run_config
 from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld
 from tests.sim.test_repair import Fate
+from tests.sim.world import Trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
@@ -76,6 +78,76 @@ def test_requests_name_a_version_after_every_engine_was_compared_with_the_learne
     versions = [publish.version for publish in world.trace.of(PublishEnded)]
     engines = len(world.fleet.routed())
     assert compared == [(version, version - 1) for version in versions for _ in range(engines)]
+
+
+class Guest(Trainer):
+    """A learner that shares devices with the engines."""
+
+    async def offload(self) -> None: ...
+
+    async def onload(self) -> None: ...
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_engines_that_share_devices_hold_what_requests_name_although_they_lose_their_adapters_in_each_step(
+    interval: int,
+) -> None:
+    class Forgetful(AdapterEngines):
+        async def offload(self) -> None:
+            assert self.in_flight == 0
+            self._held = {name: set() for name in self._held}
+
+        async def onload(self) -> None: ...
+
+    world = AdapterWorld(
+        config=run_config(
+            rollout_batch_size=BATCH,
+            num_rollout=6,
+            n_samples_per_prompt=2,
+            colocate=True,
+            update_weights_interval=interval,
+        ),
+        schedule=Schedule.SYNCHRONOUS,
+        latency=slow,
+        engine_kind=Forgetful,
+        trainer_kind=Guest,
+    ).run()
+    assert world.audit.violations == []
+    assert len(world.trace.of(StepStarted)) == 6
+    assert len(world.trace.of(PublishEnded)) == 1 + 6 // interval
+
+
+def test_an_engine_that_does_not_hold_its_adapter_after_a_step_is_replaced() -> None:
+    class Damaged(AdapterEngines):
+        waits_for_nothing = False
+        """The new engine loads older versions too, which only the next publish drops."""
+        steps = 0
+
+        async def offload(self) -> None:
+            self.steps += 1
+
+        async def onload(self) -> None: ...
+
+        async def send(self, version: int, engine: str) -> SendOutcome:
+            outcome = await super().send(version, engine)
+            is_damaged = self.steps == 2 and engine == "engine-0" and not self.starts
+            return replace(outcome, error="not restored") if is_damaged else outcome
+
+    world = AdapterWorld(
+        config=run_config(
+            rollout_batch_size=BATCH, num_rollout=6, n_samples_per_prompt=2, colocate=True, update_weights_interval=3
+        ),
+        schedule=Schedule.SYNCHRONOUS,
+        latency=slow,
+        engine_kind=Damaged,
+        trainer_kind=Guest,
+    ).run()
+    assert world.audit.violations == []
+    assert len(world.trace.of(StepStarted)) == 6
+    failures = [(failure.engine, failure.then) for failure in world.trace.of(WriteFailed)]
+    assert failures == [("engine-0", "retry"), ("engine-0", "fence")]
+    assert isinstance(world.fleet, AdapterEngines)
+    assert world.fleet.starts == ["engine-0"]
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

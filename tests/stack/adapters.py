@@ -7,10 +7,10 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedModel
 
-from miles_async.models.lora import MODULES, AdapterConfig, tensor_names
+from miles_async.models.lora import HEAD, MODULES, AdapterConfig, tensor_names
 
 RANK = 8
-CONFIG = AdapterConfig(rank=RANK, scale=2.0, modules=MODULES)
+CONFIG = AdapterConfig(rank=RANK, scale=2.0, modules=(*MODULES, HEAD))
 
 
 def adapter_of(model: PreTrainedModel, version: int, rank: int = RANK) -> dict[str, torch.Tensor]:
@@ -27,6 +27,7 @@ def adapter_of(model: PreTrainedModel, version: int, rank: int = RANK) -> dict[s
 def merged(model: PreTrainedModel, version: int) -> PreTrainedModel:
     """The base model with the adapter of a version in its weights, as a plain computation in PyTorch."""
     tensors, changed = adapter_of(model, version), deepcopy(model)
+    changed.lm_head.weight = torch.nn.Parameter(changed.lm_head.weight.clone())  # it may be that of the embedding
     with torch.no_grad():
         for name, weight in _adapted(changed):
             of_a, of_b = tensor_names(name)
@@ -34,6 +35,6 @@ def merged(model: PreTrainedModel, version: int) -> PreTrainedModel:
     return changed
 
 
-def _adapted(model: PreTrainedModel) -> list[tuple[str, torch.nn.Parameter]]:
-    named = ((name.removesuffix(".weight"), parameter) for name, parameter in model.named_parameters())
-    return [(name, parameter) for name, parameter in named if name.rpartition(".")[2] in MODULES]
+def _adapted(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [(name, module.weight) for name, module in named if name.rpartition(".")[2] in CONFIG.modules]

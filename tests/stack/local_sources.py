@@ -29,14 +29,19 @@ class LocalSources:
         timeout: float = PATIENCE_SECONDS,
         adapter: AdapterConfig | None = None,
         resident: int = 0,
+        colocated: bool = False,
     ) -> None:
-        """With `adapter`, the weights are those of an adapter, of which engines hold `resident` versions."""
+        """With `adapter`, the weights are those of an adapter, of which engines hold `resident` versions.
+
+        `colocated` engines with adapters release their memory between two sends.
+        """
         self._weights = weights
         settings = Weights(update_weight_timeout_seconds=timeout)
         self.all: list[WeightSource | AdapterSource]
         if adapter is not None:
             self.all = [
-                AdapterSource(folder, adapter, settings, rank=rank, resident=resident) for rank in range(sources)
+                AdapterSource(folder, adapter, settings, rank=rank, resident=resident, colocated=colocated)
+                for rank in range(sources)
             ]
         else:
             named = describe(weights())

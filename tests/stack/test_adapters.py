@@ -14,14 +14,14 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
-from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
+from miles_async.adapters.sglang.launch import EngineInfo, EngineServer, EngineSpec
 from miles_async.adapters.sglang.router import RouterServer, RouterSpec
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
-from miles_async.adapters.weights.engine import read_logprobs
+from miles_async.adapters.weights.engine import call_engine, read_engine_memory, read_logprobs
 from miles_async.errors import TrajectoryError
-from miles_async.models.lora import MODULES, TENSORS
+from miles_async.models.lora import TENSORS
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus
@@ -48,9 +48,9 @@ class Serving:
     model: PreTrainedModel
 
     @asynccontextmanager
-    async def run(self, name: str, *, rank: int = RANK) -> AsyncIterator[Run]:
+    async def run(self, name: str, *, rank: int = RANK, colocated: bool = False) -> AsyncIterator[Run]:
         """What a run of this name does with the engine. An adapter of the engine's rank is published first."""
-        fleet = SGLangFleet(self.router.url, router_key=self.router.spec.key, adapters=True)
+        fleet = SGLangFleet(self.router.url, router_key=self.router.spec.key, adapters=True, colocated=colocated)
         versions = AdapterVersions(STALENESS)
         generator = SGLangGenerator(
             self.router.url,
@@ -66,6 +66,7 @@ class Serving:
             self.folder / name,
             adapter=replace(CONFIG, rank=rank),
             resident=versions.resident,
+            colocated=colocated,
         )
         run = Run(self, fleet, generator, versions, Channel((ADAPTER,), sources, fleet.address))
         fleet.register_engine(self.engine.info())
@@ -117,7 +118,7 @@ def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         model_path=str(checkpoint),
         log_path=folder / "engine.log",
         lora_rank=RANK,
-        lora_modules=MODULES,
+        lora_modules=CONFIG.modules,
         lora_versions=AdapterVersions(STALENESS).resident,
     )
     engine, router = EngineServer(spec), RouterServer(RouterSpec(log_path=folder / "router.log"))
@@ -230,6 +231,55 @@ async def test_an_adapter_of_another_run_is_replaced(serving: Serving) -> None:
         group = group_of(list(range(20)), samples=1)
         await run.generator.generate(group, SHORT)
         assert serving.error(group, 7) < 1e-4
+
+
+async def test_an_engine_that_takes_its_memory_back_has_its_adapters(serving: Serving) -> None:
+    async with serving.run("released", colocated=True) as run:
+        await run.publish(2)
+        for lost in (set(), {1}, {1, 2}):
+            group = group_of(list(range(20)), samples=2)
+            await run.generator.generate(group, SHORT)
+            assert versions_of(group) == {(2, 0, 30)}
+            assert serving.error(group, 2) < 1e-4
+            await run.fleet.offload()
+            unload(serving.engine.info(), lost)
+            assert run.loaded() == {1, 2} - lost
+            await run.fleet.onload()
+            assert (await run.channel.send(2, "e0")).error is None
+            assert run.loaded() == {1, 2}
+        assert list(run.fleet.routed()) == ["e0"]
+
+
+async def test_a_base_model_that_an_engine_has_not_restored_is_an_error(serving: Serving) -> None:
+    async with serving.run("not restored", colocated=True) as run:
+        memory = read_engine_memory(serving.engine.info(), timeout=PATIENCE_SECONDS).ranks[0]
+        name = next(name for name in memory.regions if ".1.mlp.down_proj." in name)
+        address, size = memory.regions[name].address, 64
+        await run.fleet.offload()
+        before = exchange(memory.pid, address, bytes(size))
+        await run.fleet.onload()
+        error = (await run.channel.send(1, "e0")).error
+        exchange(memory.pid, address, before)
+        assert error == (
+            f"engine e0: {name} of rank 0 changed while the learner had the devices, and it is a weight of the base "
+            "model"
+        )
+        assert (await run.channel.send(1, "e0")).error is None
+
+
+def exchange(process: int, address: int, content: bytes) -> bytes:
+    """Write into the memory of an engine's process, and return what was there."""
+    with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as file:
+        file.seek(address)
+        before = file.read(len(content))
+        file.seek(address)
+        file.write(content)
+    return before
+
+
+def unload(engine: EngineInfo, versions: set[int]) -> None:
+    for version in versions:
+        call_engine(engine, "/unload_lora_adapter", {"lora_name": f"v{version}"}, timeout=PATIENCE_SECONDS)
 
 
 async def test_an_adapter_that_the_engine_refuses_is_an_error_that_names_the_engine(serving: Serving) -> None:

@@ -6,6 +6,7 @@ Run as a script this file is the ranks of the layouts.
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
-from miles_async.models.lora import MODULES, AdapterConfig, read_config, tensor_names
+from miles_async.models.lora import HEAD, MODULES, AdapterConfig, read_config, tensor_names
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
@@ -51,10 +52,10 @@ LAYOUTS = {
     "sequence and context parallel, recomputed": Layout(4, SEQUENCE | CONTEXT | RECOMPUTED),
     "pipeline and data parallel, distributed optimizer": Layout(4, PIPELINE | DISTRIBUTED),
     "sequence and data parallel, distributed optimizer": Layout(4, SEQUENCE | DISTRIBUTED),
-    "recomputed": Layout(1, RECOMPUTED),
+    "recomputed, logits in chunks": Layout(1, RECOMPUTED),
 }
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
-ADAPTER = AdapterConfig(rank=4, scale=2.0, modules=MODULES)
+ADAPTER = AdapterConfig(rank=4, scale=2.0, modules=(*MODULES, HEAD))
 LEARNING_RATE = 0.0001
 
 
@@ -68,6 +69,7 @@ def config(root: Path, layout: Layout, **settings: Any) -> RunConfig:
             "actor_num_gpus_per_node": layout.ranks,
             "lora_rank": ADAPTER.rank,
             "lora_alpha": ADAPTER.scale * ADAPTER.rank,
+            "lora_target_modules": ["all-linear", HEAD],
             "lora_load": str(root / "adapter"),
             **layout.settings,
             **settings,
@@ -81,6 +83,9 @@ def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
     layout, out, base = LAYOUTS[name], root / name, str(root / "base")
     settings = config(root, layout)
     learner = MegatronLearner(settings, base, rank, layout.ranks, "127.0.0.1", ports[0])
+    if "chunks" in name:
+        assert learner._model.output_layer is not None
+        learner._model.output_layer.chunk_entries = 2000
     prompted = rank_batches(prompted_groups(0), settings, layout.ranks, share_prefixes=name != "one rank")[rank]
     steps = rank_batches(uneven_groups(0), settings, layout.ranks)[rank]
     gradients = {batch: gradients_of(learner, one[0]) for batch, one in (("prompted", prompted), ("uneven", steps))}
@@ -157,7 +162,7 @@ def expected_of(root: Path) -> Expected:
     layers = {}
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
-        if last in MODULES:
+        if last in ADAPTER.modules:
             assert isinstance(module, torch.nn.Linear)
             of_a, of_b = tensor_names(name)
             layers[name] = PlainLora(module, adapter[of_a], adapter[of_b], ADAPTER.scale)
@@ -189,11 +194,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     create_tiny_model(SHAPE, root / "base", seed=1)
     shapes = {name: tensor.shape for name, tensor in load_file(root / "base/model.safetensors").items()}
+    shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     draw = torch.Generator().manual_seed(0)
     adapter: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in MODULES:
+        if module.rpartition(".")[2] in ADAPTER.modules:
             of_a, of_b = tensor_names(module)
             adapter[of_a] = torch.randn(ADAPTER.rank, shape[1], generator=draw) / 8
             adapter[of_b] = torch.randn(shape[0], ADAPTER.rank, generator=draw) / 32
@@ -221,6 +227,8 @@ def test_merged_weights_after_a_step_are_those_of_plain_pytorch(runs: Path, expe
     assert most_apart({name: merged[name] for name in expected.merged}, expected.merged) < 1e-5
     others = base.keys() - expected.merged.keys()
     assert all(torch.equal(merged[name], base[name]) for name in others)
+    config = json.loads((runs / layout / "merged/config.json").read_text())
+    assert config["tie_word_embeddings"] is False, "the output layer has its own weight"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

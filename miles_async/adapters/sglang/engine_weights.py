@@ -169,6 +169,18 @@ def load_adapter(manager: Any, reference: Any) -> Any:
     return manager.create_lora_update_result(success=False, error_message="the adapter differs from what was written")
 
 
+def copy_adapters_again(_: Any, updater: Any, *__: Any) -> None:
+    """Let SGLang copy adapters from host memory to the device when a batch needs them next.
+
+    SGLang calls this when it has allocated the memory that it had released. Its copies of adapters on the device are in
+    memory that it does not release today; nothing there is relied on.
+    """
+    manager = updater.tp_worker.model_runner.lora_manager
+    if manager is not None:
+        for key in list(manager.memory_pool.uid_to_buffer_id):
+            manager.memory_pool.remove_lora(key)
+
+
 def _checksum_of_adapter(manager: Any, key: str) -> int:
     """The checksum of an adapter as SGLang keeps it: the tensors of some modules are joined."""
     from miles_async.models.lora import adapter_checksum

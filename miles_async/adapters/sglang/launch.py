@@ -21,6 +21,7 @@ from miles_async.adapters.system import rdma
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import UserError
+from miles_async.models.lora import HEAD
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
@@ -66,7 +67,8 @@ class EngineSpec:
     lora_versions: int = 0
     """The most versions of an adapter that the engine holds."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of `sglang.launch_server`, with dashes or underscores. They override all arguments set here."""
+    """Other arguments of `sglang.launch_server`, with dashes or underscores. They override all arguments set here, but
+    not the back-end of adapters on CPUs."""
     env_vars: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the server. They override all variables set here."""
     start_timeout: float = 300.0
@@ -236,8 +238,6 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
             "max-loaded-loras": most,
         }
     if not has_cuda():
-        if spec.lora_rank:
-            arguments["lora-backend"] = "torch_native"
         arguments |= {
             "device": "cpu",
             "attention-backend": "torch_native",
@@ -249,6 +249,8 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
             "mem-fraction-static": 0.9,
         }
     arguments |= {key.replace("_", "-"): value for key, value in spec.server_args.items()}
+    if spec.lora_rank and not has_cuda():
+        arguments["lora-backend"] = "torch_native"  # the others need Triton
     return [word for key, value in arguments.items() for word in _flag(key, value)]
 
 
@@ -290,6 +292,9 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             **WITHOUT_COMPILER,
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused_models(spec)),
         }
+        if HEAD in spec.lora_modules:
+            # The adapters of the output layer are applied to the logits of a whole batch (`cpu_lora.py`).
+            values["SGLANG_ENABLE_LOGPROB_CHUNK"] = "false"
     return {**values, **spec.env_vars}
 
 

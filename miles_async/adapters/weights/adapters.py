@@ -1,19 +1,36 @@
 """Publishes LoRA adapters: one folder in PEFT's format per version, which engines load under a new name.
 
 An engine loads a version while it generates. Nothing is written over, so nothing has to stop.
+
+An engine that shares its devices with the learner releases their memory before each step. Whenever it has allocated the
+memory again, `send` verifies that it has restored the base model, and that it still holds its adapters.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from miles_async.adapters.sglang.engine_weights import SAMPLE_BYTES
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX
-from miles_async.adapters.weights.engine import call_engine, compare_logprobs, read_adapter_checksums
+from miles_async.adapters.weights.engine import (
+    EngineMemory,
+    Region,
+    Window,
+    call_engine,
+    compare_logprobs,
+    read_adapter_checksums,
+    read_checksums,
+    read_engine_memory,
+)
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
@@ -21,17 +38,41 @@ from miles_async.models.lora import TENSORS, AdapterConfig, read_checksum, write
 from miles_async.types import SendOutcome
 
 
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The base model of an engine, as it was at the first send."""
+
+    memory: EngineMemory
+    windows: Sequence[Sequence[Window]]
+    checksums: Sequence[Sequence[int]]
+    """Of the windows, on each rank."""
+
+
 class AdapterSource:
     """Sends adapters as `source.WeightSource` sends weights. Only rank 0 of the learner has something to send."""
 
-    def __init__(self, folder: Path, config: AdapterConfig, settings: Weights, *, rank: int, resident: int) -> None:
-        """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them."""
+    def __init__(
+        self,
+        folder: Path,
+        config: AdapterConfig,
+        settings: Weights,
+        *,
+        rank: int,
+        resident: int,
+        colocated: bool = False,
+    ) -> None:
+        """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them.
+
+        `colocated` engines release their memory between two sends.
+        """
         self._folder = folder
         self._config = config
         self._rank = rank
         self._resident = resident
-        self._timeout = settings.update_weight_timeout_seconds
+        self._colocated = colocated
+        self._timeout, self._verify_all = settings.update_weight_timeout_seconds, settings.check_weight_update_equal
         self._engines: dict[str, EngineInfo] = {}
+        self._bases: dict[EngineInfo, _Base] = {}
         self.compared = True
         """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
         first version that changes the model. The checksums of later ones suffice."""
@@ -44,6 +85,7 @@ class AdapterSource:
             for info in engines:
                 loaded_versions(info, timeout=self._timeout)
         self._engines = {info.name: info for info in engines}
+        self._bases = {info: base for info, base in self._bases.items() if info in engines}
 
     def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
         """Write the adapter as `version`, and remove the files of versions that no engine may load any more."""
@@ -93,19 +135,52 @@ class AdapterSource:
 
     def _update(self, version: int, engine: EngineInfo) -> int:
         """Returns the bytes of the versions that the engine has loaded."""
+        if self._colocated:
+            self._verify_base(engine)
         wanted, loaded = self._versions(), loaded_versions(engine, timeout=self._timeout)
         # Before anything is loaded, so that the engine never holds more than its bound.
         self._unload(engine, loaded - set(wanted))
-        if version in loaded and not self._holds(engine, version):
-            # An engine that an earlier run has used may hold another adapter of this name.
-            self._unload(engine, {version})
-            loaded.discard(version)
+        # An engine that an earlier run has used may hold another adapter of this name.
+        verified = wanted if self._colocated else [version]
+        lost = {one for one in verified if one in loaded and not self._holds(engine, one)}
+        self._unload(engine, lost)
+        loaded -= lost
         size = 0
         for one in wanted:
             if one not in loaded:
                 self._call(engine, "/load_lora_adapter", one, lora_path=str(self._path(one)))
                 size += (self._path(one) / TENSORS).stat().st_size
         return size
+
+    def _verify_base(self, engine: EngineInfo) -> None:
+        """Raise EngineLostError if the base model is not what it was at the first send to the engine.
+
+        After the first send, log-probabilities are compared with the learner.
+        """
+        if (base := self._bases.get(engine)) is None:
+            memory = read_engine_memory(engine, timeout=self._timeout)
+            windows = [
+                [window for name, region in rank.regions.items() for window in self._windows(name, region)]
+                for rank in memory.ranks
+            ]
+            self._bases[engine] = _Base(memory, windows, read_checksums(memory, windows, timeout=self._timeout))
+            return
+        found = read_checksums(base.memory, base.windows, timeout=self._timeout)
+        for rank, columns in enumerate(zip(base.windows, base.checksums, found, strict=True)):
+            for (parameter, _, _), before, now in zip(*columns, strict=True):
+                if before != now:
+                    raise EngineLostError(
+                        f"{parameter} of rank {rank} changed while the learner had the devices, and it is a weight of "
+                        "the base model"
+                    )
+
+    def _windows(self, name: str, region: Region) -> Sequence[Window]:
+        """What is verified of a parameter: all bytes with `check_weight_update_equal`, else both of its ends."""
+        dtype: torch.dtype = getattr(torch, region.dtype)
+        size = math.prod(region.shape) * dtype.itemsize
+        if self._verify_all or size <= 2 * SAMPLE_BYTES:
+            return [(name, 0, size)]
+        return [(name, 0, SAMPLE_BYTES), (name, size - SAMPLE_BYTES, SAMPLE_BYTES)]
 
     def _holds(self, engine: EngineInfo, version: int) -> bool:
         """Whether every rank of an engine holds what the file of a version contains."""

@@ -42,8 +42,13 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if learner.transformer_impl == "transformer_engine":
         yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
     is_folder = checkpoint is not None and (Path(checkpoint).expanduser() / "config.json").is_file()
-    if checkpoint is not None and is_folder and source_of(learner.megatron_to_hf_mode, checkpoint) == "bridge":
-        yield "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset lora_rank"
+    if checkpoint is not None and is_folder:
+        source = source_of(learner.megatron_to_hf_mode, checkpoint, trains_adapter=True)
+        if source == "bridge":
+            yield (
+                "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset "
+                "lora_rank"
+            )
     if learner.lora_load is None:
         return
     folder = Path(learner.lora_load).expanduser()

@@ -35,7 +35,8 @@ def _checkpoint(config: RunConfig) -> Iterator[str]:
         yield from _sliding_window(config, checkpoint)
         if not config.debug.debug_rollout_only:
             try:
-                source_of(config.learner.megatron_to_hf_mode, checkpoint)
+                mode, trains_adapter = config.learner.megatron_to_hf_mode, config.learner.lora_rank > 0
+                source_of(mode, checkpoint, trains_adapter=trains_adapter)
             except UserError as error:
                 yield str(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from miles_async.config.adapter_arguments import adapter_notes
 from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue, trains_only
 from miles_async.config.losses import corrects, differences, objective_of
@@ -221,6 +222,15 @@ def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
+def _bridge_with_adapters(config: RunConfig, entry: str) -> Iterator[str]:
+    learner, checkpoint = config.learner, config.model.hf_checkpoint
+    if learner.lora_rank and learner.megatron_to_hf_mode == "bridge" and checkpoint is not None:
+        yield (
+            "megatron_to_hf_mode bridge has no effect with lora_rank, because layers of Megatron-Bridge get no "
+            "adapters: the learner uses the model plug-in"
+        )
+
+
 def _plugins(config: RunConfig, entry: str) -> Iterator[str]:
     yield from plugin_problems()
 
@@ -242,6 +252,8 @@ NOTES = (
     _router_notes,
     _texts_like_switches,
     _saved_format,
+    _bridge_with_adapters,
+    adapter_notes,
     _plugins,
     _whole_texts,
 )

@@ -109,8 +109,6 @@ def _published_adapters(config: RunConfig) -> Iterator[str]:
             f"weight_transfer {config.weights.weight_transfer} sends whole weights, and with lora_rank engines load "
             "adapters from files: unset weight_transfer"
         )
-    if config.cluster.colocate:
-        yield "colocate was never tried with lora_rank: unset colocate"
 
 
 def _faults(config: RunConfig) -> Iterator[str]:

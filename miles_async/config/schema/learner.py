@@ -122,7 +122,7 @@ class Learner(LoraSettings):
     megatron_to_hf_mode: Literal["raw", "bridge"] | None = None
     """Source of the learner's model and of the conversion of its weights: raw uses the model plug-ins, and bridge
     NVIDIA's Megatron-Bridge, which make setup-bridge installs. If unset, it is raw for a model that has a plug-in, else
-    bridge."""
+    bridge. A run that trains adapters (lora_rank) uses the plug-in in any case."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """Number of ranks that each layer is split across (tensor parallelism)."""
     pipeline_model_parallel_size: int = Field(1, ge=1)

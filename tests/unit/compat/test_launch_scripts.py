@@ -31,8 +31,6 @@ WITHOUT_COUNTERPART = {
     "images": "models are trained on text",
     "LoRA": "get no adapters",
     "LoRA of layers by a pattern": "is no linear layer that can have an adapter",
-    "LoRA on shared devices": "colocate was never tried with lora_rank",
-    "arguments of LoRA's engines": "a run that trains an adapter (lora_rank) sets these itself",
     "FSDP": "runs Megatron-core",
     "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",
     "kernels that engine and learner share": "engines and learner use kernels of their own",
@@ -102,6 +100,11 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
         "retool_v2-run_retool_multi_turn",
         "swe-agent-harbor-docker-run",
         "experimental-eval_multi_task-multi_task",
+        "lora-dev",
+        "lora-run-qwen2.5-0.5B-megatron-lora",
+        "lora-run-qwen2.5-3B-megatron-lora-disaggregated",
+        "lora-run-qwen3-4B-megatron-lora",
+        "lora-run-qwen3-4b-megatron-lora-result",
     ],
 )
 def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:

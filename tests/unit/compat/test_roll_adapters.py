@@ -89,7 +89,7 @@ def test_values_may_be_variables_of_the_file() -> None:
             {"lora_target": ".*(q|v)_proj"},
             {},
             "actor_train.model_args.lora_target: .*(q|v)_proj is no linear layer that can have an adapter: use "
-            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
         ),
         (
             {"lora_target": True},

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from miles_async.config import model_source
-from miles_async.config.checks import problems
+from miles_async.config.checks import notes, problems
 from miles_async.config.model_shape import shape_of
 from miles_async.config.model_source import BRIDGE_VERSION, source_of
 from miles_async.config.schema import Model
@@ -31,6 +31,7 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "vocab_size": 300,
 }
+DENSE = {name: value for name, value in DEEPSEEK.items() if "expert" not in name and "moe" not in name}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 GEMMA3 = {
     "model_type": "gemma3",
@@ -64,6 +65,30 @@ def test_a_model_with_a_plugin_comes_from_it_unless_the_bridge_is_asked_for(
     with_bridge(monkeypatch)
     path = checkpoint(tmp_path, QWEN3)
     assert [source_of(mode, path) for mode in (None, "raw", "bridge")] == ["raw", "raw", "bridge"]
+
+
+def test_a_run_that_trains_an_adapter_takes_the_plugin_although_the_bridge_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_bridge(monkeypatch, None)
+    path = checkpoint(tmp_path, DENSE | QWEN3 | {"num_key_value_heads": 2})
+    assert source_of("bridge", path, trains_adapter=True) == "raw"
+    run = run_config(**RUN, hf_checkpoint=path, megatron_to_hf_mode="bridge", lora_rank=8)
+    assert [note for note in notes(run, "train_async.py") if "bridge" in note] == [
+        "megatron_to_hf_mode bridge has no effect with lora_rank, because layers of Megatron-Bridge get no adapters: "
+        "the learner uses the model plug-in"
+    ]
+    assert problems(run, "train_async.py") == []
+
+
+def test_models_that_only_the_bridge_has_get_no_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_bridge(monkeypatch)
+    path = checkpoint(tmp_path, DENSE | {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]})
+    assert source_of("bridge", path, trains_adapter=True) == "bridge"
+    run = run_config(**RUN, hf_checkpoint=path, lora_rank=8)
+    assert problems(run, "train_async.py") == [
+        "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset lora_rank"
+    ]
 
 
 def test_a_model_without_a_plugin_comes_from_the_bridge_if_that_can_be_used(

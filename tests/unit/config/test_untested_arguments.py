@@ -20,6 +20,7 @@ from miles_async.observability.view import RunView
 from tests.configuration import run_config
 from tests.unit.example_events import RUN
 from workers.driver import run_started
+from workers.specs import engine_spec
 
 ROOT = Path(__file__).parents[3]
 RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
@@ -158,6 +159,60 @@ def test_the_command_line_and_yaml_allow_arguments(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("engine: {allow_untested: [lora]}")
     assert build(read_yaml(file)).engine.allow_untested == ["lora"]
+
+
+ADAPTER: dict[str, Any] = {**RUNNABLE, "lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("enable_lora", True),
+        ("max_lora_rank", 8),
+        ("max_lora_rank", 16),
+        ("lora_target_modules", ["all"]),
+        ("lora_target_modules", ["k_proj", "q_proj", "v_proj"]),
+        ("max_loras_per_batch", 8),
+        ("max_loaded_loras", 8),
+    ],
+)
+def test_a_run_that_trains_an_adapter_takes_values_that_leave_room_for_it_and_uses_its_own(
+    argument: str, value: Any
+) -> None:
+    run = run_config(**ADAPTER, sglang_server_args={argument: value})
+    assert problems(run, "train.py") == []
+    flag = f"--sglang-{argument.replace('_', '-')}"
+    assert [note for note in notes(run, "train.py") if "lora_rank" in note] == [
+        f"a run with lora_rank sets {flag} itself, and your values leave room for its own: they have no effect"
+    ]
+    assert untested_arguments(run) == {}
+    assert engine_spec(run, "e0", "folder", Path("logs")).server_args == {}
+
+
+def test_how_engines_compute_the_adapter_is_passed_on() -> None:
+    run = run_config(**ADAPTER, sglang_server_args={"lora_backend": "triton"})
+    assert problems(run, "train.py") == []
+    assert [note for note in notes(run, "train.py") if "lora" in note] == [
+        "--sglang-lora-backend: engines on GPUs get this; engines on CPUs use lora_backend torch_native"
+    ]
+    assert engine_spec(run, "e0", "folder", Path("logs")).server_args == {"lora_backend": "triton"}
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("max_lora_rank", 4),
+        ("lora_target_modules", ["q_proj"]),
+        ("max_loras_per_batch", 2),
+        ("max_loaded_loras", 2),
+        ("lora_paths", ["another"]),
+    ],
+)
+def test_a_run_that_trains_an_adapter_refuses_values_without_room_for_it_and_other_adapters(
+    argument: str, value: Any
+) -> None:
+    found = problems(run_config(**ADAPTER, sglang_server_args={argument: value}), "train.py")
+    assert f"nobody has tried --sglang-{argument.replace('_', '-')} with miles_async" in found[-1]
 
 
 @pytest.mark.parametrize("name", UNTESTED)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.hf_weights import open_tensors
 from miles_async.atomic_files import atomic_folder, replace_folder, temporary_path
-from miles_async.models.lora import CONFIG, AdapterConfig, base_hash, write_adapter
+from miles_async.models.lora import CONFIG, AdapterConfig, base_hash, is_untied, write_adapter
 from miles_async.models.text_part import is_of_images
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -51,8 +51,8 @@ def _replace(path: Path, known_by: str, write: Callable[[Path], None]) -> None:
     replace_folder(new, path)
 
 
-def _set_dtype(config: Path, tensor: Tensor) -> None:
-    """Write the dtype of the trained tensors into `config.json`.
+def _describe(config: Path, tensor: Tensor, *, untied: bool) -> None:
+    """Write into `config.json` the dtype of the trained tensors, and whether the output layer has its own weight.
 
     The model may have been trained in another precision than its original, and loaders rely on the configuration.
     """
@@ -60,6 +60,8 @@ def _set_dtype(config: Path, tensor: Tensor) -> None:
     # A model that also takes images describes its text part separately.
     for part in [content, *([content["text_config"]] if "text_config" in content else [])]:
         part["torch_dtype" if "torch_dtype" in part else "dtype"] = str(tensor.dtype).removeprefix("torch.")
+        if untied:
+            part["tie_word_embeddings"] = False
     config.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -72,11 +74,12 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
     with atomic_folder(path) as draft:
         with open_tensors(like) as files:
             of_images = {name: file.get_tensor(name) for name, file in files.items() if is_of_images(name)}
+            untied = is_untied(tensors, files)
         save_torch_state_dict(tensors | of_images, draft)
         for pattern in _BESIDE_WEIGHTS:
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):
                     shutil.copy2(file, draft)
-        _set_dtype(draft / "config.json", next(iter(tensors.values())))
+        _describe(draft / "config.json", next(iter(tensors.values())), untied=untied)
         for name, text in notes.items():
             (draft / name).write_text(text)

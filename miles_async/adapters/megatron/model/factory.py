@@ -217,7 +217,8 @@ def open_source(settings: Learner, hf_checkpoint: str, *, fuses: bool = False) -
 
     With `fuses` activations are those of a GPU also on a CPU.
     """
-    if source_of(settings.megatron_to_hf_mode, hf_checkpoint) == "raw":
+    mode, trains_adapter = settings.megatron_to_hf_mode, settings.lora_rank > 0
+    if source_of(mode, hf_checkpoint, trains_adapter=trains_adapter) == "raw":
         return PluginSource(settings, hf_checkpoint, fuses=fuses)
     # Imported here, because its imports need Megatron-Bridge.
     from miles_async.adapters.megatron.model.bridge_source import BridgeSource

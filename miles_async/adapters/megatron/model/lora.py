@@ -43,7 +43,7 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broa
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, tensor_names
+from miles_async.models.lora import HEAD, AdapterConfig, check_adapter, read_tensors, tensor_names, untie
 from miles_async.models.plugin import Custom, QueryKeyValue
 from miles_async.plugins import name_of
 
@@ -53,10 +53,19 @@ _LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linea
 class Adapters(Module):
     """The adapters of one of Megatron's linear layers, which holds one or several layers of the checkpoint."""
 
-    def __init__(self, linear: Any, names: Sequence[str], sizes: Sequence[int], groups: int, settings: Learner) -> None:
-        """`names` are the layers of the checkpoint, and `sizes` their outputs on this rank.
+    def __init__(
+        self,
+        linear: Any,
+        weight: Tensor,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        groups: int,
+        settings: Learner,
+    ) -> None:
+        """`weight` is this rank's part of the layer's matrix.
 
-        The outputs of all of them alternate in `groups` equal parts.
+        `names` are the layers of the checkpoint, and `sizes` their outputs on this rank. The outputs of all of them
+        alternate in `groups` equal parts.
         """
         super().__init__()
         chosen = settings.lora_modules
@@ -71,7 +80,7 @@ class Adapters(Module):
         self._dropout = settings.lora_dropout
         self._splits_output = isinstance(linear, ColumnParallelLinear)
         self._sequence_parallel = settings.sequence_parallel
-        inputs, device = linear.weight.shape[1], linear.weight.device
+        inputs, device = weight.shape[1], weight.device
 
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
@@ -79,6 +88,7 @@ class Adapters(Module):
             set_tensor_model_parallel_attributes(made, is_split, axis if is_split else -1, 1)
             # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
             made.sequence_parallel = settings.sequence_parallel and not is_split  # type: ignore[attr-defined]
+            made.whole_rows = None  # type: ignore[attr-defined]
             return made
 
         self.a = ParameterList(parameter(self._rank, inputs, 1) for _ in own_sizes)
@@ -89,23 +99,49 @@ class Adapters(Module):
         for name, a, b in zip(self.names, self.a, self.b, strict=True):
             yield from zip(tensor_names(name), (a, b), strict=True)
 
+    def shrink(self, x: Tensor) -> Tensor:
+        """The products of the layer's input and A of all adapters, scaled."""
+        dropped = dropout(x, self._dropout) if self._dropout and self.training else x
+        return self._scale * _product(dropped, torch.cat(list(self.a)))
+
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """Return the layer's output [t, 1, outputs of this rank], plus what the adapters compute from its input.
 
         `output` must not be used afterwards, because it may have been changed in place.
         """
-        dropped = dropout(x, self._dropout) if self._dropout and self.training else x
-        hidden = self._scale * _product(dropped, torch.cat(list(self.a)))
+        hidden = self.shrink(x)
         if self._splits_output:
             exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
         else:
             exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
-        if not self._splits_output:
-            # A single rank's "reduced" output is a view, which autograd lets nobody change.
+        if not self._splits_output or output._is_view():
+            # A single rank's "reduced" output and that of oneDNN are views, which autograd lets nobody change.
             output = output.clone()
         matrices = [b.to(output.dtype) for b in self.b]
         added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
         return added
+
+
+class HeadAdapter(Adapters):
+    """The adapter of the output layer. `OutputLayer` computes it from the hidden states of the tokens that it reads."""
+
+    def __init__(self, model: Any, vocabulary: int, settings: Learner) -> None:
+        """`model` is the last pipeline stage. B has a row for each entry of the padded vocabulary, and those of the
+        padding stay 0."""
+        shared = model.share_embeddings_and_output_weights
+        weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings)
+        # Every rank has the hidden states of all tokens.
+        self.a[0].sequence_parallel = False
+        self.b[0].whole_rows = vocabulary
+
+    def shrink(self, x: Tensor) -> Tensor:
+        """[k, rank] of hidden states x [k, h], the same on all tensor-parallel ranks."""
+        shrunk = _copy_to_ranks(super().shrink(x))
+        if shrunk.requires_grad:
+            # Megatron reduces a copy of a gradient that is not contiguous, and goes on with the gradient itself.
+            shrunk.register_hook(Tensor.contiguous)
+        return shrunk
 
 
 class Columns(NamedTuple):
@@ -211,6 +247,9 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
                     _fill(adapters, loaded, settings.seed)
                     linear.adapters = adapters
                     linear.forward = partial(_add_output, linear, linear.forward)
+        if model.post_process and HEAD in settings.lora_modules:
+            model.output_layer.adapters = HeadAdapter(model, converter.shape.vocabulary, settings)
+            _fill(model.output_layer.adapters, loaded, settings.seed)
         if model.pre_process and settings.recompute_granularity is not None:
             # Recomputed layers only get gradients if their input needs one.
             model.embedding.register_forward_hook(_require_gradient)
@@ -225,8 +264,10 @@ def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: L
     if isinstance(conversion, QueryKeyValue):
         groups = shape.query_groups // ranks
         width = groups * shape.head_width
-        return Adapters(linear, names, (shape.heads // ranks * shape.head_width, width, width), groups, settings)
-    return Adapters(linear, names, [len(linear.weight) // len(names)] * len(names), 1, settings)
+        sizes = [shape.heads // ranks * shape.head_width, width, width]
+        return Adapters(linear, linear.weight, names, sizes, groups, settings)
+    sizes = [len(linear.weight) // len(names)] * len(names)
+    return Adapters(linear, linear.weight, names, sizes, 1, settings)
 
 
 def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
@@ -240,6 +281,9 @@ def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) ->
         axis = _split_axis(parameter)
         if loaded is not None:
             whole = loaded[name]
+            if _whole_rows(parameter) is not None:
+                padding = len(parameter) * group.size() - len(whole)
+                whole = torch.nn.functional.pad(whole, (0, 0, 0, padding))
         elif ".lora_A." in name:
             # The same in every parallel layout. Kaiming's uniform distribution with a = sqrt(5) has this bound.
             inputs = parameter.shape[1] * (group.size() if axis == 1 else 1)
@@ -258,6 +302,12 @@ def _seed(text: str) -> int:
 def _split_axis(parameter: Any) -> int | None:
     """The dimension that tensor-parallel ranks divide; None if each has the whole matrix."""
     return parameter.partition_dim if parameter.tensor_model_parallel else None
+
+
+def _whole_rows(parameter: Any) -> int | None:
+    """The rows of the whole matrix without those of a padded vocabulary; None if nothing is padded."""
+    rows: int | None = parameter.whole_rows
+    return rows
 
 
 def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
@@ -305,12 +355,12 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
     own = {name: parameter for one in adapters_of(chunks) for name, parameter in one.named_pairs()}
-    described = [(name, tuple(parameter.shape), _split_axis(parameter)) for name, parameter in own.items()]
+    described = [(name, tuple(one.shape), _split_axis(one), _whole_rows(one)) for name, one in own.items()]
     for stage, held in enumerate(gather_json(described, pipeline)):
-        for name, shape, axis in held:
+        for name, shape, axis, rows in held:
             held_here = own[name] if stage == pipeline.rank() else None
             part = broadcast_from_stage(held_here, shape, "torch.float32", stage)
-            yield name, part if axis is None else torch.cat(all_gather(part, tensor), axis)
+            yield name, (part if axis is None else torch.cat(all_gather(part, tensor), axis))[:rows]
 
 
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
@@ -325,13 +375,21 @@ def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
         state[local_names[parameter]] = (
             make_sharded_tensor_for_checkpoint(parameter, name)
             if axis is None
-            else make_tp_sharded_tensor_for_checkpoint(parameter, name, axis)
+            # How much a vocabulary is padded depends on the number of ranks.
+            else make_tp_sharded_tensor_for_checkpoint(
+                parameter, name, axis, allow_shape_mismatch=_whole_rows(parameter) is not None
+            )
         )
     return state
 
 
 def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:
-    """Add what the adapter computes to weights with Hugging Face names, in float32 and in place."""
+    """Add what the adapter computes to weights with Hugging Face names, in float32 and in place.
+
+    An output layer with an adapter gets its own weight.
+    """
+    if tensor_names(HEAD)[0] in adapter:
+        untie(weights)
     for name, weight in weights.items():
         of_a, of_b = tensor_names(name.removesuffix(".weight"))
         if of_a in adapter:

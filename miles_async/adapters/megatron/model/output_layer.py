@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from miles_async.adapters.megatron.model.lora import HeadAdapter, adapters_of
+
 CHUNK_ENTRIES = 2**23
 """Most logits of a chunk on a CPU: 32 MiB in float32."""
 GPU_FRACTION = 1 / 24
@@ -43,6 +45,7 @@ class OutputLayer:
         self._shared_weight = (
             model.shared_embedding_or_output_weight if model.share_embeddings_and_output_weights else None
         )
+        self._adapter = next((one for one in adapters_of([self._layer]) if isinstance(one, HeadAdapter)), None)
         self._dtype = model.config.params_dtype
         self._sequence_parallel = self._layer.sequence_parallel
         if self._sequence_parallel:
@@ -74,12 +77,27 @@ class OutputLayer:
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False, group=group)
         # Megatron returns a model's output in float32, whatever the precision of its weights.
         hidden = output.index_select(0, rows).to(self._dtype)
-        weight = self._layer.weight if self._shared_weight is None else self._shared_weight()
+        whole = self._layer.weight if self._shared_weight is None else self._shared_weight()
 
         def compute(part: Tensor, weight: Tensor, chunk: slice) -> tuple[Tensor, ...]:
             logits, _ = self._compute(part[:, None], weight=weight)
             return read(logits.squeeze(1), chunk)
 
+        def compute_adapted(part: Tensor, of_b: Tensor, chunk: slice) -> tuple[Tensor, ...]:
+            inputs, shrunk = part.split([output.shape[-1], of_b.shape[-1]], -1)
+            logits, _ = self._compute(inputs[:, None].contiguous(), weight=whole)
+            return read(torch.addmm(logits.squeeze(1), shrunk, of_b.to(part.dtype).T), chunk)
+
+        if self._adapter is None or not self._adapter.enabled:
+            return self._map(hidden, whole, compute)
+        # The trained matrix takes the place of the weight, which is frozen.
+        hidden = torch.cat([hidden, self._adapter.shrink(hidden)], -1)
+        return self._map(hidden, self._adapter.b[0], compute_adapted)
+
+    def _map(
+        self, hidden: Tensor, weight: Tensor, compute: Callable[[Tensor, Tensor, slice], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Apply `compute(hidden[chunk], weight, chunk)` to all chunks, and concatenate the results."""
         most = max(1, self.chunk_entries // self.columns)
         if len(hidden) <= most:
             return compute(hidden, weight, slice(0, len(hidden)))

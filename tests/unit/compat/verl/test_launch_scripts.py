@@ -30,7 +30,6 @@ REASONS = {
     "vLLM's arguments": "engine_kwargs.vllm",
     "NPU": "needs CUDA GPUs or CPUs",
     "images": "models are trained on text",
-    "LoRA on shared devices": "colocate was never tried with lora_rank",
     "further tokens": "heads that predict further tokens are not trained",
     "turns with tools": "a function that runs the agent",
     "nothing is offloaded": "offloads nothing",
