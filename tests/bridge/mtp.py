@@ -70,8 +70,9 @@ def reference_of_head(
     layers, tensors = config.num_hidden_layers, tensors_of(path)
     # transformers loads the layer of the head as one more layer.
     config.num_hidden_layers = layers + 1
-    if "layer_types" in config.to_dict() and config.layer_types is not None:
-        config.layer_types = [*config.layer_types[:layers], config.layer_types[layers - 1]]
+    for key in ("layer_types", "mlp_layer_types"):
+        if kinds := config.to_dict().get(key):
+            setattr(config, key, [*kinds[:layers], kinds[layers - 1]])
     further = f"model.layers.{layers}."
     longer = {name.replace("mtp.layers.0.", further): one for name, one in tensors.items()}
     scratch.mkdir(parents=True)

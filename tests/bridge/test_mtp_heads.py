@@ -104,7 +104,8 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TWO_RANKS = {
     "Qwen3.5": ("tensor", "pipeline", "data"),
     "Qwen3.5-MoE": ("tensor", "pipeline", "expert"),
-    "DeepSeek-V3": ("tensor", "pipeline", "expert", "context"),
+    "DeepSeek-V3": ("tensor", "pipeline", "expert"),
+    "GLM-4.5": ("context",),
 }
 
 
