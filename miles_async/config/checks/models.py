@@ -185,8 +185,8 @@ def _mtp_heads(config: RunConfig) -> Iterator[str]:
         )
     if learner.overlap_grad_reduce and learner.pipeline_model_parallel_size > 1:
         yield (
-            "enable_mtp_training: the embedding of the last pipeline stage has no gradient of its own, for which "
-            "overlap_grad_reduce would wait; unset overlap_grad_reduce"
+            "enable_mtp_training: the copy of the embedding on the last pipeline stage gets no gradient, and "
+            "overlap_grad_reduce would wait for one; unset overlap_grad_reduce"
         )
 
 

@@ -1,7 +1,7 @@
 """MTP heads, which predict further tokens (multi-token prediction; DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Head k is a layer of its own. At a token it gets the hidden state there and the embedding of the token k places later,
-and predicts the token after that one with the output layer of the model. Engines use such heads as a draft model.
+Head k is one more layer. At a token it gets the hidden state there and the embedding of the token k places later, and
+predicts the token after that one with the output layer of the model. Engines use such heads as a draft model.
 """
 
 from __future__ import annotations
