@@ -37,10 +37,10 @@ def measure(learner: MegatronLearner, first: Sequence[TrainStep], steps: Sequenc
     live, kept = LiveBytes([*parameters, *buffers, *model_tensors(learner._model)]), []
     usual: Callable[..., Any] = OutputLayer.map
 
-    def watched(layer: OutputLayer, *args: Any) -> Any:
+    def watched(layer: OutputLayer, *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
             kept.append(settled(live))
-        return usual(layer, *args)
+        return usual(layer, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OutputLayer, "map", watched)

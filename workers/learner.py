@@ -210,7 +210,7 @@ class LearnerRank:
             from miles_async.adapters.weights.staging import describe
 
             # Listing the weights gathers them one by one, which is collective.
-            named = await self._run(self._model_thread, lambda: describe(self._learner.weights()))
+            named = await self._run(self._model_thread, lambda: describe(self._learner.engine_weights()))
             self._source = WeightSource(
                 named,
                 self._folder / "weights",
@@ -238,7 +238,7 @@ class LearnerRank:
             from miles_async.adapters.weights.engine import TOKENS
 
             trains_adapter = self._config.learner.lora_rank > 0
-            tensors = self._learner.adapter().items() if trains_adapter else self._learner.weights()
+            tensors = self._learner.adapter().items() if trains_adapter else self._learner.engine_weights()
             source.stage(version, tensors, transports)
             return self._learner.logprobs([TOKENS])[0] if source.compared else None
 

@@ -28,6 +28,7 @@ LEARNER_METRICS = (
     ("losses/policy.py", "policy_metrics"),
     ("adapters/megatron/training/optimizer.py", "complete_gradients"),
     ("adapters/megatron/training/learner.py", "_packing_metrics"),
+    ("adapters/megatron/training/inference.py", "head_loss"),
     ("adapters/megatron/training/performance.py", "performance_metrics"),
     ("adapters/ray/learner.py", "_merged"),
     ("losses/critic.py", "critic_metrics"),

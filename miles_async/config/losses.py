@@ -78,6 +78,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
 
     - supervised fine-tuning, which has no advantages;
     - a critic, from which the advantages come and which trains on all samples;
+    - MTP heads, which learn from all samples;
     - a loss, advantages or a mean that functions of the user compute;
     - metrics of all log-probabilities that the engines reported;
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
@@ -85,6 +86,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
     algorithm = config.algorithm
     return (
         config.learner.loss_type == "policy_loss"
+        and not config.learner.enable_mtp_training
         and objective_of(algorithm).scales_with_advantage
         and not estimator_of(algorithm).trains_critic
         and not has_loss_functions(algorithm)

@@ -10,7 +10,7 @@ from typing import Literal
 from miles_async.config.device_plan import demand_of
 from miles_async.config.generation import generates
 from miles_async.config.losses import estimator_of
-from miles_async.config.model_shape import hf_config, shape_of
+from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.models.lora import elements_of_head, elements_per_layer
@@ -167,6 +167,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         recomputation=_recomputation(learner, len(model.layers)),
         adapters=_adapters_per_layer(config, learner.tensor_model_parallel_size),
         head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
+        heads=mtp_heads(config),
         # Without its adapters, the policy is its own reference model.
         references=int(config.keeps_reference and not (learner.lora_rank and algorithm.ref_load is None)),
         critics=int(estimator_of(algorithm).trains_critic),

@@ -121,6 +121,7 @@ COMPARED: Mapping[str, _Reader] = {
     "linear_value_head_dim": _first("linear_value_head_dim"),
     "linear_num_key_heads": _first("linear_num_key_heads"),
     "linear_num_value_heads": _first("linear_num_value_heads"),
+    "mtp_num_layers": _first("num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
 """How to read the value of each flag, given with underscores, from `config.json`."""
 

@@ -97,6 +97,16 @@ def quantization_of(hf_checkpoint: str) -> str | None:
     return None if quantization is None else str(quantization.get("quant_method", "quantization_config"))
 
 
+def mtp_heads(config: RunConfig) -> int:
+    """Number of MTP heads that the learner trains."""
+    if not config.learner.enable_mtp_training or config.model.hf_checkpoint is None:
+        return 0
+    content = hf_config(config.model.hf_checkpoint)
+    content = content.get("text_config") or content
+    # The config.json of Qwen3-Next does not count its only one.
+    return int(content.get("num_nextn_predict_layers") or content.get("mtp_num_hidden_layers") or 1)
+
+
 def balances_experts_by_bias(model: Model) -> bool:
     """Whether each optimizer step adjusts the biases of the routers to the number of tokens that each expert received.
 

@@ -15,7 +15,7 @@ from miles_async.config.memory import (
     planned_model,
     precision_on_gpus,
 )
-from miles_async.config.model_shape import shape_of
+from miles_async.config.model_shape import mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.planning.layers import Split
@@ -69,6 +69,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
     rows += [
         ("batch", config.samples_per_rollout, f"samples: {groups}, trained in {steps}"),
         *_objective_row(config),
+        *_heads_row(config),
         ("learner", learner.ranks, f"rank(s): {_sizes(learner)}"),
         ("engines", config.engine.count, f"engine(s) of {config.engine.rollout_num_gpus_per_engine} rank(s)")
         if generates(config)
@@ -166,6 +167,13 @@ def _objective_row(config: RunConfig) -> list[TableRow]:
     if config.learner.loss_type != "policy_loss":
         return []
     return [("objective", objective_name(config.algorithm), described(config.algorithm))]
+
+
+def _heads_row(config: RunConfig) -> list[TableRow]:
+    if not config.learner.enable_mtp_training:
+        return []
+    factor = config.learner.mtp_loss_scaling_factor
+    return [("MTP heads", mtp_heads(config), f"trained beside the policy, with {factor:g} times their loss")]
 
 
 def _custom_loss_rows(config: RunConfig) -> list[TableRow]:

@@ -52,8 +52,9 @@ UNTESTED: Mapping[str, Untested] = {
     ),
     "speculative_decoding": Untested(
         r"(speculative_\w+|decoupled_spec_\w+|enable_multi_layer_eagle|uno_lora_path)=.*",
-        "the draft model keeps its weights, so engines accept fewer of its tokens as training goes on, and the "
-        "log-probabilities of accepted tokens were never compared with the learner's: watch logprob_gap_mean",
+        "a draft model keeps its weights, unless it is MTP heads that enable_mtp_training trains, so engines accept "
+        "fewer of its tokens as training goes on, and the log-probabilities of accepted tokens were never compared "
+        "with the learner's: watch logprob_gap_mean",
         is_noted=True,
     ),
     "disaggregation": Untested(
@@ -113,6 +114,8 @@ UNTESTED: Mapping[str, Untested] = {
     ),
 }
 """By the name that `--allow-untested` takes."""
+_OF_HEADS = ("EAGLE", "NEXTN")
+"""SGLang's algorithms that draft from the model's own MTP heads, unless another draft model is named."""
 _OFF = (None, False, 0, 1, "", "{}", "auto", "none", "null", "off", "serial")
 """Values with which an argument changes nothing. 1 is a number of ranks."""
 
@@ -133,8 +136,17 @@ def untested_arguments(config: RunConfig) -> dict[str, list[str]]:
     return found
 
 
+def drafts_from_heads(config: RunConfig) -> bool:
+    """Whether engines draft tokens from MTP heads that the learner trains, and get them with each publish."""
+    arguments = config.engine.sglang_server_args
+    is_own = not arguments.get("speculative_draft_model_path")
+    return config.learner.enable_mtp_training and is_own and arguments.get("speculative_algorithm") in _OF_HEADS
+
+
 def loaded_by_name(config: RunConfig) -> str | None:
     """Why SGLang's loader has to load all published weights, as a clause; None if nothing but the model decides it."""
+    if drafts_from_heads(config):
+        return "only SGLang's loader brings trained MTP heads to the draft model"
     flags = [flag for name, flags in _others(config) if UNTESTED[name].by_name for flag in flags]
     return f"how {' '.join(flags)} divides it was never tried" if flags else None
 
@@ -189,9 +201,10 @@ def _untested(config: RunConfig) -> Iterator[str]:
     wanted = config.weights.weight_transfer
     if wanted is not None and not TRANSPORTS.find(wanted).uses_loader and (why := loaded_by_name(config)):
         names = " ".join([*allowed, *(name for name, _ in _others(config) if UNTESTED[name].by_name)])
+        allow = "" if drafts_from_heads(config) else f", or add --allow-untested {names}"
         yield (
             f"weight_transfer {wanted} writes into the engines' memory, but {why}: set weight_transfer to broadcast or "
-            f"disk, or unset it, or add --allow-untested {names}"
+            f"disk, or unset it{allow}"
         )
 
 

@@ -338,6 +338,15 @@ class Architecture:
             matrices = 1
         return total + Weights(matrices * self.columns(split) * self.hidden)
 
+    def head(self, split: Split) -> Weights:
+        """Elements of an MTP head: a layer like the last one, three norms, and a projection of two vectors to one."""
+        projection = 2 * self.hidden**2 // split.tensor
+        return self.kinds[self.layers[-1]].weights(split) + Weights(projection + 3 * self.hidden)
+
+    def kept_by_head(self, split: Split) -> float:
+        """What an MTP head keeps: that of its layer, inputs of its norms, the projected vectors, and its result."""
+        return self.kinds[self.layers[-1]].kept(split) + 6 * self.hidden / split.sequence
+
     def columns(self, split: Split) -> int:
         """A rank's part of the vocabulary, which is padded to equal parts."""
         return -(-self.vocabulary // split.tensor)

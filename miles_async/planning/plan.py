@@ -65,6 +65,8 @@ class LearnerJob:
     """Elements of the float32 adapters of each layer, which are trained in place of the weights; 0 without adapters."""
     head_adapter: int = 0
     """Elements of the adapter of the output layer."""
+    heads: int = 0
+    """MTP heads that are trained."""
     references: int = 0
     """Frozen models beside the policy."""
     critics: int = 0
@@ -153,7 +155,8 @@ def plan_learner(job: LearnerJob, measured: Sequence[MeasuredStage] = ()) -> lis
 
 def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -> RankMemory:
     split, model = job.split, job.model
-    weights = measured.weights if measured else model.weights(split, stage, job.pipeline)
+    heads = _heads(job, stage)
+    weights = measured.weights if measured else model.weights(split, stage, job.pipeline) + heads
     of_head = job.head_adapter * (stage == job.pipeline - 1)
     adapters = Weights(job.adapters * len(model.stage(split, stage, job.pipeline)) + of_head)
     trained = adapters if job.trains_adapters else weights
@@ -165,7 +168,8 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     shards = copies if job.sharded_optimizer else (1, 1)
     sharded = -(-trained.dense // shards[0]) + -(-trained.expert // shards[1])
     weight_bytes = weights.total * job.width + (MASTER * trained.total if job.trains_adapters else 0)
-    critic = weights.total * (job.width + job.gradient) + int(sharded * on_device)
+    without_heads = weights.total - heads.total
+    critic = without_heads * (job.width + job.gradient) + int(sharded * on_device)
     whole = model.weights(Split())
     staged = whole.total * job.engine_width // job.ranks
     activations, layer = (elements * job.width for elements in _activations(job, stage))
@@ -191,7 +195,7 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         weights=weight_bytes,
         gradients=trained.total * job.gradient,
         optimizer=int(sharded * on_device),
-        others=job.references * weights.total * job.width + job.critics * critic,
+        others=job.references * without_heads * job.width + job.critics * critic,
         activations=int(activations),
         layer=int(layer),
         logits=_logits(job) if stage == job.pipeline - 1 else 0,
@@ -204,6 +208,17 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
         saved=saved,
         gathered=gathered * (not job.gathers_on_host),
     )
+
+
+def _heads(job: LearnerJob, stage: int) -> Weights:
+    """Elements of MTP heads on a rank, and of the embedding that the last pipeline stage has because of them."""
+    model, split = job.model, job.split
+    if not job.heads or stage < job.pipeline - 1:
+        return Weights(0)
+    total = Weights(model.columns(split) * model.hidden * (job.pipeline > 1 and not model.is_tied))
+    for _ in range(job.heads):
+        total += model.head(split)
+    return total
 
 
 def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
@@ -224,6 +239,9 @@ def _activations(job: LearnerJob, stage: int) -> tuple[float, float]:
     if stage == job.pipeline - 1:
         # The last norm keeps its input. Megatron returns the result in float32.
         ends += between * (1 if job.width == MASTER else 1 + MASTER / job.width)
+        # Heads are computed again where all layers are.
+        is_recomputed = job.recomputation.layers >= len(job.model.layers)
+        ends += job.heads * (3 * between if is_recomputed else job.model.kept_by_head(split))
     return job.tokens * (sum(kept) * in_flight + ends), job.tokens * working
 
 
@@ -249,6 +267,8 @@ def _logits(job: LearnerJob) -> int:
     logits = -(-tokens // chunks) * columns * job.width
     hidden = tokens * job.model.hidden * (job.width + (4 if job.split.sequence > 1 else 0))
     gradient = (columns + tokens * min(chunks, 2)) * job.model.hidden * job.width
+    if chunks == 1:
+        logits *= 1 + job.heads  # those of the heads are computed in addition, and all are kept
     return hidden + logits + max(gradient, min(job.softmax, 2 * 4 * -(-tokens // chunks) * columns))
 
 

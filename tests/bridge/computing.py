@@ -48,13 +48,17 @@ def compute(learner: MegatronLearner, out: Path, rank: int = 0) -> None:
         (out / "logprobs.json").write_text(json.dumps(logprobs))
 
 
-@torch.no_grad()
 def gradient_of(learner: MegatronLearner) -> dict[str, Tensor]:
     """The gradient by the names of the checkpoint. It replaces the learner's weights."""
     prompts = [tokens[: len(tokens) - response] for tokens, response in zip(SEQUENCES, RESPONSES, strict=True)]
     answers = [tokens[len(tokens) - response :] for tokens, response in zip(SEQUENCES, RESPONSES, strict=True)]
-    with torch.enable_grad():
-        learner.supervised_step(prompts, answers, 0.0)
+    learner.supervised_step(prompts, answers, 0.0)
+    return export_gradient(learner)
+
+
+@torch.no_grad()
+def export_gradient(learner: MegatronLearner) -> dict[str, Tensor]:
+    """The gradient that a learner has computed, by the names of the checkpoint. It replaces the learner's weights."""
     models = [unwrap_model(chunk) for chunk in learner._model.chunks]
     parameters = [parameter for model in models for parameter in model.parameters()]
     for buffer in (buffer for model in models for name, buffer in model.named_buffers() if "expert_bias" in name):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.models import ADDED_TO_CONFIG, add_to_config
 from miles_async import cpu_compat
-from miles_async.adapters.sglang.engine_weights import Model, RankLayout
+from miles_async.adapters.sglang.engine_weights import Model, RankLayout, watch_loader
 from miles_async.adapters.sglang.engine_weights import tensors_of as parameters_of
 from miles_async.adapters.sglang.launch import EngineSpec, unused_models
 from miles_async.adapters.sglang.weight_placement import find_placements
@@ -34,6 +34,7 @@ from miles_async.errors import FatalError
 from miles_async.models.text_part import is_of_images
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
 from tests.bridge.families import tensors_of, write_checkpoint
+from tests.bridge.mtp import write_with_head
 
 SOURCES = 2
 """Learner ranks that send the weights."""
@@ -68,10 +69,13 @@ class Case:
     """Of SGLang's server."""
     error: str | None = None
     """With which SGLang does not load the model."""
+    draft: bool = False
+    """Whether the engine has a draft model of an MTP head."""
 
     @property
     def name(self) -> str:
-        return ", ".join([self.family, self.dtype, f"{self.ranks} ranks", *self.arguments])
+        draft = ["draft"] if self.draft else []
+        return ", ".join([self.family, self.dtype, f"{self.ranks} ranks", *self.arguments, *draft])
 
 
 _EXPERTS = {"ep_size": 2}
@@ -90,15 +94,19 @@ QUANTISED = [
     Case("Qwen3", arguments={"quantization": "fp8"}),
     Case("Qwen3", arguments={"json_model_override_args": json.dumps({"quantization_config": _BLOCKS})}),
 ]
-CASES = [*LOADED, *REFUSED, *QUANTISED]
+DRAFTING = [
+    *(Case(family, draft=True) for family in ("Qwen3.5", "Qwen3.5-MoE, images", "DeepSeek-V3")),
+    *(Case(family, ranks=2, draft=True) for family in ("Qwen3.5-MoE", "GLM-4.5")),
+]
+CASES = [*LOADED, *REFUSED, *QUANTISED, *DRAFTING]
 
 
 def main(folder: Path) -> None:
-    families = sorted({case.family for case in CASES})
-    for family in families:
+    kinds = sorted({(case.family, case.draft) for case in CASES})
+    for family, draft in kinds:
         for seed in (1, 2):
-            write_published(family, checkpoint_of(folder, family, seed), seed)
-    import_models([checkpoint_of(folder, family, 1) for family in families])
+            write_published(family, checkpoint_of(folder, family, seed, draft=draft), seed, draft=draft)
+    import_models([checkpoint_of(folder, family, 1, draft=draft) for family, draft in kinds])
     fork = multiprocessing.get_context("fork")
     for case in CASES:
         ranks = [fork.Process(target=run, args=(case, folder, rank)) for rank in range(case.ranks)]
@@ -116,36 +124,44 @@ def prepare() -> None:
     kernels.rotary_embedding = None  # type: ignore[attr-defined]
 
 
-def checkpoint_of(folder: Path, family: str, seed: int) -> Path:
-    return folder / family / str(seed)
+def checkpoint_of(folder: Path, family: str, seed: int, *, draft: bool = False) -> Path:
+    return folder / family / ("with head" if draft else "without head") / str(seed)
 
 
-def write_published(family: str, path: Path, seed: int) -> None:
-    add_to_config(write_checkpoint(family, path, seed), SGLANGS_CONFIG.get(family, {}))
+def write_published(family: str, path: Path, seed: int, *, draft: bool) -> None:
+    write = write_with_head if draft else write_checkpoint
+    add_to_config(write(family, path, seed), SGLANGS_CONFIG.get(family, {}))
 
 
 def import_models(checkpoints: Sequence[Path]) -> None:
     """Import SGLang's models of these checkpoints, and not its 200 others."""
     unused = [set(unused_models(EngineSpec(name="", model_path=str(path), log_path=path))) for path in checkpoints]
     # SGLang lacks a model of a family without unused ones, and then wraps transformers' model.
-    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(set.intersection(*filter(None, unused)) - {"transformers"})
+    left_out = set.intersection(*filter(None, unused)) - {"transformers"}
+    drafts = {name for name in left_out if name.endswith(("_mtp", "_nextn"))}
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(left_out - drafts)
     import sglang.srt.models.registry  # noqa: F401
 
 
 def run(case: Case, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    first, second = (tensors_of(checkpoint_of(folder, case.family, seed)) for seed in (1, 2))
+    paths = [checkpoint_of(folder, case.family, seed, draft=case.draft) for seed in (1, 2)]
+    first, second = map(tensors_of, paths)
     try:
-        model = build(case, checkpoint_of(folder, case.family, 1), folder / f"{case.name}.groups", rank)
+        model, draft = build(case, paths[0], folder / f"{case.name}.groups", rank)
         load(model, first)
-        found = observe_quantised(model, second) if case in QUANTISED else observe(model, first, second, rank)
+        if draft is not None:
+            found = observe_draft(model, draft, first, second)
+        else:
+            found = observe_quantised(model, second) if case in QUANTISED else observe(model, first, second, rank)
     except (ValueError, RuntimeError) as error:
         found = {"error": str(error)}
     (folder / f"{case.name}.{rank}.json").write_text(json.dumps(found))
 
 
-def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> Model:
-    """The model of an engine's rank before it is loaded, as `DefaultModelLoader.load_model` builds it."""
+def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> tuple[Model, Model | None]:
+    """The model of an engine's rank before it is loaded, as `DefaultModelLoader.load_model` builds it, and its draft
+    model."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
@@ -174,9 +190,15 @@ def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> Model:
     initialize_model_parallel(case.ranks, expert_model_parallel_size=arguments.ep_size)
     initialize_dp_attention(arguments, config)
     get_context().override("tests", device="cuda")
+    drafting = ModelConfig.from_server_args(arguments, is_draft_model=True) if case.draft else None
     with set_default_torch_dtype(config.dtype), torch.device("cpu"):
-        model: Model = _initialize_model(config, loading, _get_quantization_config(config, loading))
-    return model
+        model, draft = (
+            None if one is None else _initialize_model(one, loading, _get_quantization_config(one, loading))
+            for one in (config, drafting)
+        )
+    if draft is not None:
+        model.miles_draft = (draft, config.hf_text_config.num_hidden_layers)
+    return model, draft
 
 
 def observe(model: Model, first: Mapping[str, Tensor], second: Mapping[str, Tensor], rank: int) -> dict[str, Any]:
@@ -214,6 +236,34 @@ def observe(model: Model, first: Mapping[str, Tensor], second: Mapping[str, Tens
         "changed by the search": changed,
         "wrong after writes": after(write) if layout.unknown is None else [],
         "wrong after loads by name": after(load_by_name),
+    }
+
+
+def observe_draft(
+    model: Model, draft: Model, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Publish the checkpoint `first` to a model and its draft model, which share embedding and output layer."""
+    load(draft, first)
+    # As `set_embed_and_head` does, which needs a GPU for some models.
+    draft.model.embed_tokens.weight, draft.lm_head.weight = model.get_embed_and_head()
+    expected = state_of(model), state_of(draft)
+    for one in (model, draft):
+        load(one, second)
+    other = state_of(draft)
+    watch_loader(model, whole=True)
+    plans = plans_by_name(describe(first.items()))
+    for source in range(SOURCES):
+        staging = Staging(plans_of_source(plans, source, SOURCES))
+        staging.fill(1, first.items())
+        load_by_name(model, staging, source)
+    loaded = differences(expected[1], other)
+    return {
+        "not loaded": [name for name, one in draft.named_parameters() if name not in loaded and one.any()],
+        "wrong": [
+            name
+            for one, held in zip((model, draft), expected, strict=True)
+            for name in differences(held, state_of(one))
+        ],
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.bridge.engine_families import COPIES, LOADERS
-from tests.bridge.engine_loaders import CASES, LOADED, QUANTISED, REFUSED, Case
+from tests.bridge.engine_loaders import CASES, DRAFTING, LOADED, QUANTISED, REFUSED, Case
 from tests.stack.job import ROOT
 from tests.waiting import START_SECONDS
 
@@ -47,6 +47,12 @@ def test_a_publish_gives_the_parameters_of_an_engine_that_starts_with_the_weight
             "wrong after writes": [],
             "wrong after loads by name": [],
         }
+
+
+@each(DRAFTING)
+def test_a_publish_brings_the_draft_model_the_weights_of_its_head(found: Found, case: Case) -> None:
+    for rank in found[case.name]:
+        assert rank == {"not loaded": [], "wrong": []}
 
 
 @each(REFUSED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+from miles_async.models.mtp_heads import is_of_heads
 
 REGIONS = "miles_async.regions"
 """The action that returns the memory of all parameters, the process id and the machine."""
@@ -112,6 +115,20 @@ def leave_out_draft(draft_worker: Any) -> None:
     """
 
 
+def find_own_draft(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Wrap SGLang's `SchedulerWeightUpdaterManager.check_weights`: let the model know the draft model of its MTP heads.
+
+    The draft model of another checkpoint has other weights.
+    """
+    target = manager.tp_worker.model_runner
+    inner = None if manager.draft_worker is None else vars(manager.draft_worker).get("_draft_worker")
+    draft = None if inner is None else vars(inner).get("draft_runner")
+    if draft is not None and draft.model_config.model_path == target.model_config.model_path:
+        # In a tuple, so that torch does not take it for a part of the model.
+        target.model.miles_draft = (draft.model, target.model_config.hf_text_config.num_hidden_layers)
+    return original(manager, request)
+
+
 def _layout(checker: Any, tensors: str) -> RankLayout:
     """The layout of `tensors`, for which every rank of the learner asks; it is found once."""
     from miles_async.adapters.sglang.weight_placement import find_placements
@@ -124,16 +141,29 @@ def _layout(checker: Any, tensors: str) -> RankLayout:
 
 
 def watch_loader(model: Model, *, whole: bool) -> None:
-    """Keep the checksum of each tensor that the model's loader receives, until it is asked for."""
+    """Keep the checksum of each tensor that the model's loader receives, until it is asked for.
+
+    A draft model of the model's MTP heads gets the tensors of the heads.
+    """
     load, received = type(model).load_weights, model.__dict__.setdefault("miles_received", {})
 
+    draft, layers = model.__dict__.get("miles_draft", (None, 0))
+    further = range(layers, sys.maxsize)
+
     def watched(weights: Iterable[tuple[str, Any]], *arguments: Any, **options: Any) -> Any:
+        of_heads = []
+
         def seen() -> Iterator[tuple[str, Any]]:
             for name, tensor in weights:
                 received[name] = checksum_of(tensor, whole=whole)
+                if draft is not None and is_of_heads(name, further):
+                    of_heads.append((name, tensor))
                 yield name, tensor
 
-        return load(model, seen(), *arguments, **options)
+        result = load(model, seen(), *arguments, **options)
+        if of_heads:
+            draft.load_weights(of_heads)
+        return result
 
     model.load_weights = watched
 

@@ -82,6 +82,8 @@ def register() -> None:
     HookRegistry.register(f"{manager}._get_draft_model_runner", engine_weights.leave_out_draft, HookType.REPLACE)
     resume = f"{manager}.SchedulerWeightUpdaterManager.resume_memory_occupation"
     HookRegistry.register(resume, engine_weights.copy_adapters_again, HookType.AFTER)
+    checks = f"{manager}.SchedulerWeightUpdaterManager.check_weights"
+    HookRegistry.register(checks, engine_weights.find_own_draft, HookType.AROUND)
     updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
     HookRegistry.register(f"{updater}.update_weights_from_disk", engine_weights.load_from_disk, HookType.AROUND)
     worker = "sglang.srt.managers.tp_worker.BaseTpWorker"

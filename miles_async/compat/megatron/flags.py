@@ -52,8 +52,6 @@ _RULES: Mapping[str, Rule] = {
     "moe_aux_loss_coeff": Only((0, 0.0), "no loss that balances the experts is added; set it to 0"),
     "moe_use_upcycling": Refused("train the checkpoint that upcycling made: set hf_checkpoint"),
     "spec": Idle("names the layers of a model, which hf_checkpoint defines"),
-    "mtp_num_layers": Combined(),
-    "mtp_loss_scaling_factor": Idle("has no effect: heads that predict further tokens are not trained"),
     "recompute_activations": converts("learner.recompute_granularity", {True: "selective"}),
     "num_virtual_stages_per_pipeline_rank": sets("learner.virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": Combined(),
@@ -139,8 +137,6 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
     """Translate the flags that need more than their own value."""
     if "transformer_impl" in values:
         translator.set("learner.transformer_impl", values["transformer_impl"], "--transformer-impl")
-    if values.get("mtp_num_layers"):
-        translator.idle["--mtp-num-layers"] = "has no effect: heads that predict further tokens are not trained"
     if (layers := values.get("num_layers_per_virtual_pipeline_stage")) is not None:
         total, key = values.get("num_layers"), "--num-layers-per-virtual-pipeline-stage"
         translator.problems.append(

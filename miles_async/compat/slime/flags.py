@@ -52,7 +52,6 @@ _SWITCHES: Mapping[str, Rule] = {
     "use_rollout_routing_replay": Refused("routing replay is not supported: remove it"),
     "mask_offpolicy_in_partial_rollout": Refused("set off_policy_correction to weight older tokens"),
     "use_opd": _DISTILLATION,
-    "enable_mtp_training": Refused("heads that predict further tokens are not trained: remove it"),
     "allgather_cp": Idle("has no effect: context parallelism exchanges keys and values as Megatron does"),
     "freeze_indexer": Refused("all parameters are trained: remove it"),
     "update_weight_disk_keep_files": Refused("the files of a publish are removed after the next one: set save_hf"),

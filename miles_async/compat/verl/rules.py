@@ -21,10 +21,10 @@ _LOW_PRECISION = Refused("learner and engines compute in bf16: remove it")
 _MULTI_TURN = Idle("belongs to multi_turn.enable")
 _MULTI_TURN_KEYS = (
     *("max_user_turns", "max_assistant_turns", "max_parallel_calls", "max_tool_response_length", "tool_config_path"),
-    *("function_tool_path", "tool_response_truncate_side", "format", "use_inference_chat_template"),
-    *("tokenization_sanity_check_mode", "num_repeat_rollouts"),
+    *("function_tool_path", "interaction_config_path", "tool_response_truncate_side", "format"),
+    *("use_inference_chat_template", "tokenization_sanity_check_mode", "num_repeat_rollouts"),
 )
-_MTP = Idle("belongs to model.mtp.enable")
+_DRAFTS = Combined("sets SGLang's argument of this name if mtp.enable_rollout is true")
 _LORA_RANK = Combined("sets lora_rank; 0 trains all weights")
 _OF_LORA = {
     "alpha": Combined("sets lora_alpha"),
@@ -197,7 +197,7 @@ _ROLLOUT: Table = {
     "agent.num_workers": Idle("has no effect: one event loop serves all requests"),
     "moe_tensor_parallel_size": Idle("belongs to TensorRT-LLM"),
     "single_turn_response_length": _MULTI_TURN,
-    "multi_turn.enable": Only((False,), "set custom_generate_function_path to a function that runs the agent"),
+    "multi_turn.enable": Combined("must be false if tools or an interaction are configured", "compared"),
     **{f"multi_turn.{name}": _MULTI_TURN for name in _MULTI_TURN_KEYS},
     "val_kwargs.n": Combined("sets n_samples of each entry of eval_datasets"),
     "val_kwargs.temperature": Combined("sets temperature of each entry of eval_datasets"),
@@ -239,7 +239,13 @@ _MODEL: Table = {
     "lora.fully_sharded_loras": Idle("belongs to vLLM"),
     **{f"lora.freeze_{part}_model": _OTHER_LORA for part in ("vision", "language")},
     "lora.freeze_vision_projection": _OTHER_LORA,
-    "mtp.enable": Only((False,), "heads that predict further tokens are not trained: set it to false"),
+    "mtp.enable": Combined("is needed by the other keys of mtp"),
+    "mtp.enable_train": Combined("sets enable_mtp_training"),
+    "mtp.enable_rollout": Combined("lets engines draft tokens, unless top_p or top_k need sampling masks"),
+    "mtp.detach_encoder": Combined("must be true with mtp.enable_train: the loss of MTP heads changes only the heads"),
+    "mtp.mtp_loss_scaling_factor": Combined("sets mtp_loss_scaling_factor"),
+    **{f"mtp.speculative_{name}": _DRAFTS for name in ("algorithm", "num_steps", "eagle_topk", "num_draft_tokens")},
+    **{f"mtp.{name}": Idle("belongs to vLLM") for name in ("method", "num_speculative_tokens")},
     **{f"override_config.{name}": _DROPOUT for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")},
     **dict.fromkeys(
         ("override_config.max_position_embeddings", "override_config.model_config.max_position_embeddings"),
@@ -421,7 +427,6 @@ _FILES = Refused("files of Hydra are not read: remove it, and write the keys tha
 _SECTIONS: Mapping[str, Callable[[str], Rule]] = {
     "hydra.": lambda name: _FILES,
     "data.apply_chat_template_kwargs.": lambda name: sets(f"data.apply_chat_template_kwargs.{name}"),
-    "actor_rollout_ref.model.mtp.": lambda name: _MTP,
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": lambda name: sets(f"{_SERVER}.{name}"),
     "actor_rollout_ref.rollout.engine_kwargs.vllm.": _vllm,
     "actor_rollout_ref.rollout.engine_kwargs.trtllm.": lambda name: Refused("the engines run SGLang: remove it"),

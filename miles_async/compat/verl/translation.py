@@ -42,6 +42,14 @@ _MEGATRON_LORA = {
     "lora_dropout": f"{_MODEL}.lora.dropout",
 }
 """verl's keys for an adapter by our setting, for each of its engines."""
+_DRAFTS: Mapping[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+"""Arguments of SGLang that verl sets for drafts, with verl's defaults."""
+_FURTHER_TURNS = ("tool_config_path", "function_tool_path", "interaction_config_path")
 _LABEL_KEY = "reward_model.ground_truth"
 _METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 """Metrics of verl by which groups are compared as by their rewards."""
@@ -130,6 +138,8 @@ class _Keys(CombinedKeys):
         self._kl()
         self._filter()
         self._engines()
+        self._heads()
+        self._turns()
         self._reference()
         self._rewards()
         self._evaluation()
@@ -435,6 +445,52 @@ class _Keys(CombinedKeys):
         bucket = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
         if bucket in self.values:
             self._set("weights.update_weight_buffer_size", self._number(bucket, 2048) * _MiB, bucket)
+
+    def _heads(self) -> None:
+        """MTP heads, which the learner trains, and from which engines draft tokens."""
+        keys = {name: f"{_MODEL}.mtp.{name}" for name in ("enable", "enable_train", "enable_rollout", "detach_encoder")}
+        factor, drafts = f"{_MODEL}.mtp.mtp_loss_scaling_factor", {name: f"{_MODEL}.mtp.{name}" for name in _DRAFTS}
+        on = {name: self.switch(key) for name, key in keys.items()}
+        if not on["enable"]:
+            self.note("has no effect: MTP heads are neither trained nor used", *keys.values(), factor, *drafts.values())
+            return
+        if not (on["enable_train"] or on["enable_rollout"]):
+            self.note("has no effect: MTP heads are neither trained nor used", keys["enable"])
+        if on["enable_train"]:
+            trains = [keys[name] for name in ("enable", "enable_train", "detach_encoder")]
+            self._set("learner.enable_mtp_training", True, *trains)
+            self._set("learner.mtp_loss_scaling_factor", self.values.get(factor, 0.1), factor, keys["enable_train"])
+            if not on["detach_encoder"]:
+                self.refuse(
+                    f"{keys['detach_encoder']} is not true, but the loss of MTP heads changes nothing but the heads "
+                    "here: set it to true"
+                )
+        else:
+            self.note("has no effect: MTP heads are not trained", keys["enable_train"], keys["detach_encoder"], factor)
+        if not on["enable_rollout"]:
+            self.note("has no effect: engines do not draft tokens", keys["enable_rollout"], *drafts.values())
+        elif self.values.get(f"{_ROLLOUT}.top_p", 1) != 1 or self.values.get(f"{_ROLLOUT}.top_k", -1) > 0:
+            self.note(
+                "has no effect: with top_p or top_k the learner needs sampling masks, which SGLang does not return for "
+                "drafted tokens; without drafts the responses have the same distribution and take longer",
+                *(keys["enable_rollout"], *drafts.values()),
+            )
+        else:
+            for name, key in drafts.items():
+                value = self.values.get(key, _DRAFTS[name])
+                self._set(f"engine.sglang_server_args.{name}", value, keys["enable_rollout"], key)
+
+    def _turns(self) -> None:
+        """verl takes a second turn only for tools or an interaction, and for rows whose `agent_name` asks for one."""
+        key = f"{_ROLLOUT}.multi_turn.enable"
+        configured = self.given(*(f"{_ROLLOUT}.multi_turn.{name}" for name in _FURTHER_TURNS))
+        if self.switch(key) and configured:
+            self.refuse(
+                f"{key} is true, and {configured[0]} makes responses of several turns: set "
+                "custom_generate_function_path to a function that runs the agent"
+            )
+        elif key in self.values:
+            self.note("has no effect: without tools and an interaction, each response is one turn of the model", key)
 
     def _reference(self) -> None:
         """The learner runs the reference model in its own layout."""

@@ -18,6 +18,7 @@ from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name, is_gguf
 from miles_async.errors import UserError
+from miles_async.models.plugin import MODELS
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
@@ -167,6 +168,30 @@ def _resume(config: RunConfig) -> Iterator[str]:
         yield "resume auto and load exclude each other: unset load, which begins another run, or unset resume"
 
 
+def _mtp_heads(config: RunConfig) -> Iterator[str]:
+    """MTP heads come from a checkpoint that has them, through Megatron-Bridge."""
+    learner, checkpoint = config.learner, config.model.hf_checkpoint
+    if not learner.enable_mtp_training:
+        return
+    if checkpoint is None:
+        yield "enable_mtp_training: the tiny model has no MTP heads; set hf_checkpoint to a model that has them"
+    elif MODELS.has(hf_config(checkpoint).get("model_type") or "") and learner.megatron_to_hf_mode != "bridge":
+        yield (
+            f"enable_mtp_training: the model plug-in of hf_checkpoint {checkpoint} builds no MTP heads; unset it, or "
+            "set megatron_to_hf_mode to bridge if the checkpoint has them"
+        )
+    if learner.recompute_method == "uniform" and learner.recompute_num_layers != 1:
+        yield (
+            f"enable_mtp_training: Megatron computes MTP heads again one by one, so recompute_num_layers "
+            f"{learner.recompute_num_layers} does not work with recompute_method uniform; set it to 1"
+        )
+    if learner.overlap_grad_reduce and learner.pipeline_model_parallel_size > 1:
+        yield (
+            "enable_mtp_training: the copy of the embedding on the last pipeline stage gets no gradient, and "
+            "overlap_grad_reduce would wait for one; unset overlap_grad_reduce"
+        )
+
+
 def _exports(config: RunConfig) -> Iterator[str]:
     learner = config.learner
     if learner.save_hf is None:
@@ -284,6 +309,7 @@ CHECKS = (
     _resume,
     _exports,
     _recomputation,
+    _mtp_heads,
     _dynamic_batching,
     _loss,
 )

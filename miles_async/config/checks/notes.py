@@ -11,7 +11,7 @@ from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.model_shape import is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
-from miles_async.config.untested import noted_arguments
+from miles_async.config.untested import drafts_from_heads, noted_arguments
 from miles_async.scheduling.bounds import Schedule
 
 HARMLESS_AGE = 3
@@ -71,6 +71,21 @@ def lost_model(config: RunConfig) -> Iterator[str]:
         yield (
             "the trained model will be lost when the run ends, because neither save nor save_hf is set: set save to a "
             "folder for checkpoints, or save_hf to a folder for the model in Hugging Face format"
+        )
+
+
+def _drafts(config: RunConfig, entry: str) -> Iterator[str]:
+    if not config.learner.enable_mtp_training or "speculative_algorithm" not in config.engine.sglang_server_args:
+        return
+    if drafts_from_heads(config):
+        yield (
+            "each publish also brings the trained MTP heads to the engines' draft model; this was tried with SGLang's "
+            "loaders on CPUs, and never with an engine that drafts tokens: watch SGLang's acceptance length"
+        )
+    else:
+        yield (
+            "enable_mtp_training trains heads from which the engines do not draft, because "
+            "speculative_draft_model_path or speculative_algorithm names another draft model: unset these arguments"
         )
 
 
@@ -255,5 +270,6 @@ NOTES = (
     _bridge_with_adapters,
     adapter_notes,
     _plugins,
+    _drafts,
     _whole_texts,
 )

@@ -126,6 +126,7 @@ NEEDS = (
         lambda c: c.learner.optimizer_cpu_offload,
         "optimizer_cpu_offload",
     ),
+    Needs("mtp_loss_scaling_factor", lambda c: c.learner.enable_mtp_training, "enable_mtp_training"),
     Needs("lora_newest_each_turn", lambda c: c.learner.lora_rank > 0, "lora_rank"),
     Needs(
         "lora_alpha lora_dropout lora_target_modules lora_exclude_modules lora_type lora_load lora_merge",

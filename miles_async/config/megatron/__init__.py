@@ -95,6 +95,8 @@ SET_BY_THE_RUN: Mapping[str, str] = {
     "store_param_remainders": "checkpoints hold whole weights",
     "tp_comm_overlap": "micro-batches differ in size",
     "optimizer": "the learner uses AdamW",
+    "mtp_num_layers": "the checkpoint defines the heads, set enable_mtp_training",
+    "mtp_loss_scaling_factor": "set mtp_loss_scaling_factor",
     **dict.fromkeys(
         (
             *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

@@ -119,6 +119,14 @@ class Learner(LoraSettings):
     """Layers of the learner: transformer_engine uses NVIDIA's Transformer Engine, which needs a GPU and bf16, and local
     uses Megatron's own layers with PyTorch's attention and norms. If unset, it is transformer_engine with bf16 on GPUs
     where it is installed, else local."""
+    enable_mtp_training: bool = False
+    """Also train the heads that predict further tokens (multi-token prediction, MTP), from which engines can draft
+    tokens. The checkpoint must have them. Their loss is the negative log-likelihood of the trained tokens, and changes
+    no other weights. If off, the heads are neither trained nor exported."""
+    mtp_loss_scaling_factor: float = Field(0.2, ge=0)
+    """Factor of the loss of the MTP heads, which is the mean over the trained tokens of an optimizer step and over the
+    heads. Adam makes the learning of the heads almost independent of it, but clip_grad limits the norm of all gradients
+    together."""
     megatron_to_hf_mode: Literal["raw", "bridge"] | None = None
     """Source of the learner's model and of the conversion of its weights: raw uses the model plug-ins, and bridge
     NVIDIA's Megatron-Bridge, which make setup-bridge installs. If unset, it is raw for a model that has a plug-in, else
@@ -258,8 +266,9 @@ class Learner(LoraSettings):
 
     @property
     def reference_batching(self) -> Learner:
-        """These settings with the reference model's overrides for dynamic batching applied."""
+        """These settings with the reference model's overrides for dynamic batching applied, and without MTP heads."""
         overrides = {
+            "enable_mtp_training": False,
             "use_dynamic_batching_in_infer": self.ref_use_dynamic_batching_in_infer,
             "max_tokens_per_microbatch_in_infer": self.ref_max_tokens_per_microbatch_in_infer,
             "sequence_length_round_in_infer": self.ref_sequence_length_round_in_infer,

@@ -279,6 +279,8 @@ OBSERVED: dict[str, Change] = {
     "lora_target_modules": change(plan, ["q_proj", "v_proj"], lora_rank=8),
     "lora_exclude_modules": change(plan, ["q_proj"], lora_rank=8),
     "lora_type": change(plan, "rslora", lora_rank=8),
+    "enable_mtp_training": change(plan, True),
+    "mtp_loss_scaling_factor": change(plan, 0.5, enable_mtp_training=True),
     "tensor_model_parallel_size": change(learner_input, 2),
     "pipeline_model_parallel_size": change(learner_input, 2),
     "virtual_pipeline_model_parallel_size": change(learner_input, 2, **STAGES),

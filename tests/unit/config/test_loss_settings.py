@@ -158,6 +158,7 @@ def test_an_objective_is_named_by_its_path() -> None:
         {"custom_tis_function_path": "losses_of_users.truncated"},
         {"loss_type": "custom_loss", "custom_loss_function_path": "losses_of_users.of_tokens"},
         {"policy_objective": "losses_of_users.Plain"},
+        {"enable_mtp_training": True},
     ],
 )
 def test_no_sample_is_left_out_of_a_loss_that_may_use_tokens_without_an_advantage(settings: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, 
 from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
+from miles_async.models.mtp_heads import is_of_heads
 from miles_async.models.plugin import ModelShape
 from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
@@ -43,8 +43,6 @@ _BRIDGE_FIELDS = {
     # Megatron pads the vocabulary so that tensor-parallel ranks hold equal parts of it.
     "should_pad_vocab": True,
     "make_vocab_size_divisible_by": 1,
-    # The heads that predict further tokens are neither trained nor exported.
-    "mtp_num_layers": None,
     # A loss that balances the experts would change the gradient of the policy loss.
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": 0.0,
@@ -67,8 +65,10 @@ _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, Runt
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
 _NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
 """With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
-_UNUSED = (r"^mtp\.", r"\.rotary_emb\.inv_freq$")
-"""Tensors that the model has no use for: further heads, and the frequencies of the rotary embedding."""
+_FREQUENCIES = ".rotary_emb.inv_freq"
+"""The end of the names of tensors that the model has no use for."""
+_SHARED_BY_HEADS = (".embed_tokens.weight", ".shared_head.head.weight")
+"""The ends of the names of an MTP head's tensors that repeat the embedding and the output layer."""
 
 
 class BridgeSource(ModelSource):
@@ -95,12 +95,23 @@ class BridgeSource(ModelSource):
         except _REFUSALS as error:
             raise self._refusal(error) from error
         self.shape = _shape(self.config)
+        further = self._auto.hf_pretrained.config.to_dict().get("num_nextn_predict_layers") or 0
+        self._further = range(self.shape.layers, self.shape.layers + further)
+        """Numbers of the layers of a checkpoint that are MTP heads."""
+        if settings.enable_mtp_training and not any(map(self.is_of_heads, self._names)):
+            raise UserError(
+                f"{self._path} has no MTP heads, which enable_mtp_training would train: unset it, or use a checkpoint "
+                "that has them"
+            )
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self.config._pg_collection = self._groups
         self._exports: Sequence[Any] | None = None
         """The conversions of an export, which looking up takes seconds in a large model; None before the first."""
         self._stages: Sequence[Sequence[_Exported]] | None = None
         """What each pipeline stage exports, which the other stages need to receive it; None before the first export."""
+
+    def is_of_heads(self, name: str) -> bool:
+        return is_of_heads(name, self._further)
 
     def _take_text_part(self) -> None:
         """Show the bridge a checkpoint that holds nothing but the text part."""
@@ -121,6 +132,9 @@ class BridgeSource(ModelSource):
     def _change_config(self, settings: Learner, *, fuses: bool) -> None:
         config = self.config
         fields = run_fields(settings) | _BRIDGE_FIELDS | passed_on(settings, "transformer")
+        # The config.json of Qwen3-Next does not count the heads.
+        counted = len({name.split(".")[2] for name in self._names if name.startswith("mtp.layers.")})
+        fields["mtp_num_layers"] = (config.mtp_num_layers or counted) if settings.enable_mtp_training else None
         if self._local:
             fields |= _LOCAL_FIELDS
         if on_cpu():
@@ -213,13 +227,9 @@ class BridgeSource(ModelSource):
 
     def _check_all_used(self, checkpoint: Any) -> None:
         used = set().union(*gather_json(sorted(checkpoint.read)))
-        hf_config = self._auto.hf_pretrained.config.to_dict()
-        # Some families number the heads that predict further tokens as layers after the last one.
-        first = self.shape.layers
-        further = range(first, first + (hf_config.get("num_nextn_predict_layers") or 0))
+        of_heads = _SHARED_BY_HEADS if self.config.mtp_num_layers else ("",)
         for name in checkpoint.tensors:
-            number = re.search(r"\blayers\.(\d+)\.", name)
-            unused = (number is not None and int(number[1]) in further) or any(re.search(one, name) for one in _UNUSED)
+            unused = name.endswith(_FREQUENCIES) or (self.is_of_heads(name) and name.endswith(of_heads))
             if self.config.share_embeddings_and_output_weights and name.endswith("lm_head.weight"):
                 continue
             if name not in used and not unused:
@@ -290,6 +300,8 @@ class BridgeSource(ModelSource):
             parameters = dict(model.named_parameters())
             for local in [*parameters, *(name for name, _ in library.persistent_buffers(model))]:
                 name = library.global_name(models, config, local, stage)
+                if not load and name == "embedding.word_embeddings.weight" and not model.pre_process:
+                    continue  # MTP heads need a copy on the last stage; the first stage exports the same weight
                 if config.share_embeddings_and_output_weights and name == "output_layer.weight":
                     if not load:
                         continue  # the first stage exports the same weight as the embedding

@@ -27,6 +27,7 @@ from miles_async.adapters.megatron.model.environment import ATTENTION, environme
 from miles_async.adapters.megatron.model.host_memory import HostMemory
 from miles_async.adapters.megatron.model.local_layers import dtype_of, replace_swiglu, uses_local_layers
 from miles_async.adapters.megatron.model.lora import attach_adapters
+from miles_async.adapters.megatron.model.mtp_heads import heads_of, return_heads
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
@@ -65,6 +66,11 @@ class MegatronModel:
     @property
     def config(self) -> TransformerConfig:
         return self.source.config
+
+    @property
+    def heads(self) -> int:
+        """Number of MTP heads that are trained with the model."""
+        return heads_of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -118,11 +124,13 @@ def frozen_part(model: TrainedModel, settings: Learner) -> MegatronModel:
 def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) -> TrainedModel:
     """Load this rank's part of a checkpoint and create its optimizer. The process groups must exist.
 
-    With `values` the model is a critic: a value head replaces the output layer.
+    With `values` the model is a critic: a value head replaces the output layer, and it has no MTP heads.
     Raises UserError if no source has the model, if the checkpoint does not fit it, or if this process cannot compute
     the optimizer's steps as the settings ask.
     """
     _refuse_optimizer(settings)
+    if values:
+        settings = settings.model_copy(update={"enable_mtp_training": False})
     variables = settings.critic_env_vars if values else {}
     with redirect_cuda_to_cpu(), environment(variables):
         source, chunks = _load_chunks(settings, hf_checkpoint)
@@ -250,7 +258,11 @@ def _keep_router_bias_in_float32(chunk: torch.nn.Module) -> None:
 def _replace_output_layer(chunks: Sequence[torch.nn.Module]) -> OutputLayer | None:
     """Let the model return hidden states in place of logits; returns None if no chunk is the last pipeline stage."""
     last = unwrap_model(chunks[-1])
-    return OutputLayer(last) if last.post_process else None
+    if not last.post_process:
+        return None
+    if heads_of(last.config):
+        return_heads(last)
+    return OutputLayer(last)
 
 
 def use_positions(source: ModelSource, chunks: Sequence[torch.nn.Module], settings: Learner) -> tuple[bool, bool]:

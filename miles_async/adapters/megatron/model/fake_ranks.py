@@ -28,6 +28,7 @@ from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.even_experts import distribute_evenly
 from miles_async.adapters.megatron.model.factory import open_source, use_positions
 from miles_async.adapters.megatron.model.local_layers import replace_swiglu
+from miles_async.adapters.megatron.model.mtp_heads import heads_of, return_heads
 from miles_async.adapters.megatron.model.packed_params import packed_params
 from miles_async.adapters.megatron.model.process_groups import group_sizes
 from miles_async.adapters.megatron.model.source import ModelSource
@@ -130,6 +131,8 @@ def _kept(chunks: Sequence[Any], settings: Learner, source: ModelSource, tokens:
             model = unwrap_model(chunk)
             if model.post_process:
                 model.output_layer.forward = _return_input
+                if heads_of(source.config):
+                    return_heads(model)
             if not model.pre_process:
                 shape = (rows, 1, source.config.hidden_size)
                 model.set_input_tensor([torch.empty(shape, dtype=source.config.params_dtype, requires_grad=True)])

@@ -62,14 +62,19 @@ class OutputLayer:
         self.chunk_entries = _default_entries(device, self._dtype) if chunk_entries is None else chunk_entries
 
     def map(
-        self, output: Tensor, rows: Tensor, read: Callable[[Tensor, slice], tuple[Tensor, ...]]
+        self,
+        output: Tensor,
+        rows: Tensor,
+        read: Callable[[Tensor, slice], tuple[Tensor, ...]],
+        *,
+        trains_weight: bool = True,
     ) -> tuple[Tensor, ...]:
         """Apply `read(logits, chunk)` to the logits of all `rows`, chunk by chunk, and concatenate the results.
 
         `output` [t, h] is the model's output, `rows` [k] are indices of whole sequences' tokens, and `logits` are those
         of `rows[chunk]`, in the precision of the weights. `read` returns tensors whose last dimension is that of the
         chunk. The backward pass computes the logits of a chunk again if there are several chunks, so no logits outlive
-        their chunk.
+        their chunk. Without `trains_weight` the weight of the layer gets no gradient.
         """
         if self._sequence_parallel:
             # All tensor-parallel ranks go on to compute the same loss, so each takes its slice of the gradient.
@@ -78,6 +83,8 @@ class OutputLayer:
         # Megatron returns a model's output in float32, whatever the precision of its weights.
         hidden = output.index_select(0, rows).to(self._dtype)
         whole = self._layer.weight if self._shared_weight is None else self._shared_weight()
+        if not trains_weight:
+            whole = whole.detach()
 
         def compute(part: Tensor, weight: Tensor, chunk: slice) -> tuple[Tensor, ...]:
             logits, _ = self._compute(part[:, None], weight=weight)

@@ -50,6 +50,10 @@ class ModelSource(ABC):
     config: TransformerConfig
     shape: ModelShape
 
+    def is_of_heads(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint belongs to MTP heads only."""
+        return False
+
     @abstractmethod
     def build(self, vp_stage: int | None) -> torch.nn.Module:
         """Return this rank's layers with any weights; `vp_stage` is the virtual pipeline stage, or None without."""

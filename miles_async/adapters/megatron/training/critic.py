@@ -18,7 +18,12 @@ from miles_async.adapters.megatron.model.factory import build_model
 from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.adapters.megatron.model.process_groups import broadcast_from_last_stage
 from miles_async.adapters.megatron.training import inference
-from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
+from miles_async.adapters.megatron.training.micro_batches import (
+    ModelInput,
+    Outputs,
+    model_inputs,
+    run_forward_backward,
+)
 from miles_async.adapters.megatron.training.optimizer import Gradients, clear_gradients, complete_gradients
 from miles_async.batching.batch import TrainStep
 from miles_async.config.learning_rate import critic_learning_rate
@@ -69,8 +74,8 @@ class Critic:
         clear_gradients(self.model)
         clip = self._algorithm.value_clip
 
-        def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
-            values, total = inference.target_values(model_input, output), step.total_tokens
+        def loss(number: int, model_input: ModelInput, outputs: Outputs) -> tuple[Tensor, Tensor]:
+            values, total = inference.target_values(model_input, outputs[0]), step.total_tokens
             return critic_loss(values, old_values[number], returns[number], total_tokens=total, clip=clip)
 
         parts = run_forward_backward(self.model, model_inputs(self.model, step.micro_batches), loss)

@@ -25,13 +25,19 @@ from miles_async.losses.logprobs import kept_token_logprobs, token_logprobs
 
 
 def target_logprobs(
-    model: MegatronModel, model_input: ModelInput, output: Tensor, temperature: float = 1.0
+    model: MegatronModel,
+    model_input: ModelInput,
+    output: Tensor,
+    temperature: float = 1.0,
+    *,
+    trains_output_layer: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """[m] log-probability of each target given the tokens before it, and [m] entropy, in nats and on all ranks.
 
     `output` [t, h] is the model's output on this rank. Both results are of the distribution from which sampling at
     `temperature` draws, with top-p and top-k if the batch has a sampling mask: the engines report its
-    log-probabilities, and it is the policy that is trained.
+    log-probabilities, and it is the policy that is trained. Without `trains_output_layer` the weight of the output
+    layer gets no gradient.
     """
     layer = model.output_layer
     assert layer is not None, "only a language model's last pipeline stage has outputs"
@@ -50,8 +56,25 @@ def target_logprobs(
             return token_logprobs(own, wanted, **options, overwrite=True)
         return kept_token_logprobs(own, wanted, model_input.kept.part(chunk), **options)
 
-    logprobs, entropy = layer.map(output, model_input.predictors, read)
+    logprobs, entropy = layer.map(output, model_input.predictors, read, trains_weight=trains_output_layer)
     return _gather_targets(model_input, logprobs), _gather_targets(model_input, entropy)
+
+
+def head_loss(model: MegatronModel, model_input: ModelInput, outputs: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """Sum over the targets of their negative log-likelihood in nats under the MTP heads, averaged over the heads.
+
+    `outputs` [t, h] are those of the heads, and `mask` [m] are factors of the targets. The same on all ranks that share
+    the micro-batch.
+
+    - `mtp_loss`: Mean negative log-likelihood of a trained token under the MTP heads, in nats. Worry if it rises:
+      engines with these heads would accept fewer of the tokens that they draft.
+    """
+    total = torch.zeros((), device=model.device)
+    for number, output in enumerate(outputs, 1):
+        logprobs, _ = target_logprobs(model, model_input.of_head(number), output, trains_output_layer=False)
+        masked = logprobs if mask is None else logprobs * mask
+        total = total - masked.sum() / len(outputs)
+    return total
 
 
 def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, rows: NDArray[np.int64]) -> Tensor:
@@ -83,14 +106,17 @@ def target_values(model_input: ModelInput, output: Tensor) -> Tensor:
 
 
 def _gather_targets(model_input: ModelInput, own: Tensor) -> Tensor:
-    """[m] entries for all targets, from those [k] of the targets that this context-parallel rank predicts."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
+    """[m] entries for all targets, from those [k] of the targets that this context-parallel rank predicts.
+
+    Targets that no rank predicts have the entry 0.
+    """
+    group, targets = parallel_state.get_context_parallel_group(), len(model_input.batch.targets)
+    if group.size() == 1 and len(own) == targets:
         return own
     # Losses need whole sequences, so every rank computes the whole loss. The backward pass of this reduction passes the
     # gradient on to each rank's own entries without a sum over ranks. Thus every token's gradient counts once when
     # Megatron adds gradients up over context-parallel ranks.
-    whole = own.new_zeros(len(model_input.batch.targets)).index_copy(0, model_input.target_indices, own)
+    whole = own.new_zeros(targets).index_copy(0, model_input.target_indices, own)
     return reduce_from_tensor_model_parallel_region(whole, group=group)
 
 

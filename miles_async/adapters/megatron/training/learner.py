@@ -63,7 +63,12 @@ from miles_async.adapters.megatron.training.advantages import (
 )
 from miles_async.adapters.megatron.training.critic import Critic
 from miles_async.adapters.megatron.training.hooks import NO_HOOKS, LearnerHooks
-from miles_async.adapters.megatron.training.micro_batches import ModelInput, model_inputs, run_forward_backward
+from miles_async.adapters.megatron.training.micro_batches import (
+    ModelInput,
+    Outputs,
+    model_inputs,
+    run_forward_backward,
+)
 from miles_async.adapters.megatron.training.offloading import Offloaded, offload
 from miles_async.adapters.megatron.training.optimizer import (
     Gradients,
@@ -81,6 +86,7 @@ from miles_async.config.learning_rate import learning_rate
 from miles_async.config.losses import estimator_of, normalizes_on_rank
 from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
+from miles_async.config.untested import drafts_from_heads
 from miles_async.losses.functions import NO_FUNCTIONS, FunctionsOfMicroBatch, LossFunctions, SampleLayout
 from miles_async.losses.objectives.objective import StepTokens
 from miles_async.losses.policy import (
@@ -154,6 +160,7 @@ class MegatronLearner:
         if rank == 0 and local and not on_cpu() and self._model.source.shape.experts:
             log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
         self._critic = None
+        self._publishes_heads = drafts_from_heads(config)
         self._critic_only = config.algorithm.num_critic_only_steps
         if estimator_of(config.algorithm).trains_critic:
             self._critic = Critic(config, hf_checkpoint)
@@ -306,7 +313,16 @@ class MegatronLearner:
         clear_gradients(self._model)
         hook()
 
-        def loss(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
+        def loss(number: int, model_input: ModelInput, outputs: Outputs) -> tuple[Tensor, TokenSums]:
+            value, sums = policy(number, model_input, outputs[0])
+            if len(outputs) == 1:
+                return value, sums
+            mask = None if values.masks is None else values.masks[number]
+            of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask) / step.total_tokens
+            metrics = {**sums.metrics, "mtp_loss": of_heads.detach()}
+            return value + self._settings.mtp_loss_scaling_factor * of_heads, replace(sums, metrics=metrics)
+
+        def policy(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
             total = step.total_tokens
             of_logits = self._functions.loss is not None and self._functions.loss.takes_logits
             with torch.set_grad_enabled(not of_logits):
@@ -350,7 +366,7 @@ class MegatronLearner:
 
     def _further_metrics(self, parts: Sequence[TokenSums]) -> Mapping[str, float]:
         """`TokenSums.metrics` over all micro-batches and ranks."""
-        if not (self._functions.compute_loss or self._algorithm.get_mismatch_metrics):
+        if not (self._functions.compute_loss or self._algorithm.get_mismatch_metrics or self._model.heads):
             return {}
         totals: dict[str, float] = {}
         for part in parts:
@@ -412,8 +428,8 @@ class MegatronLearner:
         copies = parallel_state.get_data_parallel_world_size()
         clear_gradients(self._model)
 
-        def loss(_: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, Tensor]:
-            logprobs, _entropy = inference.target_logprobs(self._model, model_input, output)
+        def loss(_: int, model_input: ModelInput, outputs: Outputs) -> tuple[Tensor, Tensor]:
+            logprobs, _entropy = inference.target_logprobs(self._model, model_input, outputs[0])
             value = supervised_loss(logprobs, total_tokens=step.total_tokens * copies)
             return value, value.detach() * copies
 
@@ -442,6 +458,12 @@ class MegatronLearner:
         Tensors may be views of parameters, so copy those that must outlast the next optimizer step.
         """
         return self._model.source.export(self._model.chunks)
+
+    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of `weights` that engines hold: MTP heads only if engines draft tokens from them."""
+        if self._publishes_heads:
+            return self.weights()
+        return ((name, one) for name, one in self.weights() if not self._model.source.is_of_heads(name))
 
     def adapter(self) -> dict[str, Tensor]:
         """Copies of the adapter's tensors in host memory on rank 0, in float32 and with PEFT's names and shapes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,6 +30,8 @@ from miles_async.batching.shared_prefixes import Pack
 from miles_async.losses.logprobs import KeptTokens
 
 R = TypeVar("R")
+Outputs = Sequence[Tensor]
+"""[t, h] hidden states of a model, and of each of its MTP heads if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,23 @@ class ModelInput:
     kept: KeptTokens | None
     """The kept tokens of the k predicted targets; None if the tokens were sampled from the whole vocabulary."""
 
+    def of_head(self, number: int) -> ModelInput:
+        """The same tokens with what MTP head `number` predicts, from 1 on: each target from as many tokens earlier.
+
+        A sequence's first tokens are no target of the head. Nothing is known of tokens that sampling kept.
+        """
+        targets, sequences = self.batch.targets, self.batch.sequences
+        starts = np.cumsum(self.batch.lengths) - self.batch.lengths
+        reached = np.flatnonzero(targets - starts[sequences] > number)
+        predictors = self.local_index[targets[reached] - 1 - number]
+        own = predictors >= 0
+        return replace(
+            self,
+            predictors=to_device(predictors[own], self.tokens.device),
+            target_indices=to_device(reached[own], self.tokens.device),
+            kept=None,
+        )
+
 
 def run_forward(model: MegatronModel, inputs: Sequence[ModelInput], read: Callable[[ModelInput, Tensor], R]) -> list[R]:
     """Run the micro-batches without gradients and return `read(input, output)` of each.
@@ -72,12 +91,13 @@ def run_forward(model: MegatronModel, inputs: Sequence[ModelInput], read: Callab
 
 
 def run_forward_backward(
-    model: TrainedModel, inputs: Sequence[ModelInput], loss: Callable[[int, ModelInput, Tensor], tuple[Tensor, R]]
+    model: TrainedModel, inputs: Sequence[ModelInput], loss: Callable[[int, ModelInput, Outputs], tuple[Tensor, R]]
 ) -> list[R]:
     """Run the micro-batches and add up the gradients of their losses.
 
-    `loss(number, input, output)` returns the micro-batch's loss and any other result; the other results are returned.
-    The output and the empty list on earlier stages are as in `run_forward`.
+    `loss(number, input, outputs)` returns the micro-batch's loss and any other result; the other results are returned.
+    `outputs` are that of the model, as in `run_forward`, and those of its MTP heads. Earlier stages return an empty
+    list.
 
     Auxiliary losses that the model's configuration turns on (load balance and z-loss of the routers) are added. Each is
     its coefficient times the mean of its values on the micro-batches of all data-parallel ranks, weighted by tokens.
@@ -88,7 +108,7 @@ def run_forward_backward(
     scale = _auxiliary_scale(model, inputs)
 
     def compute_loss(number: int, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        value, results[number] = loss(number, inputs[number], output[0])
+        value, results[number] = loss(number, inputs[number], output[0].chunk(1 + model.heads))
         # Megatron divides gradients by the number of tokens returned here, and leaves them unchanged if it is 0. The
         # loss is already divided by the tokens of the whole step. `grad_scale_func` multiplies it by `scale` again.
         return value / scale, no_tokens, {}
