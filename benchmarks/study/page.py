@@ -132,38 +132,38 @@ def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
 
 def _summary(runs: Runs, waits: Runs) -> str:
     """Which limit to choose and what it costs, as far as that was measured."""
-    sentences = []
+    waiting, stale = [], []
     for limit in (2, 8):
         if IN_TURNS in waits and (name := (f"limit {limit}", "default")) in waits:
             pairs = _pairs(waits[IN_TURNS], waits[name])
             faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
             found = Interval.of([run.after - base.after for base, run in pairs])
-            sentences.append(
-                f"Where samples wait for tools, a limit of {limit} was {faster} times as fast as training in turns, "
-                f"and accuracy at the same number of samples differed by {found}."
-            )
+            waiting.append(f"- A limit of {limit} was {faster} times as fast, and accuracy differed by {found}.")
     for limit in LIMITS:
         for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
             name = (f"limit {limit}", STALE + variant)
             if name in runs and FRESH in runs:
                 age = fmean(run.staleness for run in runs[name].values())
-                sentences.append(
-                    f"With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
-                    f"differed by {difference(runs, name)}."
-                )
-    if not sentences:
+                stale.append(f"- {age:.1f} versions (limit {limit}, {flags}): {difference(runs, name)}.")
+    if waiting:
+        title = "Where samples wait for tools, against training in turns with the same number of samples:"
+        waiting = [title, "", *waiting, ""]
+    if stale:
+        stale = ["With samples of this mean age, accuracy differed from training in turns by", "", *stale, ""]
+    if not waiting and not stale:
         return ""
     return (
         "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
         "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
-        "are on average about N / P versions old under any limit that allows so many groups. "
-        + " ".join(sentences)
-        + "\n\n"
+        "are on average about N / P versions old under any limit that allows so many groups.\n\n"
+        + "\n".join([*waiting, *stale])
+        + "\n"
     )
 
 
 def _really_stale(runs: Runs) -> str:
-    names = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
+    planned = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
+    names = [name for name in planned if name in runs]
     if FRESH not in runs:
         return ""
     return f"""
@@ -179,7 +179,9 @@ over-sampling, so that their staleness is 0. They began with the same warm start
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
 
-{_warnings([run for name in names if name in runs for run in runs[name].values()])}
+`make study ARGS="stale"` runs {len(planned)} such cells, of which {len(planned) - len(names)} have not been run yet.
+
+{_warnings([run for name in names for run in runs[name].values()])}
 """
 
 
@@ -203,8 +205,6 @@ def _collapsed(rewards: Sequence[float]) -> bool:
 
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
-    if name not in runs:
-        return f"| {title} | not run |" + " |" * 5
     found = list(runs[name].values())
     numbers = [str(len(found)), _spread([run.after for run in found])]
     numbers += ["" if name == FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
