@@ -10,6 +10,7 @@ router and of disks, so these panels show no data.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
@@ -142,12 +143,16 @@ def _draw_heatmap(axes: Axes, panel: Panel, answers: Answers) -> None:
     series = sorted(answers.series(panel), key=lambda one: float(one.legend))
     if series:
         counts = [one.values for one in series]
-        single = [counts[0], *([high - low for high, low in zip(*pair)] for pair in zip(counts[1:], counts))]
+        single = [counts[0], *(_differences(*pair) for pair in itertools.pairwise(counts))]
         axes.pcolormesh(series[0].times, range(len(series)), single, cmap="Blues", shading="nearest")
         axes.set_yticks(range(len(series)), [f"≤ {one.legend}" for one in series], fontsize="x-small")
     _finish(axes, panel, answers, [])
     if not series:
         _no_data(axes)
+
+
+def _differences(lower: Sequence[float], higher: Sequence[float]) -> list[float]:
+    return [high - low for low, high in zip(lower, higher, strict=True)]
 
 
 def _draw_name(axes: Axes, panel: Panel, answers: Answers) -> None:
@@ -233,7 +238,9 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/latest")
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where pictures are written (default: {FOLDER})")
-    parser.add_argument("--port", type=int, help="port of a Prometheus that has scraped the run (default: replay events)")
+    parser.add_argument(
+        "--port", type=int, help="port of a Prometheus that has scraped the run (default: replay events)"
+    )
     arguments = parser.parse_args(argv)
     try:
         written = write(arguments.run, arguments.folder, port=arguments.port)

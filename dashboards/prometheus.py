@@ -81,7 +81,7 @@ class Prometheus:
         return result
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """Return the series between two times, with a value every `step` seconds. Raises ValueError if it is invalid."""
+        """Return the series between two times, with values `step` seconds apart. Raises ValueError if it is invalid."""
         series: list[dict[str, Any]] = self._call("query_range", query=expression, start=start, end=end, step=step)[
             "result"
         ]

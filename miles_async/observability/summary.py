@@ -118,9 +118,9 @@ class Summary(TrainingPhase, Waste):
     """How often `driver`, `rollout_worker` and `learner` were replaced. Worry if a process is listed: its log in the
     run folder says how it ended."""
     interrupted_seconds: dict[str, float]
-    """Time without a rollout worker, by cause: `no_driver` until the next driver starts, `driver_start` until its training
-    loop begins, `rollout_worker` and `learner` from the last report of the lost one until training goes on. No verdict
-    and no idle share covers it."""
+    """Time without a rollout worker, by cause: `no_driver` until the next driver starts, `driver_start` until its
+    training loop begins, `rollout_worker` and `learner` from the last report of the lost one until training goes on. No
+    verdict and no idle share covers it."""
     weight_transfer: str | None
     """The transport of the weights."""
     versions: int
