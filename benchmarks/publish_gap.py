@@ -20,7 +20,8 @@ the transport `memory`, in milliseconds, tokens per publish and nats:
 It writes benchmarks/results/kv-staleness.json.
 
 With `--adapter`, publishes of an adapter of this rank on all linear layers are compared with those of all weights over
-p2p. No engine pauses then. It writes benchmarks/results/adapter-gap.json.
+p2p. No engine pauses then. Rounds with and without publishes of the adapter alternate and last equally long, because a
+longer round has a longer longest gap. It writes benchmarks/results/adapter-gap.json.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -59,6 +60,13 @@ from miles_async.types import Sample, VersionSpan
 TRANSPORTS = ("memory", "p2p", "broadcast", "disk")
 RESIDENT = 4
 """Versions of an adapter that the engine holds."""
+START_SECONDS = 5.0
+"""Before gaps count: the first prompts of all streams arrive at once."""
+ROUNDS = 3
+"""Rounds with publishes of an adapter, and as many without."""
+
+Plays = Sequence[tuple[str, str | None]]
+"""Rounds in their order: the name of the row that they belong to, and the transport; None for no publishes."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,54 @@ class Load:
     """Of an adapter that is published in place of the weights."""
 
 
+@dataclass
+class Round:
+    """What was seen while requests streamed."""
+
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between any two tokens of a request."""
+    pauses: list[float] = field(default_factory=list)
+    """Seconds in which the engine stood still, by publish."""
+    publishes: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds and bytes of each publish."""
+    retractions: int = 0
+    seconds: float = 0.0
+    per_publish: dict[str, float] = field(default_factory=dict)
+    """What is only measured if weights change."""
+
+    def add(self, other: Round) -> None:
+        """Count the gaps and publishes of another round as those of this one."""
+        self.gaps += other.gaps
+        self.pauses += other.pauses
+        self.publishes += other.publishes
+        self.retractions += other.retractions
+        self.seconds += other.seconds
+
+    def row(self) -> dict[str, float]:
+        """The columns of the table. Times are in milliseconds."""
+        percentiles = quantiles(self.gaps, n=100)
+        return {
+            "gaps": len(self.gaps),
+            "p50": 1e3 * median(self.gaps),
+            "p95": 1e3 * percentiles[94],
+            "p99": 1e3 * percentiles[98],
+            "max": 1e3 * max(self.gaps),
+            "pause": 1e3 * median(self.pauses) if self.pauses else 0.0,
+            "publish": 1e3 * median(taken for taken, _ in self.publishes) if self.publishes else 0.0,
+            "bytes": fmean(size for _, size in self.publishes) if self.publishes else 0.0,
+            "tokens/s": len(self.gaps) / self.seconds,
+            "retracted": self.retractions,
+            **self.per_publish,
+        }
+
+
 class Bench:
     """An engine that serves streaming requests while weights are published. Create it inside a running event loop."""
 
     def __init__(self, engine: EngineInfo, router: RouterServer, checkpoint: Path, folder: Path, load: Load) -> None:
         self._engine = engine
         self._router = router
-        self._load = load
+        self.load = load
         self._fleet = SGLangFleet(router.url, router_key=router.spec.key, adapters=load.rank > 0)
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self._weights = [(name, parameter.data) for name, parameter in self._model.named_parameters()]
@@ -99,7 +148,7 @@ class Bench:
 
     async def ready(self) -> None:
         self._fleet.register_engine(self._engine)
-        if self._load.rank:
+        if self.load.rank:
             self._source.stage(0, self._adapter, [])
             self._source.send(0, self._engine.name, ADAPTER)
         await self._fleet.commit(self._engine.name, 0)
@@ -109,41 +158,30 @@ class Bench:
         self._source.close()
         await self._fleet.close()
 
-    async def play(self, transport: str | None, publishes: int) -> dict[str, float]:
-        """Stream during `publishes` publishes, or for the same time without any, and return gaps in milliseconds."""
-        gaps: list[float] = []
-        pauses: list[float] = []
-        self._publishes: list[tuple[float, int]] = []
-        self._retractions = 0
+    async def play(self, transport: str | None, publishes: int, seconds: float) -> Round:
+        """Stream requests during `publishes` publishes, or for so many `seconds` without any."""
+        self._round = played = Round()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             over = asyncio.Event()
-            streams = [asyncio.create_task(self._stream(session, k, gaps, over)) for k in range(self._load.streams)]
-            await asyncio.sleep(1.0)
-            gaps.clear()
+            streams = [asyncio.create_task(self._stream(session, k, over)) for k in range(self.load.streams)]
+            await asyncio.sleep(START_SECONDS)
+            played.gaps.clear()
             self._answers.clear()
             computed, began = await self._computed_tokens(session), time.perf_counter()
-            for _ in range(publishes):
-                if transport is not None:
-                    pauses.append(await self._publish(transport))
-                await asyncio.sleep(self._load.every)
+            if transport is None:
+                await asyncio.sleep(seconds)
+            else:
+                for _ in range(publishes):
+                    await self._publish(transport)
+                    await asyncio.sleep(self.load.every)
             computed = await self._computed_tokens(session) - computed
             over.set()
-            seen, seconds = list(gaps), time.perf_counter() - began
+            seen, played.seconds = list(played.gaps), time.perf_counter() - began
             await asyncio.gather(*streams)
-        percentiles = quantiles(seen, n=100)
-        return {
-            "gaps": len(seen),
-            "p50": 1e3 * median(seen),
-            "p95": 1e3 * percentiles[94],
-            "p99": 1e3 * percentiles[98],
-            "max": 1e3 * max(seen),
-            "pause": 1e3 * median(pauses) if pauses else 0.0,
-            "publish": 1e3 * median(taken for taken, _ in self._publishes) if pauses else 0.0,
-            "bytes": fmean(size for _, size in self._publishes) if pauses else 0.0,
-            "tokens/s": len(seen) / seconds,
-            "retracted": self._retractions,
-            **({"computed": computed / publishes, **self._reuse(publishes)} if self._load.change else {}),
-        }
+        played.gaps = seen
+        if self.load.change:
+            played.per_publish = {"computed": computed / publishes, **self._reuse(publishes)}
+        return played
 
     async def _computed_tokens(self, session: aiohttp.ClientSession) -> int:
         """Tokens that the engine has computed in prefills since its start."""
@@ -165,51 +203,50 @@ class Bench:
                     gaps += gaps_of(model, sample, span)
         return {"reused": sum(span.reused for _, span in spans) / publishes, "gap": fmean(gaps) if gaps else 0.0}
 
-    async def _publish(self, transport: str) -> float:
-        """Seconds in which the engine stood still."""
+    async def _publish(self, transport: str) -> None:
         self._version += 1
         started = time.perf_counter()
-        if self._load.rank:
+        if self.load.rank:
             await asyncio.to_thread(self._source.stage, self._version, self._adapter, [])
             outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
             if outcome.error is not None:
                 raise SystemExit(outcome.error)
             await self._fleet.commit(self._engine.name, self._version)
-            self._publishes.append((time.perf_counter() - started, outcome.bytes))
+            self._round.publishes.append((time.perf_counter() - started, outcome.bytes))
             await asyncio.to_thread(self._source.drop, self._engine.name)
-            return 0.0
-        if self._load.change:
+            return
+        if self.load.change:
             for _, weight in self._weights:
-                weight.add_(self._load.change * weight.std() * torch.randn_like(weight))
+                weight.add_(self.load.change * weight.std() * torch.randn_like(weight))
             self._versions[self._version] = [weight.clone() for _, weight in self._weights]
         await asyncio.to_thread(self._source.stage, self._version, self._weights, [transport])
         began = time.perf_counter()
-        await self._fleet.pause(self._load.mode)
+        await self._fleet.pause(self.load.mode)
         outcome = await asyncio.to_thread(self._source.send, self._version, self._engine.name, transport)
         if outcome.error is not None:
             raise SystemExit(outcome.error)
         await self._fleet.commit(self._engine.name, self._version)
         await self._fleet.resume()
-        self._publishes.append((time.perf_counter() - started, outcome.bytes))
-        return time.perf_counter() - began
+        self._round.publishes.append((time.perf_counter() - started, outcome.bytes))
+        self._round.pauses.append(time.perf_counter() - began)
 
     def _random_adapter(self) -> list[tuple[str, torch.Tensor]]:
         """A small adapter. All versions have its numbers: drawing new ones would take time from the engine."""
         named = [(name.removesuffix(".weight"), weight) for name, weight in self._weights]
         adapted = [(name, weight) for name, weight in named if name.rpartition(".")[2] in MODULES]
-        rank, tensors = self._load.rank, []
+        rank, tensors = self.load.rank, []
         for name, weight in adapted:
             of_a, of_b = tensor_names(name)
             tensors.append((of_a, 0.01 * torch.randn(rank, weight.shape[1])))
             tensors.append((of_b, 0.01 * torch.randn(weight.shape[0], rank)))
         return tensors
 
-    async def _stream(self, session: aiohttp.ClientSession, k: int, gaps: list[float], over: asyncio.Event) -> None:
-        """Send one request after the other, and append the seconds between any two tokens to `gaps`."""
-        prompt = [(3 * k + i) % 250 for i in range(self._load.prompt_tokens)]
+    async def _stream(self, session: aiohttp.ClientSession, k: int, over: asyncio.Event) -> None:
+        """Send one request after the other, and note the seconds between any two tokens."""
+        prompt = [(3 * k + i) % 250 for i in range(self.load.prompt_tokens)]
         request = {
             "input_ids": prompt,
-            "sampling_params": {"max_new_tokens": self._load.new_tokens, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": self.load.new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "stream": True,
         }
@@ -222,10 +259,10 @@ class Bench:
                     if line.startswith(b"data: {"):
                         now = time.perf_counter()
                         if last is not None:
-                            gaps.append(now - last)
+                            self._round.gaps.append(now - last)
                         last, answer = now, line
-            self._retractions += orjson.loads(answer.removeprefix(b"data: "))["meta_info"]["num_retractions"]
-            if self._load.change:
+            self._round.retractions += orjson.loads(answer.removeprefix(b"data: "))["meta_info"]["num_retractions"]
+            if self.load.change:
                 sample = Sample(tokens=list(prompt))
                 extend(sample, orjson.loads(answer.removeprefix(b"data: ")), lambda _: "")
                 self._answers.append(sample)
@@ -242,15 +279,21 @@ def gaps_of(model: PreTrainedModel, sample: Sample, span: VersionSpan) -> list[f
     return [float(gap) for gap in (computed - reported).abs()]
 
 
-async def measure(
-    make_bench: Callable[[], Bench], plays: Mapping[str, str | None], publishes: int
-) -> dict[str, dict[str, float]]:
-    bench = make_bench()
+async def measure(make_bench: Callable[[], Bench], plays: Plays, publishes: int) -> dict[str, dict[str, float]]:
+    bench, rounds = make_bench(), dict[str, Round]()
     await bench.ready()
     try:
-        return {name: await bench.play(transport, publishes) for name, transport in plays.items()}
+        seconds = publishes * bench.load.every
+        for name, transport in plays:
+            played = await bench.play(transport, publishes, seconds)
+            seconds = played.seconds
+            if name in rounds:
+                rounds[name].add(played)
+            else:
+                rounds[name] = played
     finally:
         await bench.close()
+    return {name: played.row() for name, played in rounds.items()}
 
 
 def main() -> None:
@@ -272,21 +315,21 @@ def main() -> None:
     parser.add_argument("--hf-checkpoint", type=Path, help="model to serve (default: a tiny one)")
     arguments = parser.parse_args()
     load = Load(arguments.streams, arguments.new_tokens, arguments.mode, arguments.every, arguments.prompt_tokens)
-    name, results = "publish-gap", {}
+    name, results, quiet = "publish-gap", {}, ("no publishes", None)
     if arguments.adapter:
         name, model, publishes = "adapter-gap", arguments.hf_checkpoint, arguments.publishes
-        results = run(load, 0, {"all weights, no publishes": None, "all weights": "p2p"}, publishes, model)
+        results = run(load, 0, [("all weights", "p2p")], publishes, model)
         load = replace(load, rank=arguments.adapter)
-        plays = {"adapter, no publishes": None, "adapter": ADAPTER, "adapter, no publishes, again": None}
-        results |= run(load, 0, plays, publishes, model)
+        plays: Plays = [("adapter", ADAPTER), quiet] * ROUNDS
+        results |= run(load, 0, plays, publishes // ROUNDS, model)
     elif arguments.max_kv_staleness is None:
-        plays = {name: name for name in arguments.transports}
-        results = run(load, 0, {"no publishes": None, **plays, "no publishes, again": None}, arguments.publishes)
+        plays = [quiet, *((one, one) for one in arguments.transports), quiet]
+        results = run(load, 0, plays, arguments.publishes)
     else:
         name, load = "kv-staleness", replace(load, change=arguments.change)
         for limit in arguments.max_kv_staleness:
             paused = replace(load, mode=Weights(max_kv_staleness=limit).engine_pause)
-            results |= run(paused, limit, {f"K = {limit}": "memory"}, arguments.publishes)
+            results |= run(paused, limit, [(f"K = {limit}", "memory")], arguments.publishes)
     columns = list(dict.fromkeys(column for row in results.values() for column in row))
     print(f"{'':30}" + "".join(f"{column:>10}" for column in columns))
     for label, row in results.items():
@@ -294,10 +337,8 @@ def main() -> None:
     record(name, {**asdict(load), "runs": results})
 
 
-def run(
-    load: Load, limit: int, plays: Mapping[str, str | None], publishes: int, model: Path | None = None
-) -> dict[str, dict[str, float]]:
-    """Measure transports, by the name of their row, with an engine of `--max-kv-staleness` `limit`."""
+def run(load: Load, limit: int, plays: Plays, publishes: int, model: Path | None = None) -> dict[str, dict[str, float]]:
+    """Measure transports with an engine of `--max-kv-staleness` `limit`."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint, logs = model or Path(folder) / "tiny", Path(folder)
         if model is None:

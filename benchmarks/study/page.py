@@ -34,6 +34,9 @@ except where gradients are clipped.
 """
 
 
+FEW = ("no seed", "one seed", "two seeds")
+"""By their number, what is said of values that are too few for an interval."""
+
 Runs = dict[tuple[str, str], dict[int, Outcome]]
 """Runs by schedule and variant, then by seed."""
 
@@ -44,20 +47,28 @@ class Interval:
 
     mean: float
     half: float
+    size: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """The half width of a single value is infinite."""
-        if len(values) < 2:
-            return cls(fmean(values), float("inf"))
-        return cls(fmean(values), float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / len(values) ** 0.5)
+        """The half width is infinite for fewer than three values: the distance of two says nothing about others."""
+        size = len(values)
+        if size < len(FEW):
+            return cls(fmean(values), float("inf"), size)
+        return cls(fmean(values), float(stdtrit(size - 1, 0.975)) * stdev(values) / size**0.5, size)
 
     @property
     def holds_zero(self) -> bool:
         return abs(self.mean) <= self.half
 
+    def shown(self, mean: str) -> str:
+        """The formatted mean with its interval, or with the number of seeds."""
+        if self.half < float("inf"):
+            return f"{mean} ± {self.half:.{len(mean.partition('.')[2])}f}"
+        return f"{mean} ({FEW[self.size]})"
+
     def __str__(self) -> str:
-        return f"{self.mean:+.3f}" + (f" ± {self.half:.3f}" if self.half < float("inf") else " (one seed)")
+        return self.shown(f"{self.mean:+.3f}")
 
 
 def page(runs: Runs, waits: Runs) -> str:
@@ -132,32 +143,32 @@ def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
 
 def _summary(runs: Runs, waits: Runs) -> str:
     """Which limit to choose and what it costs, as far as that was measured."""
-    waiting, stale = [], []
+    sentences = []
     for limit in (2, 8):
         if IN_TURNS in waits and (name := (f"limit {limit}", "default")) in waits:
             pairs = _pairs(waits[IN_TURNS], waits[name])
             faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
             found = Interval.of([run.after - base.after for base, run in pairs])
-            waiting.append(f"- A limit of {limit} was {faster} times as fast, and accuracy differed by {found}.")
+            sentences.append(
+                f"- Where samples wait for tools, a limit of {limit} was {faster} times as fast as training in turns, "
+                f"and accuracy at the same number of samples differed by {found}."
+            )
     for limit in LIMITS:
         for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
             name = (f"limit {limit}", STALE + variant)
             if name in runs and FRESH in runs:
                 age = fmean(run.staleness for run in runs[name].values())
-                stale.append(f"- {age:.1f} versions (limit {limit}, {flags}): {difference(runs, name)}.")
-    if waiting:
-        title = "Where samples wait for tools, against training in turns with the same number of samples:"
-        waiting = [title, "", *waiting, ""]
-    if stale:
-        stale = ["With samples of this mean age, accuracy differed from training in turns by", "", *stale, ""]
-    if not waiting and not stale:
+                sentences.append(
+                    f"- With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
+                    f"differed by {difference(runs, name)}."
+                )
+    if not sentences:
         return ""
     return (
         "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
         "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
-        "are on average about N / P versions old under any limit that allows so many groups.\n\n"
-        + "\n".join([*waiting, *stale])
-        + "\n"
+        "are on average about N / P versions old under any limit that allows so many groups. Measured on a tiny model, "
+        "against training in turns:\n\n" + "\n".join(sentences) + "\n\n"
     )
 
 
@@ -179,7 +190,7 @@ over-sampling, so that their staleness is 0. They began with the same warm start
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
 
-`make study ARGS="stale"` runs {len(planned)} such cells, of which {len(planned) - len(names)} have not been run yet.
+`make study ARGS="stale"` has {len(planned)} such cells, of which {len(planned) - len(names)} have not been run.
 
 {_warnings([run for name in names for run in runs[name].values()])}
 """
@@ -305,7 +316,7 @@ def _ratio(values: Sequence[float]) -> str:
     if not values:
         return ""
     found = Interval.of(values)
-    return f"{found.mean:.2f} ± {found.half:.2f}" if len(values) > 1 else f"{found.mean:.2f} (one seed)"
+    return found.shown(f"{found.mean:.2f}")
 
 
 def _reached(accuracy: float, points: Sequence[tuple[float, float]]) -> float | None:

@@ -21,7 +21,7 @@ import pytest
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
-from miles_async.events import Event, GroupMoved, LearnerRestored, PublishEnded, RunDrained, StepEnded
+from miles_async.events import EngineChanged, Event, GroupMoved, LearnerRestored, PublishEnded, RunDrained, StepEnded
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
 from miles_async.scheduling.ledger import GroupState
@@ -106,13 +106,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
 
 
 def test_a_run_goes_on_after_its_router_actor_and_its_engine_actor_were_killed(interrupted: Interrupted) -> None:
-    assert interrupted.err.count("engine routed") == 1
+    assert interrupted.err.count("engine routed") == 1, interrupted.of(EngineChanged)
     assert interrupted.out.count("Staleness stats") >= 2
     assert not (interrupted.run / "dead_letters.jsonl").exists()
 
 
 def test_lost_learners_and_rollout_workers_are_replaced_and_everything_else_is_kept(interrupted: Interrupted) -> None:
-    assert len(set(interrupted.engines)) == 1
+    assert len(set(interrupted.engines)) == 1, interrupted.of(EngineChanged)
     assert len(set(interrupted.learners)) == 1, "a lost rollout worker costs no learner"
     assert len(interrupted.of(LearnerRestored)) == 2, "a lost rollout worker costs no weights"
 

@@ -47,6 +47,18 @@ async def fleet(serving: Stack) -> AsyncIterator[SGLangFleet]:
         await fleet.close()
 
 
+async def test_an_engine_that_another_rollout_worker_left_paused_generates_again(
+    fleet: SGLangFleet, serving: Stack
+) -> None:
+    await fleet.pause("retract")
+    successor = SGLangFleet(serving.router_url, router_key=serving.router_key, health_timeout=10)
+    successor.register_engine(fleet.address(of_fleets.ENGINE))
+    await successor.take_over(of_fleets.ENGINE)
+    await successor.check(of_fleets.ENGINE)
+    assert successor.serving()
+    await successor.close()
+
+
 @pytest.fixture(params=["sglang", "function"])
 async def case(request: pytest.FixtureRequest, serving: Stack) -> AsyncIterator[Case]:
     async with serving.admitted() as (fleet, generator):

@@ -1,8 +1,9 @@
 """LoRA adapters on CPU: SGLang's `torch_native` backend without pinned memory, with one product per adapter.
 
 SGLang computes one product per run of neighbouring requests with the same adapter. After a publish, requests of two
-versions alternate in a batch, so there would be almost as many products as requests. Here the rows of an adapter are
-collected once per batch. The functions replace those of SGLang (`plugin.py`) and give the same results, up to rounding.
+versions alternate in a batch, so there would be almost as many products as requests. Here each adapter multiplies the
+whole batch, and a mask removes the rows of other adapters: a few products more cost less than collecting rows. The
+functions replace those of SGLang (`plugin.py`) and give the same results, up to rounding.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ ForwardBatch = Any
 class Rows(NamedTuple):
     """The rows of a batch that have the same adapter."""
 
-    positions: slice | torch.Tensor
+    mask: torch.Tensor | None
+    """Which rows have the adapter, as a column; None if all of them have it."""
     slot: int
     """Where the adapter is in SGLang's weight buffers."""
     rank: int
     scaling: float
+
+    def of(self, products: torch.Tensor) -> torch.Tensor:
+        """`products`, with zeros in the rows of other adapters."""
+        return products if self.mask is None else products.where(self.mask, 0.0)
 
 
 class BatchPlan:
@@ -67,7 +73,7 @@ def prepare_batch(
     def parts(lengths: torch.Tensor) -> list[Rows]:
         owners = torch.tensor(weight_indices).repeat_interleave(lengths)
         slots = [slot for slot in sorted(set(weight_indices)) if lora_ranks[slot]]
-        return [Rows(_index(owners == slot), slot, lora_ranks[slot], scalings[slot]) for slot in slots]
+        return [Rows(_mask(owners == slot), slot, lora_ranks[slot], scalings[slot]) for slot in slots]
 
     plans = [generate_sequence_lengths(forward_batch, device=torch.device("cpu"))]
     if (pruned := get_lm_head_pruned_lens(forward_batch)) is not None:
@@ -78,9 +84,9 @@ def prepare_batch(
 def shrink(inputs: torch.Tensor, weights: torch.Tensor, batch_info: BatchPlan, num_slices: int = 1) -> torch.Tensor:
     """Replace `sgemm_lora_a_fwd`: inputs (rows, features) times A (slots, slices * rank, features), scaled."""
     output = inputs.new_zeros(len(inputs), weights.shape[1])
-    for index, slot, rank, scaling in batch_info.parts(len(inputs)):
-        width = num_slices * rank
-        output[index, :width] = inputs[index] @ weights[slot, :width].T * scaling
+    for part in batch_info.parts(len(inputs)):
+        width = num_slices * part.rank
+        output[:, :width].add_(part.of(inputs @ weights[part.slot, :width].T), alpha=part.scaling)
     return output
 
 
@@ -89,8 +95,9 @@ def shrink_embedding(
 ) -> torch.Tensor:
     """Replace `sgemm_lora_a_embedding_fwd`: the columns of A (slots, rank, vocabulary) of token ids, scaled."""
     output = weights.new_zeros(len(inputs), weights.shape[1])
-    for index, slot, rank, scaling in batch_info.parts(len(inputs)):
-        output[index, :rank] = weights[slot, :rank].T[inputs[index]] * scaling
+    for part in batch_info.parts(len(inputs)):
+        columns = weights[part.slot, : part.rank].T[inputs]
+        output[:, : part.rank].add_(part.of(columns), alpha=part.scaling)
     return output
 
 
@@ -107,19 +114,13 @@ def expand(
     """
     offsets = slice_offsets.tolist()
     output = inputs.new_zeros(len(inputs), offsets[-1]) if base_output is None else base_output
-    for index, slot, rank, _ in batch_info.parts(len(inputs)):
-        rows = inputs[index]
+    for part in batch_info.parts(len(inputs)):
+        rows = part.of(inputs)
         for number, (first, end) in enumerate(pairwise(offsets)):
-            factors = rows[:, number * rank : (number + 1) * rank], weights[slot, first:end, :rank].T
-            if isinstance(index, slice):
-                output[index, first:end].addmm_(*factors)
-            else:
-                output[:, first:end].index_add_(0, index, torch.mm(*factors))
+            columns = rows[:, number * part.rank : (number + 1) * part.rank]
+            output[:, first:end].addmm_(columns, weights[part.slot, first:end, : part.rank].T)
     return output
 
 
-def _index(mask: torch.Tensor) -> slice | torch.Tensor:
-    """The positions of a mask; a slice if they are neighbours, because a view needs no copy."""
-    positions = mask.nonzero().flatten()
-    first, last = int(positions[0]), int(positions[-1])
-    return slice(first, last + 1) if last + 1 - first == len(positions) else positions
+def _mask(rows: torch.Tensor) -> torch.Tensor | None:
+    return None if rows.all() else rows[:, None]

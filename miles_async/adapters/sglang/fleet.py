@@ -272,6 +272,9 @@ class SGLangFleet:
         Raises EngineLostError if engine or router does not answer.
         """
         await self._post(self._infos[engine], "/abort_request", {"abort_all": True})
+        # If the other rollout worker was lost during a publish, the engine is paused, and the router finds it unhealthy
+        # until it generates a token.
+        await self._post(self._infos[engine], "/continue_generation")
         await self.admit(engine)
 
     async def check(self, engine: str) -> None:

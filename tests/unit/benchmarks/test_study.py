@@ -42,14 +42,15 @@ def test_the_interval_is_that_of_students_t() -> None:
     assert interval.holds_zero
 
 
-def test_one_seed_has_no_interval() -> None:
+def test_fewer_than_three_seeds_have_no_interval() -> None:
     assert str(page.Interval.of([0.01])) == "+0.010 (one seed)"
+    assert str(page.Interval.of([0.01, 0.01])) == "+0.010 (two seeds)"
     assert page.Interval.of([0.5]).holds_zero
 
 
 def test_differences_pair_runs_of_the_same_seed(store: Path) -> None:
     turns = {seed: outcome(Cell("in turns", "default", seed), 0.8 + seed / 100) for seed in (1, 2, 3)}
-    limit = {seed: outcome(Cell("limit 2", "default", seed), 0.79 + seed / 100) for seed in (1, 2)}
+    limit = {seed: outcome(Cell("limit 2", "default", seed), 0.79 + seed / 100) for seed in (2, 3, 1)}
     found = page.difference({page.IN_TURNS: turns, page.SHIPPED: limit}, page.SHIPPED)
     assert found.mean == pytest.approx(-0.01)
     assert found.half == pytest.approx(0.0, abs=1e-9)
@@ -95,7 +96,7 @@ def test_the_page_compares_runs_with_older_keys_with_runs_without(store: Path) -
         stored.append((older := Cell("limit 8", "K = 2", seed, (), runs.SLOW_TOOLS), outcome(older, 0.7, seconds=50)))
     turns = Cell("in turns", "default", runs.SEEDS[0])
     text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored))
-    assert "| K = 2 | 2 | 0.700 (SD 0.000) | -0.100 ± 0.000 | 2.00 ± 0.00 | 1.50 |" in text
+    assert "| K = 2 | 2 | 0.700 (SD 0.000) | -0.100 (two seeds) | 2.00 (two seeds) | 1.50 |" in text
 
 
 def test_the_page_states_spread_difference_and_time(store: Path) -> None:
@@ -106,7 +107,7 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
         stored.append((cell := Cell("limit 8", "none", seed), outcome(cell, accuracy - 0.2)))
     text = page.page(page.by_name(stored), {})
     assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
-    assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 ± 0.000 |" in text
+    assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 (two seeds) |" in text
     assert "(0.820) after" in text
 
 

@@ -123,6 +123,24 @@ async def test_an_engine_whose_scheduler_does_not_answer_is_lost_after_one_timeo
         await fleet.close()
 
 
+async def test_an_engine_that_a_lost_rollout_worker_left_paused_is_resumed_without_its_requests() -> None:
+    async with serving({"POST /abort_request": {}, "POST /continue_generation": {}}) as (url, server):
+        listed = {"url": url, "id": "1", "is_healthy": False}
+        server.answers["GET /workers"] = {"workers": [listed]}
+        fleet = SGLangFleet(url)
+        fleet.register_engine(EngineInfo("e", url, 0, 1))
+        taken_over = asyncio.ensure_future(fleet.take_over("e"))
+        while "POST /continue_generation" not in server.asked:
+            server.was_asked.clear()
+            await server.was_asked.wait()
+        assert server.asked[:2] == ['POST /abort_request {"abort_all":true}', "POST /continue_generation"]
+        assert fleet.routed() == ()
+        listed["is_healthy"] = True
+        await taken_over
+        assert fleet.routed() == ("e",)
+        await fleet.close()
+
+
 async def test_the_worker_list_of_a_router_is_corrected_without_removing_engines_of_others() -> None:
     async with serving({"POST /workers": {}, "DELETE /workers/2": {}}) as (url, router):
         fleet = SGLangFleet(url)
