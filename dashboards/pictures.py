@@ -1,4 +1,4 @@
-"""Draws each dashboard from a run: what a Prometheus answers to the queries of its panels, over the whole run.
+"""Draws each dashboard from a run: what a Prometheus answers to the queries of its panels while the run trains.
 
     python -m dashboards.pictures runs/latest [--folder docs/how-to/dashboards] [--port 9090]
 
@@ -18,25 +18,30 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter, Formatter, FuncFormatter, PercentFormatter
 
 from dashboards.content import ALL
-from dashboards.panels import COLUMNS, Dashboard, Kind, Panel
+from dashboards.panels import COLUMNS, Dashboard, Kind, Panel, Row
 from dashboards.prometheus import Prometheus, load_recorded
 from dashboards.recorded import span
 from miles_async.errors import UserError
+from miles_async.events import ClusterReady
+from miles_async.observability.trace.event_log import read_events
 
 FOLDER = Path("docs/how-to/dashboards")
 RATE_INTERVAL = "20s"
 """What Grafana inserts for `$__rate_interval`: four times the scrape interval in prometheus.yml."""
 POINTS = 200
 """Points of a curve."""
-MAX_LEGENDS = 6
+MAX_LEGENDS = 9
 """Entries of a legend. Grafana scrolls through more."""
+LONG_LEGEND = 18
+"""Characters of a legend of which only two fit beside each other."""
+PANEL_INCHES, TITLE_INCHES = 2.4, 0.35
+DOTS_PER_INCH = 80
 SECONDS_PER_MINUTE = 60.0
 
 
@@ -44,7 +49,7 @@ SECONDS_PER_MINUTE = 60.0
 class Series:
     legend: str
     times: list[float]
-    """Minutes since the run began."""
+    """Minutes since the beginning of the curves."""
     values: list[float]
 
 
@@ -52,7 +57,7 @@ class Answers:
     """The answers of a Prometheus about one run."""
 
     def __init__(self, prometheus: Prometheus, run: str, began: float, ended: float) -> None:
-        """`began` and `ended` are Unix times in seconds."""
+        """The curves go from `began` to `ended`, which are Unix times in seconds."""
         self._prometheus = prometheus
         self._run = run
         self.began = began
@@ -77,43 +82,42 @@ class Answers:
             yield Series(_legend(legend, answer["metric"]), times, [float(value) for _, value in answer["values"]])
 
     def _filled(self, query: str) -> str:
-        return query.replace("$run", re.escape(self._run)).replace("$__rate_interval", RATE_INTERVAL)
+        return query.replace("$run", self._run).replace("$__rate_interval", RATE_INTERVAL)
 
 
 def _legend(template: str, labels: dict[str, str]) -> str:
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: labels.get(name[1], ""), template).strip()
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: labels.get(name[1], ""), template).strip() or "Value"
 
 
 def draw(dashboard: Dashboard, answers: Answers) -> Figure:
     """Draw all panels of a dashboard, in the rows that Grafana shows."""
-    lines = [line for row in dashboard.rows for line in _lines(row.title, row.panels)]
-    figure = Figure(figsize=(13, 0.5 + sum(height for _, _, height in lines)), layout="constrained")
+    lines = [line for row in dashboard.rows for line in _lines(row)]
+    heights = [PANEL_INCHES + TITLE_INCHES * bool(title) for title, _ in lines]
+    figure = Figure(figsize=(13, TITLE_INCHES + sum(heights)))
+    figure.set_layout_engine("constrained", w_pad=0.12)
     figure.suptitle(f"miles_async / {dashboard.title}", x=0.005, ha="left", fontweight="bold")
-    grid = figure.add_gridspec(len(lines), COLUMNS, height_ratios=[height for _, _, height in lines])
-    for number, (title, panels, _) in enumerate(lines):
+    parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (title, panels) in zip(parts, lines, strict=True):
         if title:
-            heading = figure.add_subplot(grid[number, :])
-            heading.axis("off")
-            heading.text(0, 0, title, fontsize="large", fontweight="bold", va="bottom")
-        column = 0
+            part.suptitle(title, x=0.005, ha="left", fontsize="large", fontweight="bold")
+        grid, column = part.add_gridspec(1, COLUMNS), 0
         for panel in panels:
-            axes = figure.add_subplot(grid[number, column : column + panel.width])
+            axes = part.add_subplot(grid[0, column : column + panel.width])
             axes.set_title(panel.title, loc="left", fontsize="medium")
             _DRAWN[panel.kind](axes, panel, answers)
             column += panel.width
     return figure
 
 
-def _lines(title: str, panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel], float]]:
-    """Lines of a picture: a title or the panels that fit beside each other, with the height in inches."""
-    yield title, [], 0.25
-    line: list[Panel] = []
-    for panel in panels:
+def _lines(row: Row) -> Iterator[tuple[str, list[Panel]]]:
+    """The panels of a row that fit beside each other, with the title of the row above its first ones."""
+    title, line = row.title, list[Panel]()
+    for panel in row.panels:
         if sum(one.width for one in line) + panel.width > COLUMNS:
-            yield "", line, 2.4
-            line = []
+            yield title, line
+            title, line = "", []
         line.append(panel)
-    yield "", line, 2.4
+    yield title, line
 
 
 def _draw_lines(axes: Axes, panel: Panel, answers: Answers) -> None:
@@ -182,13 +186,16 @@ def _finish(axes: Axes, panel: Panel, answers: Answers, series: Sequence[Series]
     if not series:
         _no_data(axes)
         return
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    # As in Grafana, axes begin at 0.
+    top = axes.get_ylim()[1]
+    axes.set_ylim(0, top if any(value > 0 for one in series for value in one.values) else 1)
     handles, legends = axes.get_legend_handles_labels()
+    columns = 3 if max(map(len, legends)) < LONG_LEGEND else 2
     shown = legends[:MAX_LEGENDS]
     if len(legends) > MAX_LEGENDS:
         shown[-1] += f" … {len(legends) - MAX_LEGENDS} more"
     axes.legend(
-        handles[:MAX_LEGENDS], shown, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=3, fontsize="x-small",
+        handles[:MAX_LEGENDS], shown, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=columns, fontsize="x-small",
         frameon=False, borderaxespad=0, handlelength=1, columnspacing=1,
     )  # fmt: skip
 
@@ -198,30 +205,41 @@ def _no_data(axes: Axes) -> None:
     axes.set_yticks([])
 
 
-def _formatter(unit: str) -> Any:
+def _formatter(unit: str) -> Formatter:
     """The numbers at an axis, for one of Grafana's units."""
     match unit:
         case "percentunit":
             return PercentFormatter(1.0, decimals=0)
         case "s":
-            return EngFormatter("s", sep=" ")
+            return FuncFormatter(lambda seconds, _: _duration(seconds))
         case "bytes":
             return EngFormatter("B", sep=" ")
         case "Bps":
             return EngFormatter("B/s", sep=" ")
         case _:
-            return EngFormatter(sep="")
+            return FuncFormatter(lambda value, _: f"{value:g}" if abs(value) < 1000 else EngFormatter(sep="")(value))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:g} s" if abs(seconds) < 600 else f"{seconds / SECONDS_PER_MINUTE:g} min"
 
 
 def write(run: Path, folder: Path, *, port: int | None = None) -> list[Path]:
     """Write a picture of each dashboard into `folder`, and return the paths."""
     if port is not None:
         # The server is not started here, only asked.
-        return _write(Answers(Prometheus(run.parent, port=port), run.resolve().name, *span(run)), folder)
+        return _write(Answers(Prometheus(run.parent, port=port), run.resolve().name, *training_span(run)), folder)
     with tempfile.TemporaryDirectory() as storage:
-        began, ended = load_recorded(run, Path(storage))
+        load_recorded(run, Path(storage))
         with Prometheus(run, storage=Path(storage)) as prometheus:
-            return _write(Answers(prometheus, run.resolve().name, began, ended), folder)
+            return _write(Answers(prometheus, run.resolve().name, *training_span(run)), folder)
+
+
+def training_span(run: Path) -> tuple[float, float]:
+    """When all processes of a run were ready, and when it ended, as Unix times in seconds."""
+    began, ended = span(run)
+    ready = (event.time for event in read_events(run / "events.jsonl") if isinstance(event, ClusterReady))
+    return next(ready, began), ended
 
 
 def _write(answers: Answers, folder: Path) -> list[Path]:
@@ -229,7 +247,8 @@ def _write(answers: Answers, folder: Path) -> list[Path]:
     written = []
     for dashboard in ALL:
         path = folder / f"{dashboard.name}.png"
-        draw(dashboard, answers).savefig(path, dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True})
+        figure = draw(dashboard, answers)
+        figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None}, pil_kwargs={"optimize": True})
         written.append(path)
     return written
 

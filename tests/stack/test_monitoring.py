@@ -23,11 +23,10 @@ import yaml
 from dashboards.build import FOLDER, write
 from dashboards.content import ALL
 from dashboards.panels import Dashboard
-from dashboards.pictures import Answers, draw
+from dashboards.pictures import Answers, draw, training_span
 from dashboards.pictures import main as write_pictures
 from dashboards.prometheus import Prometheus, load_recorded
 from dashboards.prometheus import main as monitor
-from dashboards.recorded import span
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import ClusterReady, EngineChanged, Event, ProcessSilent, TrainerPhaseChanged
@@ -212,8 +211,8 @@ def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_pat
 
 @pytest.mark.parametrize("dashboard", ALL, ids=lambda dashboard: dashboard.name)
 def test_a_picture_of_a_dashboard_has_the_curves_of_every_panel(monitored: Monitored, dashboard: Dashboard) -> None:
-    began, ended = span(monitored.folder.path)
-    answers = Answers(monitored.prometheus, monitored.folder.path.name, began, ended)
+    path = monitored.folder.path
+    answers = Answers(monitored.prometheus, path.name, *training_span(path))
     axes = {one.get_title(loc="left"): one for one in draw(dashboard, answers).axes if one.get_title(loc="left")}
     assert list(axes) == [panel.title for panel in dashboard.panels]
     for panel in dashboard.panels:
