@@ -163,9 +163,8 @@ skip-ls: $(READY) ## List recordings of generation, which --skip-… options mak
 skip-rm: $(READY) ## Remove recordings of generation (DIR=dump_dir, ARGS="--steps 5-9"; without --steps all of them)
 	@$(VENV_PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
 
-# The times of cells would change the file each time.
 notebook: $(READY) ## Execute the tutorial docs/windowed-fifo.ipynb again, and keep what it prints (about two minutes)
-	@.venv/bin/jupyter-execute --inplace --NotebookClient.record_timing=False docs/windowed-fifo.ipynb
+	@$(VENV_PYTHON) docs/notebook.py docs/windowed-fifo.ipynb
 
 inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="debug/0.safetensors --sample 7")
 	@$(VENV_PYTHON) -m workers.inspect_rollout $(ARGS)

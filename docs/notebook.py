@@ -1,8 +1,12 @@
-"""Writes the pages of notebooks: Markdown cells as they are, code cells with their output. MkDocs calls `on_files`."""
+"""Writes the pages of notebooks: Markdown cells as they are, code cells with their output. MkDocs calls `on_files`.
+
+`python docs/notebook.py NOTEBOOK` executes a notebook and stores what it prints.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,3 +40,20 @@ def _parts(cell: dict[str, Any]) -> Iterator[str]:
 def output(cell: dict[str, Any]) -> str:
     """What a code cell has printed."""
     return "".join("".join(one["text"]) for one in cell["outputs"] if one["output_type"] == "stream")
+
+
+def execute(path: str) -> None:
+    """Execute a notebook, and replace its output in the file."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    # Times of cells would change the file each time.
+    NotebookClient(notebook, timeout=None, record_timing=False).execute()
+    for cell in notebook.cells:
+        cell.update({"execution_count": None} if cell.cell_type == "code" else {})
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    execute(sys.argv[1])
