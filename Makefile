@@ -163,7 +163,7 @@ skip-ls: $(READY) ## List recordings of generation, which --skip-… options mak
 skip-rm: $(READY) ## Remove recordings of generation (DIR=dump_dir, ARGS="--steps 5-9"; without --steps all of them)
 	@$(VENV_PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
 
-notebook: $(READY) ## Execute the tutorial docs/windowed-fifo.ipynb again, and keep what it prints (about two minutes)
+notebook: $(READY) ## Execute the tutorial docs/windowed-fifo.ipynb again, and keep what it prints
 	@$(VENV_PYTHON) docs/notebook.py docs/windowed-fifo.ipynb
 
 inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="debug/0.safetensors --sample 7")
