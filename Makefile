@@ -17,7 +17,7 @@ FAST_TIERS := tests/run tests/sim tests/processes tests/torch tests/contracts te
 ROLLOUT := miles_async.rollout.fully_async_rollout.generate_rollout_fully_async
 
 .DEFAULT_GOAL := help
-.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv setup-roll setup-ifbench test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
+.PHONY: help doctor plan setup setup-gpu setup-bridge setup-verifiers setup-openenv setup-roll setup-ifbench test-environments run run-tiny run-agents browser test test-all test-unit test-stack test-bridge sim chaos chaos-sim bench bench-peers gpu-check study dashboards dashboard-pictures notebook monitoring inspect report groups docs lint format lock clean cluster-up cluster-down skip-ls skip-rm another-python
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -158,6 +158,9 @@ study: $(READY) ## Measure what staleness costs, in many runs of the main job; a
 dashboards: $(READY) ## Write Grafana dashboards in JSON from dashboards/content.py
 	@$(VENV_PYTHON) -m dashboards.build
 
+dashboard-pictures: $(READY) ## Draw each dashboard from a run (RUN=runs/latest; ARGS="--port 9090" asks make monitoring)
+	@$(VENV_PYTHON) -m dashboards.pictures $(or $(RUN),runs/latest) $(ARGS)
+
 monitoring: $(READY) ## Start Prometheus with the project's alert rules on the runs in runs/, or replay a run (RUN=runs/latest)
 	@$(VENV_PYTHON) -m dashboards.prometheus $(if $(RUN),--recorded $(RUN)) $(ARGS)
 
@@ -166,6 +169,9 @@ skip-ls: $(READY) ## List recordings of generation, which --skip-… options mak
 
 skip-rm: $(READY) ## Remove recordings of generation (DIR=dump_dir, ARGS="--steps 5-9"; without --steps all of them)
 	@$(VENV_PYTHON) -m miles_async.skip rm $(if $(DIR),--dir $(DIR)) $(ARGS)
+
+notebook: $(READY) ## Execute the tutorial docs/windowed-fifo.ipynb again, and keep what it prints
+	@$(VENV_PYTHON) docs/notebook.py docs/windowed-fifo.ipynb
 
 inspect: $(READY) ## Show a saved batch (ARGS="debug/0.safetensors", or ARGS="debug/0.safetensors --sample 7")
 	@$(VENV_PYTHON) -m workers.inspect_rollout $(ARGS)

@@ -432,9 +432,9 @@ ENGINES = Dashboard(
             (
                 Panel(
                     "Requests",
-                    "Requests per second, by route.",
+                    "Requests per second, by endpoint.",
                     "short",
-                    {"{{route}}": f"sum by (route) (rate({external('smg_router_requests_total')}{RATE}))"},
+                    {"{{endpoint}}": f"sum by (endpoint) (rate({external('smg_router_requests_total')}{RATE}))"},
                 ),
                 Panel(
                     "Reachable processes",

@@ -80,6 +80,13 @@ class Prometheus:
         result: list[dict[str, Any]] = self._call("query", query=expression, **({"time": at} if at else {}))["result"]
         return result
 
+    def query_range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """Return the series between two times, with values `step` seconds apart. Raises ValueError if it is invalid."""
+        series: list[dict[str, Any]] = self._call("query_range", query=expression, start=start, end=end, step=step)[
+            "result"
+        ]
+        return series
+
     def firing(self) -> set[str]:
         return {alert["labels"]["alertname"] for alert in self._call("alerts")["alerts"] if alert["state"] == "firing"}
 
@@ -128,8 +135,8 @@ def binary(name: str) -> str:
     return found
 
 
-def load_recorded(run: Path, storage: Path) -> float:
-    """Fill `storage` with the metrics of a finished run and its recording rules, and return when the run ended."""
+def load_recorded(run: Path, storage: Path) -> tuple[float, float]:
+    """Fill `storage` with the metrics of a finished run and its recording rules. Return when it began and ended."""
     with tempfile.TemporaryDirectory() as folder:
         exposition = Path(folder) / "metrics.txt"
         began, ended = write_openmetrics(run, exposition)
@@ -138,7 +145,7 @@ def load_recorded(run: Path, storage: Path) -> float:
     with Prometheus(run, storage=storage) as prometheus:
         span = [f"--start={began:.0f}", f"--end={ended:.0f}", "--eval-interval=2s"]
         _promtool("create-blocks-from", "rules", *span, f"--url={prometheus.url}", f"--output-dir={storage}", rules)
-    return ended
+    return began, ended
 
 
 def _promtool(*arguments: str) -> None:
@@ -164,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
         # The events of a finished run can be replayed again. The metrics of runs in progress exist only here.
         storage = Path(temporary) if arguments.recorded else arguments.runs.absolute() / "prometheus"
         try:
-            ended = load_recorded(arguments.recorded, storage) if arguments.recorded else None
+            ended = load_recorded(arguments.recorded, storage)[1] if arguments.recorded else None
         except (OSError, UserError) as error:
             raise SystemExit(f"monitoring: {arguments.recorded} is not a readable run folder: {error}") from error
         with Prometheus(arguments.runs, port=arguments.port, storage=storage) as prometheus:

@@ -24,7 +24,7 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
 
     Raises UserError or OSError if the events of the run cannot be read.
     """
-    began, ended = _span(run)
+    began, ended = span(run)
     interval = max(MIN_INTERVAL_SECONDS, (ended - began) / MAX_SAMPLES)
     registry = CollectorRegistry()
     view = RunView()
@@ -44,7 +44,8 @@ def write_openmetrics(run: Path, target: Path) -> tuple[float, float]:
     return began, ended
 
 
-def _span(run: Path) -> tuple[float, float]:
+def span(run: Path) -> tuple[float, float]:
+    """When the first and the last event of a run happened. Raises UserError or OSError if they cannot be read."""
     times = [event.time for event in read_events(run / "events.jsonl")]
     if not times:
         raise SystemExit(f"{run}/events.jsonl has no events: name the folder of a run that has started")

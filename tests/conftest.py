@@ -35,6 +35,7 @@ LONGEST = (
     "tests/stack/test_learner_parallel.py",
     "tests/stack/test_debug_runs.py",
     "tests/stack/test_posted_groups.py",
+    "tests/stack/test_notebook.py",
     "tests/stack/test_recipe.py",
 )
 """Files, and names in `SHARED`, whose tests take longest together. They come first, so that several processes end at

@@ -173,7 +173,8 @@ def _summary(runs: Runs, waits: Runs) -> str:
 
 
 def _really_stale(runs: Runs) -> str:
-    names = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
+    planned = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
+    names = [name for name in planned if name in runs]
     if FRESH not in runs:
         return ""
     return f"""
@@ -189,7 +190,9 @@ over-sampling, so that their staleness is 0. They began with the same warm start
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
 
-{_warnings([run for name in names if name in runs for run in runs[name].values()])}
+`make study ARGS="stale"` has {len(planned)} such cells, of which {len(planned) - len(names)} have not been run.
+
+{_warnings([run for name in names for run in runs[name].values()])}
 """
 
 
@@ -213,8 +216,6 @@ def _collapsed(rewards: Sequence[float]) -> bool:
 
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
-    if name not in runs:
-        return f"| {title} | not run |" + " |" * 5
     found = list(runs[name].values())
     numbers = [str(len(found)), _spread([run.after for run in found])]
     numbers += ["" if name == FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]

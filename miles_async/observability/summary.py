@@ -50,8 +50,9 @@ class Waste(TypedDict):
     change."""
     wasted_tokens: dict[str, int]
     """Response tokens that were generated and not trained, by reason. Tokens of groups that were being generated when a
-    rollout worker, an engine or the router was lost, and that are generated twice, are estimated. What was generated
-    and not yet trained when the run ended is `leftover`."""
+    rollout worker, an engine or the router was lost, and that are generated twice, are estimated. `publish` are
+    requests that a publish aborted, `removed` samples that a sample filter excluded from the loss, and `leftover` what
+    was not yet trained when the run ended."""
     wasted_mainly: str | None
     """The reason for most of the waste, in words."""
     wasted_knob: str | None
@@ -117,7 +118,9 @@ class Summary(TrainingPhase, Waste):
     """How often `driver`, `rollout_worker` and `learner` were replaced. Worry if a process is listed: its log in the
     run folder says how it ended."""
     interrupted_seconds: dict[str, float]
-    """Time without a rollout worker, by cause. No verdict and no idle share covers it."""
+    """Time without a rollout worker, by cause: `no_driver` until the next driver starts, `driver_start` until its
+    training loop begins, `rollout_worker` and `learner` from the last report of the lost one until training goes on. No
+    verdict and no idle share covers it."""
     weight_transfer: str | None
     """The transport of the weights."""
     versions: int

@@ -196,7 +196,7 @@ def build(case: Case, checkpoint: Path, groups: Path, rank: int) -> tuple[Model,
             None if one is None else _initialize_model(one, loading, _get_quantization_config(one, loading))
             for one in (config, drafting)
         )
-    if draft is not None:
+    if model is not None and draft is not None:
         model.miles_draft = (draft, config.hf_text_config.num_hidden_layers)
     return model, draft
 

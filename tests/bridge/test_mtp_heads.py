@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,13 @@ def test_the_gradient_of_a_head_is_that_of_transformers_layers(family: str, tmp_
 @pytest.mark.parametrize("family", ["Qwen3.5", "DeepSeek-V3"])
 def test_the_loss_of_a_head_changes_no_other_gradient(family: str, tmp_path: Path) -> None:
     path, found = write_with_head(family, tmp_path / "checkpoint"), {}
-    for name, changed in {
+    settings: Mapping[str, Mapping[str, Any]] = {
         "without": {"enable_mtp_training": False},
         "zero": {"mtp_loss_scaling_factor": 0.0},
         "half": {},
-    }.items():
-        run = bridge_config(**TRAINS_HEADS | changed)
+    }
+    for name, changed in settings.items():
+        run = bridge_config(**{**TRAINS_HEADS, **changed})
         with learning(path, run) as learner:
             found[name] = step_gradient(learner, run)
     heads = {name for name in found["half"] if is_of_head(name, layers_of(path))}

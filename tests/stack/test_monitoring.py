@@ -22,6 +22,9 @@ import yaml
 
 from dashboards.build import FOLDER, write
 from dashboards.content import ALL
+from dashboards.panels import Dashboard
+from dashboards.pictures import Answers, draw, training_span
+from dashboards.pictures import main as write_pictures
 from dashboards.prometheus import Prometheus, load_recorded
 from dashboards.prometheus import main as monitor
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
@@ -197,13 +200,35 @@ def test_the_metrics_of_the_run_agree_with_its_events(monitored: Monitored) -> N
 def test_a_recorded_run_can_be_shown_in_prometheus(monitored: Monitored, tmp_path: Path) -> None:
     played = monitored.played
     monitored.subscribers.tick(time.monotonic() + 2)  # what the trace holds back for a second reaches the disk
-    ended = load_recorded(monitored.folder.path, tmp_path)
+    _, ended = load_recorded(monitored.folder.path, tmp_path)
     with Prometheus(tmp_path, storage=tmp_path) as prometheus:
         (batches,) = prometheus.query("miles_async_rollout_batches", ended)
         assert batches["value"][1] == str(played.config.rollout.num_rollout)
         theirs = re.compile(r"sglang|smg_|disk_free|\bup\b")
         ours = [(what, expression) for what, expression in asked() if not theirs.search(expression)]
         assert empty(prometheus, ours, ended) == []
+
+
+@pytest.mark.parametrize("dashboard", ALL, ids=lambda dashboard: dashboard.name)
+def test_a_picture_of_a_dashboard_has_the_curves_of_every_panel(monitored: Monitored, dashboard: Dashboard) -> None:
+    path = monitored.folder.path
+    answers = Answers(monitored.prometheus, path.name, *training_span(path))
+    axes = {one.get_title(loc="left"): one for one in draw(dashboard, answers).axes if one.get_title(loc="left")}
+    assert list(axes) == [panel.title for panel in dashboard.panels]
+    for panel in dashboard.panels:
+        if panel.kind == "lines":
+            drawn = {line.get_label(): list(line.get_ydata()) for line in axes[panel.title].lines}
+            known = {one.legend: one.values for one in answers.series(panel)}
+            assert drawn.keys() <= known.keys()
+            assert all(drawn[legend] == pytest.approx(known[legend], nan_ok=True) for legend in drawn)
+            assert drawn or panel.title == "Requests by version of the adapter", panel.title
+
+
+def test_the_pictures_of_a_recorded_run_are_written(monitored: Monitored, tmp_path: Path) -> None:
+    monitored.subscribers.tick(time.monotonic() + 2)
+    write_pictures([str(monitored.folder.path), "--folder", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{dashboard.name}.png" for dashboard in ALL)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
 def test_processes_that_are_stopped_are_named_and_their_stacks_are_read(stack: Stack, tmp_path: Path) -> None:

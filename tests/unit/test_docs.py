@@ -99,6 +99,17 @@ def test_the_list_of_pages_for_programs_follows_the_navigation(tmp_path: Path) -
     ]
 
 
+def test_the_page_of_a_notebook_has_its_text_its_code_and_what_it_prints() -> None:
+    printed = {"output_type": "stream", "name": "stdout", "text": ["3\n", "4\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Numbers\n", "\n", "Count."]},
+        {"cell_type": "code", "source": ["print(3)\n", "print(4)"], "outputs": [printed]},
+        {"cell_type": "code", "source": ["x = 1"], "outputs": []},
+    ]
+    page = "# Numbers\n\nCount.\n\n```python\nprint(3)\nprint(4)\n```\n\n```\n3\n4\n```\n\n```python\nx = 1\n```\n"
+    assert hook("notebook.py").page({"cells": cells}) == page
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/how-to/choose-staleness.md"])
 def test_figures_of_the_study_that_other_pages_repeat_are_those_of_the_study(page: str) -> None:
     repeated = re.findall(r"\d[\d.]* ± [\d.]*\d", (DOCS.parent / page).read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -11,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("retired_words.txt")
 ENTRIES = [line.split(" ", 1) for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
 FOLDERS = ("miles_async", "workers", "tests", "benchmarks", "dashboards", "docs", "configs", "examples", "requirements")
-SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".js", ".html", ".css"}
+SUFFIXES = {".py", ".md", ".ipynb", ".toml", ".yaml", ".yml", ".sh", ".js", ".html", ".css"}
 EXEMPT = {"CHANGELOG.md", "test_retired_words.py"}
 
 
@@ -22,6 +23,11 @@ def files() -> list[Path]:
     return [path for path in found if path.is_file() and (path.suffix in SUFFIXES or path.name == "Makefile")]
 
 
+def markdown_of(notebook: str) -> str:
+    cells = json.loads(notebook)["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
 TEXTS = {path.relative_to(ROOT): path.read_text() for path in files() if path.name not in EXEMPT}
 PHRASES = [phrase.lower() for kind, phrase in ENTRIES if kind == "text"]
 NAMES = {name for kind, name in ENTRIES if kind == "name"}
@@ -30,6 +36,7 @@ LONGEST_SENTENCE = 40
 """In words. Code in a sentence counts as one word."""
 # MkDocs and the study write other pages.
 PROSE = {path: text for path, text in TEXTS.items() if path.suffix == ".md" and path.name != "staleness.md"}
+PROSE |= {path: markdown_of(text) for path, text in TEXTS.items() if path.suffix == ".ipynb"}
 
 
 def sentences(page: str) -> list[str]:

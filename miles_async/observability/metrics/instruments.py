@@ -323,7 +323,8 @@ class Instruments:
         )
         self.staleness_part_versions = histograms(
             "staleness_part_versions",
-            "Staleness of trained groups in versions, by part: publish_lag, sampling and waiting. The parts add up.",
+            "Staleness of trained groups in versions, by part: publish_lag (the engines were behind when generation "
+            "began), sampling (published during generation) and waiting (in window and queue). The parts add up.",
             VERSIONS, "part",
         )  # fmt: skip
         self.staleness_part_seconds = histograms(
@@ -515,7 +516,8 @@ class Instruments:
         )
         self.publish_seconds = self._histograms(
             "publish_seconds",
-            "Duration of a publish by phase. Generation continues while staged; paused is the sum of the other phases. "
+            "Duration of a publish by phase. Generation continues while staged. paused is the sum of stopping, write, "
+            "commit (old prefixes are dropped, the version is announced) and resuming. "
 "Worry if `paused` is a large part of `step_seconds`: use a faster --weight-transfer, or "
 "raise --update-weights-interval.",
             SECONDS, "phase",

@@ -117,9 +117,9 @@ def agent(name: str, *flags: str) -> RunConfig:
 
 
 def tools(execute: str = "execute_tool", *flags: str) -> RunConfig:
-    paths = ("--generate-tool-specs-path", f"{__name__}.tool_specs")
-    paths += ("--generate-execute-tool-function-path", f"{__name__}.{execute}")
-    return run_config("--custom-generate-function-path", f"{HUB}.multi_turn.generate", *paths, *flags)
+    specs = ("--generate-tool-specs-path", f"{__name__}.tool_specs")
+    calls = ("--generate-execute-tool-function-path", f"{__name__}.{execute}")
+    return run_config("--custom-generate-function-path", f"{HUB}.multi_turn.generate", *specs, *calls, *flags)
 
 
 async def test_an_agent_of_miles_needs_no_key_and_its_result_is_in_the_metadata() -> None:
