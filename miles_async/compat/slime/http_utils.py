@@ -1,7 +1,7 @@
-"""slime's requests, for functions that ask the router themselves.
+"""slime's and Miles' requests to the router and to other servers, for functions of users.
 
-slime's functions send no key, and the router of a run refuses requests without one. A request to the address that a
-guest was told (`Guest.use_router`) therefore gets the key of the run; a request to any other address does not.
+Their functions send no key, and the router of a run refuses requests without one. A request to the router therefore
+gets the key of the run; a request to any other server does not.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 from yarl import URL
 
-from miles_async.config.redaction import redact_text
-from miles_async.errors import InfrastructureError
+from miles_async.adapters.sglang.server_key import authorization
 
-PAUSE_SECONDS = 1.0
-"""Pause before a request is repeated."""
-_NO_TIME_LIMIT = aiohttp.ClientTimeout(total=None)
+RETRY_SECONDS = 1.0
+SHOWN_CHARACTERS = 500
+"""Of the answer to a request that fails."""
 _keys: dict[URL, str] = {}
 """The keys of routers by address."""
 
 
 def use_router(url: str, key: str) -> None:
-    """Send `key` with all requests of this process to the router at `url`."""
+    """Send `key` with the requests of this process to the router at `url`."""
     _keys[URL(url).origin()] = key
 
 
@@ -36,47 +36,42 @@ async def post(
     action: str = "post",
     headers: Mapping[str, str] | None = None,
 ) -> Any:
-    """Send `payload` as JSON, and return the JSON of the answer, or its text. `action` is the method of the request.
+    """Send `payload` as JSON with the HTTP method `action`, and return the answer: decoded JSON, or else its text.
 
-    A lost connection and a 5xx status are tried up to `max_retries` times. Raises InfrastructureError after the last
-    attempt, and RuntimeError for a 4xx status.
+    There is no time limit. If the server does not answer, or answers that it failed, the request is repeated after a
+    second, up to `max_retries` requests in all. Raises `aiohttp.ClientError` then, and at once if the server refuses
+    the request.
     """
-    failure = ""
-    for attempt in range(max(1, max_retries)):
-        if attempt:
-            await asyncio.sleep(PAUSE_SECONDS)
+    body = None if action in ("get", "delete") else payload or {}
+    for _ in range(max_retries - 1):
         try:
-            status, text = await _request(action, url, headers or {}, payload)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            failure = f"failed: {type(error).__name__}: {error}"
-            continue
-        if status < 400:
-            return _content(text)
-        failure = f"answered {status}: {text[:200]}"
-        if status < 500:
-            raise RuntimeError(redact_text(f"{url} {failure}"))
-    raise InfrastructureError(redact_text(f"{url} {failure}"))
+            return await _answer(url, action, body, headers)
+        except aiohttp.ClientResponseError as error:
+            if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(RETRY_SECONDS)
+    return await _answer(url, action, body, headers)
 
 
 async def get(url: str) -> Any:
-    """Return the JSON of the answer, or its text. Raises as `post`."""
-    return await post(url, None, max_retries=1, action="get")
+    """Return the answer of a server, as `post` does, without a second request."""
+    return await _answer(url, "get", None, None)
 
 
-async def _request(method: str, url: str, headers: Mapping[str, str], payload: Any) -> tuple[int, str]:
-    """The status and the text of an answer."""
-    key = _keys.get(URL(url).origin(), "")
-    sent = {**({"Authorization": f"Bearer {key}"} if key else {}), **headers}
-    body = None if method in ("get", "delete") else payload or {}
-    # Functions call this from several event loops, and a session belongs to one.
+async def _answer(url: str, action: str, body: Any, headers: Mapping[str, str] | None) -> Any:
+    sent = {**authorization(_keys.get(URL(url).origin(), "")), **(headers or {})}
     async with (
-        aiohttp.ClientSession(timeout=_NO_TIME_LIMIT) as session,
-        session.request(method, url, json=body, headers=sent) as answer,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+        http.request(action, url, json=body, headers=sent) as response,
     ):
-        return answer.status, await answer.text()
-
-
-def _content(text: str) -> Any:
+        text = await response.text()
+        if not response.ok:
+            # The answer says what is wrong with the request.
+            raise aiohttp.ClientResponseError(
+                response.request_info, response.history, status=response.status, message=text[:SHOWN_CHARACTERS]
+            )
     try:
         return json.loads(text)
     except ValueError:

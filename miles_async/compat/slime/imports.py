@@ -13,6 +13,7 @@ the modules that it imports are these:
     utils.async_utils         async_utils.py
     utils.http_utils          http_utils.py and get_rollout_num_engines
     utils.misc                load_function
+    utils.processing_utils    load_tokenizer
 
 They are found below `slime` and below `miles`. Every other module comes from a checkout, including those in its folder
 `rollout/rm_hub`. So do the other names of the modules below `utils` and `filter_hub` and of `base_types`.
@@ -24,6 +25,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +84,7 @@ def _install(project: str) -> None:
             "post": http_utils.post,
         },
         "utils.misc": {"load_function": load_by_path},
+        "utils.processing_utils": {"load_tokenizer": load_tokenizer},
     }
     stand_ins: dict[str, ModuleType] = {
         "rollout.sglang_rollout": sglang_rollout,
@@ -107,6 +110,8 @@ def _install(project: str) -> None:
         if found is not None:
             scores.__path__ = list(found.submodule_search_locations or ())
     sys.modules |= {f"{project}.{name}": module for name, module in stand_ins.items()}
+    if checkout is not None:
+        _add_examples(next(iter(checkout.submodule_search_locations or ())))
     # `import slime.utils.types` binds `slime`, and the module is looked up in its packages.
     for name, module in stand_ins.items():
         owner, _, own_name = f"{project}.{name}".rpartition(".")
@@ -119,6 +124,16 @@ def load_by_path(path: str | None) -> Callable[..., Any] | None:
     Raises UserError if that fails.
     """
     return None if path is None else load_function(path, setting="load_function")
+
+
+def load_tokenizer(name_or_path: str, chat_template_path: str | None = None, **options: Any) -> Any:
+    """The tokenizer of a checkpoint, of the library transformers, with the chat template of a file if one is named."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(name_or_path, **options)
+    if chat_template_path is not None:
+        tokenizer.chat_template = Path(chat_template_path).read_text()
+    return tokenizer
 
 
 class _Hidden:
@@ -152,6 +167,19 @@ def _require_checkout(project: str, found: ModuleSpec) -> None:
                 f"remove the folder that contains it from PYTHONPATH, or write there the folder that contains "
                 f"{project}/{package}"
             )
+
+
+def _add_examples(package: str) -> None:
+    """Let `examples.name` find the examples beside the package of a checkout.
+
+    Scripts name functions in this way, and in the folder of this project Python finds only its own `examples`.
+    """
+    folder = str(Path(package).parent / "examples")
+    found = _find("examples")
+    if found is not None and Path(folder).is_dir():
+        places = importlib.import_module("examples").__path__
+        if folder not in list(places):
+            places.append(folder)
 
 
 def _find(name: str) -> ModuleSpec | None:

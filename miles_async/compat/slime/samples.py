@@ -51,8 +51,7 @@ class _Names:
         if hasattr(Sample, name):
             object.__setattr__(self, name, value)
             return
-        # Copies of the metadata share the dictionary within, so it is replaced.
-        self.metadata[ATTRIBUTES] = {**self.metadata.get(ATTRIBUTES, {}), name: value}
+        _set_attribute(self, name, value)
 
     def __getattr__(self: Any, name: str) -> Any:
         """Called if a sample has neither a field nor a method of this name."""
@@ -72,7 +71,7 @@ class _Names:
 
     @group_index.setter
     def group_index(self: Any, index: int | None) -> None:
-        self.metadata[ATTRIBUTES] = {**self.metadata.get(ATTRIBUTES, {}), "group_index": index}
+        _set_attribute(self, "group_index", index)
 
     @property
     def weight_versions(self: Any) -> list[str]:
@@ -147,6 +146,16 @@ class _Names:
 
 
 _OF_EACH_CLASS = frozenset(vars(type("Empty", (), {})))
+
+
+def _set_attribute(sample: Any, name: str, value: Any) -> None:
+    """Set an attribute. None removes one that is None if it is unset."""
+    # Copies of the metadata share the dictionary within, so it is replaced.
+    attributes = {**sample.metadata.pop(ATTRIBUTES, {}), name: value}
+    if value is None and name in (*_UNSET, "group_index"):
+        del attributes[name]
+    if attributes:
+        sample.metadata[ATTRIBUTES] = attributes
 
 
 def _numbers(values: Any) -> list[Any]:
