@@ -57,7 +57,7 @@ class Arguments:
         raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        values, own = self._parts()
+        _, own = self._parts()
         if name in SETTINGS:
             raise AttributeError(f"args.{name} is read-only: set it in the configuration")
         own[name] = value

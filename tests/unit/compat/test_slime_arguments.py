@@ -26,7 +26,8 @@ def test_args_has_each_flag_of_slime_and_miles(name: str) -> None:
 
 def test_a_flag_that_was_not_passed_is_none_and_a_switch_is_false() -> None:
     args = of()
-    assert args.rollout_max_context_len is args.eval_max_context_len is args.eval_prompt_data is args.eval_config is None
+    assert args.rollout_max_context_len is args.eval_max_context_len is None
+    assert args.eval_prompt_data is args.eval_config is None
     assert args.multimodal_keys is args.start_rollout_id is None
     assert args.use_rollout_routing_replay is args.use_opd is False
 

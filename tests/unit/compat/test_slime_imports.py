@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,6 @@ JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64", 
 
 @pytest.fixture
 def modules() -> Iterator[None]:
-    import sys
-
     before = set(sys.modules)
     yield
     forget(before)
@@ -112,7 +111,9 @@ def test_other_names_of_a_module_come_from_the_checkout(tmp_path: Path, monkeypa
 
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize(
-    "content", [{"slime__notes": ""}, {"slime": ""}, {"slime__rollout__sleep": ""}], ids=["folder", "module", "no utils"]
+    "content",
+    [{"slime__notes": ""}, {"slime": ""}, {"slime__rollout__sleep": ""}],
+    ids=["a package", "a module", "a part of a checkout"],
 )
 def test_a_folder_of_this_name_that_is_not_a_checkout_is_refused_in_one_sentence(
     content: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -27,9 +27,7 @@ class Server:
         if request.path == "/text":
             return web.Response(text="not JSON")
         body = await request.json() if request.can_read_body else None
-        return web.json_response(
-            {"method": request.method, "body": body, "key": request.headers.get("Authorization")}
-        )
+        return web.json_response({"method": request.method, "body": body, "key": request.headers.get("Authorization")})
 
 
 @pytest.fixture

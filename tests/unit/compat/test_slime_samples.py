@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from miles_async.columns.column import NO_LIMITS
 from miles_async.compat.slime.samples import ATTRIBUTES
 from miles_async.sample_schema import accept_values, check_sample
-from miles_async.columns.column import NO_LIMITS
 from miles_async.types import Sample, SampleStatus, VersionSpan
 from tests.unit.compat.slime_names import names_of_slime
 
