@@ -177,9 +177,9 @@ def _add_examples(package: str) -> None:
     folder = str(Path(package).parent / "examples")
     found = _find("examples")
     if found is not None and Path(folder).is_dir():
-        places = importlib.import_module("examples").__path__
-        if folder not in list(places):
-            places.append(folder)
+        searched = importlib.import_module("examples").__path__
+        if folder not in list(searched):
+            searched.append(folder)
 
 
 def _find(name: str) -> ModuleSpec | None:
