@@ -84,7 +84,8 @@ def test_a_name_that_neither_slime_nor_a_function_has_set_is_an_error() -> None:
 
 @pytest.mark.usefixtures("names")
 def test_the_fields_of_a_sample_stay_its_fields() -> None:
-    sample: Any = Sample(index=3, prompt="What?", group_index=1, rollout_id=4, session_id="a session")
+    create: Any = Sample
+    sample = create(index=3, prompt="What?", group_index=1, rollout_id=4, session_id="a session")
     assert (sample.index, sample.group_index, sample.trajectory, sample.session_id) == (3, 1, 4, "a session")
     sample.response = "text"
     assert "response" not in sample.metadata.get(ATTRIBUTES, {})
@@ -116,7 +117,7 @@ def test_the_effective_length_is_the_number_of_trained_tokens() -> None:
 def test_a_response_of_two_turns_and_a_tool_is_appended() -> None:
     sample = pending()
     sample.append_response_tokens(tokens=[5, 6], log_probs=[-0.1, -0.2], meta_info=answer(2), text="ab")
-    assert sample.status is SampleStatus.COMPLETED
+    assert sample.status == "completed"
     sample.append_response_tokens(tokens=[8], trainable=False, text="!")
     sample.append_response_tokens(tokens=[9], log_probs=[-0.3], meta_info=answer(1, "8", "length"), text="c")
     assert sample.tokens == [1, 2, 5, 6, 8, 9]
@@ -130,7 +131,8 @@ def test_a_response_of_two_turns_and_a_tool_is_appended() -> None:
 @pytest.mark.usefixtures("names")
 def test_the_lists_of_a_function_are_extended_in_place() -> None:
     sample = pending()
-    sample.loss_mask = mask = []
+    mask: list[int] = []
+    sample.loss_mask = mask
     sample.rollout_log_probs = None
     sample.append_response_tokens(tokens=[5], log_probs=[-0.1], meta_info=answer(1))
     assert mask == [1]
