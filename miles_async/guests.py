@@ -78,6 +78,12 @@ class Guest(Plugin):
         A second call in the same process does nothing.
         """
 
+    def use_router(self, url: str, key: str) -> None:
+        """Called in the rollout worker before functions of users are called, with the address of the run's router.
+
+        Requests to the router carry `key` as `Authorization: Bearer`. It is empty if the router needs none.
+        """
+
     def load_batch(self, path: Path) -> tuple[int, list[Group]] | None:
         """Return the number of the rollout and the groups of a batch that the project saved; None for other files.
 

@@ -138,6 +138,8 @@ class GeneratorFactory:
             environment_process=self._environment,
         )
         """The arguments of user functions."""
+        if handles.router_url:
+            GUESTS.ask("use the router", lambda guest: guest.use_router(handles.router_url, handles.router_key))
         engines = partial(
             SGLangGenerator,
             handles.router_url,

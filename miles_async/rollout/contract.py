@@ -11,6 +11,7 @@ import asyncio
 import inspect
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -19,7 +20,7 @@ from typing import Any
 import structlog
 
 from miles_async.columns.column import NO_LIMITS, SampleLimits
-from miles_async.config.fields import values_of
+from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.losses import clip_range, loss_aggregation
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError, UserError
@@ -37,9 +38,9 @@ log = structlog.get_logger(__name__)
 
 
 class Arguments:
-    """All settings of a run as attributes, plus values that the run adds, such as the router's address.
+    """All settings of a run as attributes, values that the run adds, such as the tokenizer, and flags of guests.
 
-    These are read-only. Functions of users may set other attributes, which last for the run in their process.
+    Settings are read-only. Functions of users may set other attributes, which last for the run in their process.
     """
 
     def __init__(self, values: Mapping[str, Any], own: dict[str, Any] | None = None) -> None:
@@ -49,15 +50,15 @@ class Arguments:
 
     def __getattr__(self, name: str) -> Any:
         values, own = self._parts()
-        for known in (values, own):
+        for known in (own, values):
             if name in known:
                 return known[name]
         near = get_close_matches(name, [*values, *own], n=1)
         raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        values, own = self._parts()
-        if name in values:
+        _, own = self._parts()
+        if name in SETTINGS:
             raise AttributeError(f"args.{name} is read-only: set it in the configuration")
         own[name] = value
 
@@ -68,6 +69,11 @@ class Arguments:
 
     def __reduce__(self) -> tuple[type[Arguments], tuple[Mapping[str, Any], dict[str, Any]]]:
         return Arguments, self._parts()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Arguments:
+        """Arguments whose attributes of users' functions change independently. What the run has set is shared."""
+        values, own = self._parts()
+        return Arguments(values, deepcopy(own, memo))
 
     def _parts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
         return object.__getattribute__(self, "_values"), object.__getattribute__(self, "_own")
@@ -82,8 +88,9 @@ def flat_args(config: RunConfig, **runtime: Any) -> Arguments:
     of_guests = GUESTS.ask("provide arguments", lambda guest: dict(guest.arguments(settings)))
     low, high = clip_range(config.algorithm)
     objective = {"eps_clip": low, "eps_clip_high": high, "loss_aggregation": loss_aggregation(config.algorithm)}
-    values = {**settings, **ChainMap(*of_guests.values()), **objective, **runtime}
-    return Arguments(values, dict(config.rollout.custom_args))
+    values = {**ChainMap(*of_guests.values()), **settings, **objective, **runtime}
+    own = {name: value for name, value in config.rollout.custom_args.items() if name not in SETTINGS}
+    return Arguments(values, own)
 
 
 MAX_USELESS_CALLS = 3

@@ -55,6 +55,11 @@ class Miles(Guest):
 
         return DEFAULTS
 
+    def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        from miles_async.compat.slime.arguments import of_flags
+
+        return of_flags(self.flags(), settings)
+
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.miles.resolution import resolve
 

@@ -25,7 +25,8 @@ class Slime(Guest):
         slime_imports: bool = False
         """Let user modules import names of slime and Miles, such as slime.rollout.sglang_rollout and miles.utils.types,
         from this project. Their other modules come from a checkout on PYTHONPATH. slime's fully_async_rollout then runs
-        unchanged. If off, imports of slime and miles find only a checkout."""
+        unchanged, and samples accept further attributes, as slime's do. If off, imports of slime and miles find only a
+        checkout."""
 
     def flags(self) -> Mapping[str, Flag]:
         from miles_async.compat.slime.flags import FLAGS
@@ -53,10 +54,21 @@ class Slime(Guest):
         return load_batch(path)
 
     def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"rollout_global_dataset": not settings["disable_rollout_global_dataset"]}
+        from miles_async.compat.slime.arguments import of_evaluation, of_flags
+
+        return {
+            **of_flags(self.flags(), settings),
+            **of_evaluation(settings),
+            "rollout_global_dataset": not settings["disable_rollout_global_dataset"],
+        }
 
     def install_modules(self, settings: Mapping[str, Any]) -> None:
         if settings["slime_imports"]:
             from miles_async.compat.slime.imports import install_slime_imports
 
             install_slime_imports()
+
+    def use_router(self, url: str, key: str) -> None:
+        from miles_async.compat.slime.http_utils import use_router
+
+        use_router(url, key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miles_async.types import Sample
+
+__all__ = ["RolloutFnEvalOutput", "RolloutFnTrainOutput", "call_rollout_fn"]
 
 
 @dataclass
@@ -23,3 +25,11 @@ class RolloutFnEvalOutput:
 
     data: Mapping[str, Mapping[str, Any]]
     metrics: Mapping[str, Any] | None = None
+
+
+def call_rollout_fn(fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any) -> Any:
+    """Call a plain rollout function. What it returns without metrics gets the form of this module."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(output) if evaluation else RolloutFnTrainOutput(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +16,27 @@ from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
 
 
-class RolloutDataSource(PositionInData, ABC):
+class DataSource(ABC):
+    """The base class of data sources of users. The `data_source` of the run counts as an instance, too."""
+
+    @abstractmethod
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """Return groups."""
+
+    @abstractmethod
+    def add_samples(self, samples: Sequence[Group]) -> None:
+        """Return groups, which `get_samples` returns again."""
+
+    @abstractmethod
+    def save(self, rollout_id: int) -> None:
+        """Write the position in the data."""
+
+    @abstractmethod
+    def load(self, rollout_id: int | None = None) -> None:
+        """Continue from a position that `save` wrote."""
+
+
+class RolloutDataSource(PositionInData, DataSource):
     """A source of the run's data that belongs to a function of the user.
 
     It reads the data from the beginning. The run does not know its position and its `metadata`; `save` writes both. The

@@ -1,4 +1,8 @@
-"""slime's and Miles' requests to other servers, for functions of users."""
+"""slime's and Miles' requests to the router and to other servers, for functions of users.
+
+Their functions send no key, and the router of a run refuses requests without one. A request to the router therefore
+gets the key of the run; a request to any other server does not.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,20 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+from yarl import URL
+
+from miles_async.adapters.sglang.server_key import authorization
 
 RETRY_SECONDS = 1.0
 SHOWN_CHARACTERS = 500
 """Of the answer to a request that fails."""
+_keys: dict[URL, str] = {}
+"""The keys of routers by address."""
+
+
+def use_router(url: str, key: str) -> None:
+    """Send `key` with the requests of this process to the router at `url`."""
+    _keys[URL(url).origin()] = key
 
 
 async def post(
@@ -47,9 +61,10 @@ async def get(url: str) -> Any:
 
 
 async def _answer(url: str, action: str, body: Any, headers: Mapping[str, str] | None) -> Any:
+    sent = {**authorization(_keys.get(URL(url).origin(), "")), **(headers or {})}
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
-        http.request(action, url, json=body, headers=headers) as response,
+        http.request(action, url, json=body, headers=sent) as response,
     ):
         text = await response.text()
         if not response.ok:

@@ -9,6 +9,13 @@ from miles_async.config.generation import rollout_mode
 from miles_async.config.schema import RunConfig
 
 _SHIPPED = {
+    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn": (
+        "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+    ),
+    "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn": (
+        "miles_async.rollout.sglang_rollout.generate_rollout"
+    ),
+} | {
     f"{project}.rollout.{function}": f"miles_async.rollout.{function}"
     for project in ("slime", "miles")
     for function in (

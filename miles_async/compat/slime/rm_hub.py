@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from miles_async.config.user_functions import load_function
+from miles_async.rewards.remote import RemoteReward
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Sample
 
@@ -42,6 +43,20 @@ async def batched_async_rm(args: Arguments, samples: Sequence[Sample], **kwargs:
         return await asyncio.gather(*(_called_here(args, sample, kwargs) for sample in samples))
     rewards: list[Any] = await args.sample_service.rewards_of(list(samples))
     return rewards
+
+
+async def remote_rm(args: Arguments, sample: Sample, max_retries: int | None = None) -> Any:
+    """Return the answer of the server at `rm_url` to a POST of prompt, response and label.
+
+    `max_retries` is the number of attempts; by default `remote_rm_retries` + 1. Calls of this function share no
+    connections and no limit. Raises InfrastructureError if all attempts fail, and RuntimeError for a 4xx status.
+    """
+    settings = args if max_retries is None else args.with_values(remote_rm_retries=max_retries - 1)
+    reward = RemoteReward(settings)
+    try:
+        return await reward(args, sample)
+    finally:
+        await reward.close()
 
 
 async def _called_here(args: Arguments, scored: Sample | list[Sample], kwargs: dict[str, Any]) -> Any:

@@ -80,8 +80,10 @@ class GenerateState:
 
     @property
     def tokenizer(self) -> Any:
-        """The checkpoint's tokenizer, of the library transformers."""
-        return self.args.tokenizer.transformers
+        """The tokenizer of `args`, of the library transformers: the checkpoint's, unless a function has set another."""
+        match self.args.tokenizer:
+            case object(transformers=tokenizer) | tokenizer:
+                return tokenizer
 
     def reset(self) -> None:
         """Forget the submitted groups, and allow generation again after an abort."""

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,13 +17,18 @@ from miles_async.compat.slime.flags import EVAL_FIELDS
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.fields import SETTINGS
+from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.flags import parse_flags
 from miles_async.config.guest_flags import shown
 from miles_async.config.load import checked_config
+from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Idle, Only
+from miles_async.config.user_functions import FORMS, load_function
+from miles_async.errors import collected
+from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
 from tests.launch_scripts.replay import Script, scripts
+from tests.unit.compat.slime_names import checkout, names_of_slime
 
 ALL = [*scripts("slime"), *scripts("miles")]
 WITHOUT_COUNTERPART = {
@@ -122,6 +128,7 @@ def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
         "fully_async-run-qwen3.5-9B-fully_async",
         "train_infer_mismatch_helper-run-qwen3-4b-mis",
         "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
+        "infra_features-fully_async-run_qwen3_5_4b_fully_async_eval",
     ],
 )
 def test_the_functions_of_a_script_are_those_of_this_project(
@@ -131,6 +138,54 @@ def test_the_functions_of_a_script_are_those_of_this_project(
     with pytest.raises(SystemExit) as exited:
         parse_or_exit([*script.command(tmp_path), "--check-config"], script.program)
     assert exited.value.code == 0, capsys.readouterr().err
+
+
+UNUSABLE = (
+    # Packages that functions of the examples import, and that this project does not install.
+    *("No module named 'tau_bench'", "No module named 'strands'", "No module named 'camel'"),
+    *("No module named 'kimina_client'", "No module named 'omegaconf'", "import module 'AutoProcessor'"),
+    # The form of Miles' own generate functions.
+    "has the signature (input: ",
+)
+"""Parts of the sentences about functions that cannot be called here."""
+
+
+@pytest.mark.parametrize("project", ["slime", "miles"])
+def test_the_functions_that_scripts_name_can_be_called(project: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts. Scripts that a checkout does not have are left out."""
+    folder = checkout(project)
+    monkeypatch.syspath_prepend(str(folder))
+    problems = set()
+    tried = 0
+    for script in scripts(project):
+        beside = (folder / script.path).parent
+        named = {(setting, path) for setting in FORMS for path in script.words(shown(setting))}
+        if not named or not (folder / script.path).exists():
+            continue
+        with monkeypatch.context() as patch, names_of_slime():
+            patch.syspath_prepend(str(beside))
+            before = set(sys.modules)
+            for setting, path in named:
+                config = with_settings(RunConfig(), **{setting: path})
+                for guest in GUESTS.usable().values():
+                    config = guest.resolve(config)
+                tried += 1
+                # A setting whose value is unset stands for what a run does without the function.
+                if (resolved := SETTINGS[setting].value(config)) is not None:
+                    with collected(sentences := list[str]()):
+                        load_function(resolved, setting=setting)
+                    problems |= {one for one in sentences if not any(part in one for part in UNUSABLE)}
+            for name in set(sys.modules) - before:
+                if is_beside(sys.modules[name], folder):
+                    del sys.modules[name]
+    assert tried
+    assert sorted(problems) == []
+
+
+def is_beside(module: ModuleType, folder: Path) -> bool:
+    """Whether a module is a file below `folder`. Other examples have modules of the same name."""
+    spec = module.__spec__
+    return spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(folder)
 
 
 def test_no_flag_of_a_script_is_ignored_silently(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_slime_imports_leaves_the_other_modules_of_a_checkout_importable(
     assert load_function("slime.rollout.rm_hub.even.reward", setting="custom_rm_path")(None, "ab")
     assert load_function("slime.rollout.rm_hub.async_rm", setting="custom_rm_path") is rm_hub.async_rm
     slime: Any = importlib.import_module("slime")
-    assert slime.utils.types is types
+    assert slime.utils.types.Sample is types.Sample
     assert slime.rollout.rm_hub.even.reward(None, "abcd")
 
 
