@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -217,7 +218,7 @@ def test_a_picture_of_a_dashboard_has_the_curves_of_every_panel(monitored: Monit
     assert list(axes) == [panel.title for panel in dashboard.panels]
     for panel in dashboard.panels:
         if panel.kind == "lines":
-            drawn = {line.get_label(): list(line.get_ydata()) for line in axes[panel.title].lines}
+            drawn = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in axes[panel.title].lines}
             known = {one.legend: one.values for one in answers.series(panel)}
             assert drawn.keys() <= known.keys()
             assert all(drawn[legend] == pytest.approx(known[legend], nan_ok=True) for legend in drawn)

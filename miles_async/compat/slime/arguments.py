@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.slime.flags import _EVAL_FIELDS as OF_DATASETS
+from miles_async.compat.slime.flags import EVAL_FIELDS as OF_DATASETS
 from miles_async.config.fields import BY_PATH
 from miles_async.config.translation import Flag, Only, Sets
 

@@ -144,8 +144,6 @@ UNUSABLE = (
     # Packages that functions of the examples import, and that this project does not install.
     *("No module named 'tau_bench'", "No module named 'strands'", "No module named 'camel'"),
     *("No module named 'kimina_client'", "No module named 'omegaconf'", "import module 'AutoProcessor'"),
-    # The form of Miles' own generate functions.
-    "has the signature (input: ",
 )
 """Parts of the sentences about functions that cannot be called here."""
 
