@@ -18,9 +18,16 @@ from miles_async.types import Sample
 @contextmanager
 def names_of_slime() -> Iterator[None]:
     """The names that `--slime-imports` installs."""
+    with forgotten_afterwards():
+        install_slime_imports()
+        yield
+
+
+@contextmanager
+def forgotten_afterwards() -> Iterator[None]:
+    """Forget the names that the test installs."""
     before, members = set(sys.modules), dict(vars(Sample))
     try:
-        install_slime_imports()
         yield
     finally:
         forget(before)

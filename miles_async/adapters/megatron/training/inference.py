@@ -60,8 +60,12 @@ def target_logprobs(
     return _gather_targets(model_input, logprobs), _gather_targets(model_input, entropy)
 
 
-def head_loss(model: MegatronModel, model_input: ModelInput, outputs: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Sum over the targets of their negative log-likelihood in nats under the MTP heads, averaged over the heads.
+def head_loss(
+    model: MegatronModel, model_input: ModelInput, outputs: Sequence[Tensor], mask: Tensor | None, tokens: int
+) -> dict[str, Tensor]:
+    """Sum over the targets of their negative log-likelihood in nats under the MTP heads, divided by `tokens`.
+
+    It is averaged over the heads.
 
     `outputs` [t, h] are those of the heads, and `mask` [m] are factors of the targets. The same on all ranks that share
     the micro-batch.
@@ -74,7 +78,7 @@ def head_loss(model: MegatronModel, model_input: ModelInput, outputs: Sequence[T
         logprobs, _ = target_logprobs(model, model_input.of_head(number), output, trains_output_layer=False)
         masked = logprobs if mask is None else logprobs * mask
         total = total - masked.sum() / len(outputs)
-    return total
+    return {"mtp_loss": total / tokens}
 
 
 def whole_logits(model: MegatronModel, model_input: ModelInput, output: Tensor, rows: NDArray[np.int64]) -> Tensor:

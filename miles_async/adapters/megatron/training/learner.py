@@ -318,9 +318,10 @@ class MegatronLearner:
             if len(outputs) == 1:
                 return value, sums
             mask = None if values.masks is None else values.masks[number]
-            of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask) / step.total_tokens
-            metrics = {**sums.metrics, "mtp_loss": of_heads.detach()}
-            return value + self._settings.mtp_loss_scaling_factor * of_heads, replace(sums, metrics=metrics)
+            of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask, step.total_tokens)
+            value = value + self._settings.mtp_loss_scaling_factor * sum(of_heads.values())
+            detached = {name: one.detach() for name, one in of_heads.items()}
+            return value, replace(sums, metrics={**sums.metrics, **detached})
 
         def policy(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
             total = step.total_tokens
