@@ -11,22 +11,22 @@ import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
-from yarl import URL
 
 from miles_async.adapters.sglang.server_key import authorization
 
 RETRY_SECONDS = 1.0
 SHOWN_CHARACTERS = 500
 """Of the answer to a request that fails."""
-_keys: dict[URL, str] = {}
+_keys: dict[str, str] = {}
 """The keys of routers by address."""
 
 
 def use_router(url: str, key: str) -> None:
     """Send `key` with the requests of this process to the router at `url`."""
-    _keys[URL(url).origin()] = key
+    _keys[_origin(url)] = key
 
 
 async def post(
@@ -61,7 +61,7 @@ async def get(url: str) -> Any:
 
 
 async def _answer(url: str, action: str, body: Any, headers: Mapping[str, str] | None) -> Any:
-    sent = {**authorization(_keys.get(URL(url).origin(), "")), **(headers or {})}
+    sent = {**authorization(_keys.get(_origin(url), "")), **(headers or {})}
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
         http.request(action, url, json=body, headers=sent) as response,
@@ -76,3 +76,9 @@ async def _answer(url: str, action: str, body: Any, headers: Mapping[str, str] |
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _origin(url: str) -> str:
+    """Scheme, host and port of a URL, without a user's name."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}".lower()

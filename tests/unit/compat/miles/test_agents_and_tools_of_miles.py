@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -25,6 +27,7 @@ from miles_async.types import Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.unit.adapters.agents.test_agent_endpoint import TOOLS, ScriptedParser
 from tests.unit.byte_tokenizer import Bytes
+from tests.unit.compat.slime_names import names_of_slime
 from tests.unit.rollout.test_generate_functions import Script, masked
 
 USER = {"role": "user", "content": "6*7?"}
@@ -269,3 +272,14 @@ async def test_requests_of_miles_are_repeated_until_the_server_answers(monkeypat
     finally:
         await runner.cleanup()
     assert asked == [("POST", '{"a": 1}')] * 3 + [("DELETE", "")]
+
+
+def test_the_examples_of_the_page_define_what_miles_calls() -> None:
+    page = (Path(__file__).parents[4] / "docs/how-to/agents.md").read_text()
+    defined: dict[str, Any] = {}
+    with names_of_slime():
+        for example in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+            exec(example, defined)
+    assert {"run", "tool_specs", "execute_tool"} <= defined.keys()
+    [tool] = defined["tool_specs"]
+    assert asyncio.run(defined["execute_tool"](tool["function"]["name"], {"x": 2})) == "4"
