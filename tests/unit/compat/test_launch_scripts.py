@@ -28,7 +28,7 @@ from miles_async.errors import collected
 from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
 from tests.launch_scripts.replay import Script, scripts
-from tests.unit.compat.slime_names import checkout, names_of_slime
+from tests.unit.compat.slime_names import checkout, forgotten_afterwards, names_of_slime
 
 ALL = [*scripts("slime"), *scripts("miles")]
 WITHOUT_COUNTERPART = {
@@ -55,11 +55,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment with Megatron-Bridge and IFBench, and without modules of slime and Miles afterwards."""
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
     monkeypatch.setattr(ifbench, "lacking", lambda: None)
-    before = set(sys.modules)
-    yield
-    for added in sys.modules.keys() - before:
-        if added.partition(".")[0] in ("slime", "miles"):
-            del sys.modules[added]
+    with forgotten_afterwards():
+        yield
 
 
 def refusals(script: Script, folder: Path) -> Sequence[str]:

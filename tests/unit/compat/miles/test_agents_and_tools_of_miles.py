@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from miles_async.types import Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.unit.adapters.agents.test_agent_endpoint import TOOLS, ScriptedParser
 from tests.unit.byte_tokenizer import Bytes
-from tests.unit.compat.slime_names import names_of_slime
+from tests.unit.compat.slime_names import forgotten_afterwards, names_of_slime
 from tests.unit.rollout.test_generate_functions import Script, masked
 
 USER = {"role": "user", "content": "6*7?"}
@@ -37,8 +37,10 @@ seen: list[dict[str, Any]] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_seen() -> None:
+def nothing_seen() -> Iterator[None]:
     seen.clear()
+    with forgotten_afterwards():
+        yield
 
 
 async def asks_twice(
