@@ -38,9 +38,9 @@ def megatron_flags() -> Mapping[str, MegatronFlag]:
 
 def flags_of_other_versions() -> Mapping[str, tuple[str, MegatronFlag]]:
     """The flags that only other versions have, by name, each with the newest version that has it."""
-    others = [one for one in _versions() if one != table_version()]
+    own, others = megatron_flags(), [one for one in _versions() if one != table_version()]
     found = {name: (one, flag) for one in others for name, flag in _tables(one)[1].items()}
-    return {name: entry for name, entry in found.items() if name not in megatron_flags()}
+    return {name: entry for name, entry in found.items() if name not in own}
 
 
 def megatron_fields() -> Mapping[str, str]:
@@ -51,6 +51,7 @@ def megatron_fields() -> Mapping[str, str]:
     return _tables(table_version())[0]
 
 
+@cache
 def table_version() -> str:
     """The version whose table is used: that of the installed Megatron-core, or the next older one that has a table."""
     versions = _versions()
