@@ -9,6 +9,7 @@ from typing import Any
 
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Translator, converts, sets
 from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.json_values import shown
 
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 _LOGS = Idle("has no effect: the metrics of a run are always complete")
@@ -209,6 +210,13 @@ def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, 
         translator.problems.append(f"--eval-config {path}: eval holds no keys: write eval.datasets")
         return {}
     defaults, listed = section.get("defaults") or {}, section.get("datasets") or []
+    for name, value, kinds, wanted in (
+        ("defaults", defaults, Mapping, "a section"),
+        ("datasets", listed, Mapping | list, "a list of sections"),
+    ):
+        if not isinstance(value, kinds):
+            translator.problems.append(f"--eval-config {path}: {name} is {shown(value)}: write {wanted}")
+            return {}
     for other in section.keys() - {"defaults", "datasets"}:
         translator.idle[f"{other} of --eval-config"] = "has no effect: only the data sets of the file are evaluated"
     found: dict[str, Mapping[str, Any]] = {}

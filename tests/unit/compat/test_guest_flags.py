@@ -182,6 +182,10 @@ def test_what_the_file_of_an_evaluation_has_beside_data_sets_is_said(tmp_path: P
         "--eval-prompt-data": "has no effect with --eval-config",
         "delegate of --eval-config": "has no effect: only the data sets of the file are evaluated",
     }
+    for written, wanted in (("datasets: 5", "a list of sections"), ("defaults: 3", "a section")):
+        path.write_text(f"eval: {{{written}}}")
+        said = f"--eval-config {path}: {written.replace(':', ' is')}: write {wanted}"
+        assert problems(f"--eval-config {path}") == [said]
     path.write_text("eval: {datasets: [aime]}")
     assert f"--eval-config {path}: each data set needs a section with name and path" in problems(
         f"--eval-config {path}"
