@@ -10,32 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from miles_async.compat.slime import samples
 from miles_async.compat.slime.imports import PROJECTS, install_slime_imports
-from miles_async.types import Sample
 
 
 @contextmanager
 def names_of_slime() -> Iterator[None]:
-    """The names that `--slime-imports` installs."""
-    with forgotten_afterwards():
-        install_slime_imports()
-        yield
-
-
-@contextmanager
-def forgotten_afterwards() -> Iterator[None]:
-    """Forget the names that the test installs."""
-    before, members = set(sys.modules), dict(vars(Sample))
+    """The names that `--slime-imports` installs. Those of `Sample` stay until the end of the test."""
+    before = set(sys.modules)
     try:
+        install_slime_imports()
         yield
     finally:
         forget(before)
-        for name in vars(samples._Names).keys() - samples._OF_EACH_CLASS:
-            if name in members:
-                setattr(Sample, name, members[name])
-            elif name in vars(Sample):
-                delattr(Sample, name)
 
 
 def forget(before: set[str]) -> None:

@@ -28,7 +28,7 @@ from miles_async.errors import collected
 from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
 from tests.launch_scripts.replay import Script, scripts
-from tests.unit.compat.slime_names import checkout, forgotten_afterwards, names_of_slime
+from tests.unit.compat.slime_names import checkout, forget, names_of_slime
 
 ALL = [*scripts("slime"), *scripts("miles")]
 WITHOUT_COUNTERPART = {
@@ -55,8 +55,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An environment with Megatron-Bridge and IFBench, and without modules of slime and Miles afterwards."""
     monkeypatch.setattr(model_source, "_bridge_complaint", lambda: None)
     monkeypatch.setattr(ifbench, "lacking", lambda: None)
-    with forgotten_afterwards():
-        yield
+    before = set(sys.modules)
+    yield
+    forget(before)
 
 
 def refusals(script: Script, folder: Path) -> Sequence[str]:

@@ -18,7 +18,6 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import parse_flags
 from miles_async.config.user_functions import load_function
 from miles_async.rollout import rm_hub
-from tests.unit.compat.slime_names import forgotten_afterwards
 
 FUNCTIONS = sorted(name for name in SETTINGS if name.endswith("_path"))
 JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64"]
@@ -90,8 +89,7 @@ def test_a_generate_function_may_require_the_keyword_that_the_run_adds(
 def other_modules() -> Iterator[None]:
     """Removes the modules of slime and Miles for the test, and those of the test after it."""
     before = _modules_of_others()
-    with forgotten_afterwards():
-        yield
+    yield
     _modules_of_others()
     sys.modules.update(before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from miles_async.types import Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.unit.adapters.agents.test_agent_endpoint import TOOLS, ScriptedParser
 from tests.unit.byte_tokenizer import Bytes
-from tests.unit.compat.slime_names import forgotten_afterwards, names_of_slime
+from tests.unit.compat.slime_names import forget, names_of_slime
 from tests.unit.rollout.test_generate_functions import Script, masked
 
 USER = {"role": "user", "content": "6*7?"}
@@ -39,8 +40,9 @@ seen: list[dict[str, Any]] = []
 @pytest.fixture(autouse=True)
 def nothing_seen() -> Iterator[None]:
     seen.clear()
-    with forgotten_afterwards():
-        yield
+    before = set(sys.modules)
+    yield
+    forget(before)
 
 
 async def asks_twice(
