@@ -79,9 +79,9 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
 def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint | None:
     """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
 
-    A folder that does not exist yet counts as empty if it is also `save`: a script that is started again names it.
-    Without `checksums`, only the sizes of files are compared. Raises UserError if another folder is missing, if the
-    folder holds files but no intact checkpoint, or if the checkpoint was written after the last rollout or is of
+    A folder that does not exist yet counts as empty if it is also `save`: the same command begins a job and continues
+    it. Without `checksums`, only the sizes of files are compared. Raises UserError if another folder is missing, if
+    the folder holds files but no intact checkpoint, or if the checkpoint was written after the last rollout or is of
     another model.
     """
     if config.learner.load is None:

@@ -190,7 +190,7 @@ over-sampling, so that their staleness is 0. They began with the same warm start
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
 
-`make study ARGS="stale"` has {len(planned)} such cells, of which {len(planned) - len(names)} have not been run.
+`make study ARGS="stale"` runs {len(planned)} such cells. {len(planned) - len(names)} of them have not been run yet.
 
 {_warnings([run for name in names for run in runs[name].values()])}
 """

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_async.config.generation import adapter_versions_of
+from miles_async.config.guest_flags import shown
 from miles_async.config.schema import RunConfig
 
 _SET_BY_THE_RUN = ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras")
@@ -53,4 +54,4 @@ def _fits(config: RunConfig, name: str) -> bool:
 
 
 def _flags(names: Iterator[str]) -> str:
-    return " ".join(f"--sglang-{name.replace('_', '-')}" for name in names)
+    return " ".join(shown(f"sglang_{name}") for name in names)

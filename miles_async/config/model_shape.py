@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from miles_async.config.model_flags import COMPARED
 from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
 from miles_async.models.lora import base_hash
@@ -104,7 +105,7 @@ def mtp_heads(config: RunConfig) -> int:
     content = hf_config(config.model.hf_checkpoint)
     content = content.get("text_config") or content
     # The config.json of Qwen3-Next does not count its only one.
-    return int(content.get("num_nextn_predict_layers") or content.get("mtp_num_hidden_layers") or 1)
+    return int(COMPARED["mtp_num_layers"](content) or 1)
 
 
 def balances_experts_by_bias(model: Model) -> bool:

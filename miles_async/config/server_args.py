@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.config.fields import nearest
+from miles_async.config.guest_flags import shown
 
 _SET_BY_THE_RUN = {
     "model_path": "set hf_checkpoint",
@@ -120,7 +121,7 @@ def invalid_router_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def _flag(program: str, argument: str) -> str:
     """The flag that passes an argument to a program."""
-    return f"--{program}-{argument.replace('_', '-')}"
+    return shown(f"{program}_{argument}")
 
 
 def _set_or_unknown(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from miles_async.config.adapter_arguments import fits_adapter
 from miles_async.config.fields import nearest
+from miles_async.config.guest_flags import shown
 from miles_async.config.schema import RunConfig
 from miles_async.transports import ADAPTER, TRANSPORTS
 
@@ -131,7 +132,7 @@ def untested_arguments(config: RunConfig) -> dict[str, list[str]]:
             if untested.needs is not None and untested.needs not in used:
                 continue
             if re.fullmatch(untested.assignments, f"{argument}={value}", re.DOTALL):
-                found.setdefault(name, []).append(f"--sglang-{argument.replace('_', '-')}")
+                found.setdefault(name, []).append(shown(f"sglang_{argument}"))
                 break
     return found
 

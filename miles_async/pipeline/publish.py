@@ -242,8 +242,7 @@ class Publisher:
                 return outcome
             except EngineLostError as lost:
                 outcome = replace(outcome, error=str(lost))
-        self._report_failure(version, outcome, "fence")
-        await self._fleet.fence(engine, outcome.error or "")
+        await self._fence(version, outcome)
         return outcome
 
     async def _send_again(self, engine: str) -> None:
@@ -251,8 +250,12 @@ class Publisher:
         version = self._run_state.trainer_version
         outcome = await self._send(version, engine)
         if outcome.error is not None:
-            self._report_failure(version, outcome, "fence")
-            await self._fleet.fence(engine, outcome.error)
+            await self._fence(version, outcome)
+
+    async def _fence(self, version: int, outcome: SendOutcome) -> None:
+        """Fence an engine that does not get a version."""
+        self._report_failure(version, outcome, "fence")
+        await self._fleet.fence(outcome.engine, outcome.error or "")
 
     async def _send(self, version: int, engine: str) -> SendOutcome:
         """Send, repeat once after a failure, then try every other transport. A final failure is not repeated."""

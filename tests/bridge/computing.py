@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.batching.batch import rank_batches
+from miles_async.config.schema import RunConfig
 from tests.bridge.families import reference, tensors_of, write_checkpoint
 from tests.configuration import run_config
 from tests.stack.learning import uneven_groups, weights_of
@@ -46,6 +48,12 @@ def compute(learner: MegatronLearner, out: Path, rank: int = 0) -> None:
         save_file({name: tensor.contiguous() for name, tensor in exported.items()}, out / "exported.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in gradient.items()}, out / "gradient.safetensors")
         (out / "logprobs.json").write_text(json.dumps(logprobs))
+
+
+def train_step(learner: MegatronLearner, run: RunConfig, number: int) -> dict[str, Tensor]:
+    """Train batch `number`, and return the weights."""
+    assert learner.train(number, rank_batches(uneven_groups(number), run, 1)[0]).finite
+    return weights_of(learner)
 
 
 def gradient_of(learner: MegatronLearner) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from miles_async.batching.batch import rank_batches
 from miles_async.config.model_source import TESTED, UNTESTED
 from miles_async.errors import UserError
 from miles_async.models.text_part import TEXT_PARTS, is_of_images
-from tests.bridge.computing import SEQUENCES, bridge_config
+from tests.bridge.computing import SEQUENCES, bridge_config, train_step
 from tests.bridge.families import FAMILIES, tensors_of, write_checkpoint
 from tests.stack.learning import learning, save_state, uneven_groups, weights_of
 
@@ -125,18 +125,14 @@ RESUMED = {
 def test_a_resumed_learner_continues_as_if_never_interrupted(tmp_path: Path, name: str) -> None:
     path, run = write_checkpoint(name, tmp_path / "model"), bridge_config(lr=0.01, precision=RESUMED[name])
 
-    def step(learner: MegatronLearner, number: int) -> dict[str, torch.Tensor]:
-        assert learner.train(number, rank_batches(uneven_groups(number), run, 1)[0]).finite
-        return weights_of(learner)
-
     with learning(path, run) as learner:
-        first = step(learner, 0)
+        first = train_step(learner, run, 0)
         save_state(learner, tmp_path / "state")
-        second = step(learner, 1)
+        second = train_step(learner, run, 1)
     with learning(path, run) as learner:
         learner.load_state(str(tmp_path / "state"))
         assert_equal(weights_of(learner), first)
-        assert_equal(step(learner, 1), second)
+        assert_equal(train_step(learner, run, 1), second)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

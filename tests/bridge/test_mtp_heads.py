@@ -23,7 +23,7 @@ from miles_async.adapters.system.network_ports import claim_port, free_port
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from tests.bridge.computing import RESPONSES, SEQUENCES, bridge_config, export_gradient
+from tests.bridge.computing import RESPONSES, SEQUENCES, bridge_config, export_gradient, train_step
 from tests.bridge.families import LAYOUTS, tensors_of, write_checkpoint
 from tests.bridge.mtp import is_of_head, reference_of_head, write_with_head
 from tests.stack.forked_ranks import fork_ranks, run_ranks
@@ -166,16 +166,12 @@ def test_checkpoints_and_exports_keep_the_heads_and_engines_do_not_get_them(
     path = write_with_head(family, tmp_path / "model")
     run = bridge_config(lr=0.01, precision=precision, **TRAINS_HEADS)
 
-    def step(learner: MegatronLearner, number: int) -> dict[str, torch.Tensor]:
-        assert learner.train(number, rank_batches(uneven_groups(number), run, 1)[0]).finite
-        return weights_of(learner)
-
     with learning(path, run) as learner:
-        first = step(learner, 0)
+        first = train_step(learner, run, 0)
         save_state(learner, tmp_path / "state")
         learner.save_hf(str(tmp_path / "export"))
         published = {name for name, _ in learner.engine_weights()}
-        second = step(learner, 1)
+        second = train_step(learner, run, 1)
     layers, held = layers_of(path), load_file(path / "model.safetensors")
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert exported.keys() == held.keys()
@@ -188,7 +184,7 @@ def test_checkpoints_and_exports_keep_the_heads_and_engines_do_not_get_them(
         learner.load_state(str(tmp_path / "state"))
         resumed = weights_of(learner)
         assert [name for name in first if not torch.equal(first[name], resumed[name])] == []
-        continued = step(learner, 1)
+        continued = train_step(learner, run, 1)
         assert [name for name in second if not torch.equal(second[name], continued[name])] == []
 
 

@@ -88,6 +88,26 @@ class Guest(Trainer):
     async def onload(self) -> None: ...
 
 
+def colocated(engines: type[AdapterEngines], interval: int) -> AdapterWorld:
+    """A run of six steps on devices that learner and engines share, with a publish every `interval` steps."""
+    world = AdapterWorld(
+        config=run_config(
+            rollout_batch_size=BATCH,
+            num_rollout=6,
+            n_samples_per_prompt=2,
+            colocate=True,
+            update_weights_interval=interval,
+        ),
+        schedule=Schedule.SYNCHRONOUS,
+        latency=slow,
+        engine_kind=engines,
+        trainer_kind=Guest,
+    ).run()
+    assert world.audit.violations == []
+    assert len(world.trace.of(StepStarted)) == 6
+    return world
+
+
 @pytest.mark.parametrize("interval", [1, 2])
 def test_engines_that_share_devices_hold_what_requests_name_although_they_lose_their_adapters_in_each_step(
     interval: int,
@@ -99,21 +119,7 @@ def test_engines_that_share_devices_hold_what_requests_name_although_they_lose_t
 
         async def onload(self) -> None: ...
 
-    world = AdapterWorld(
-        config=run_config(
-            rollout_batch_size=BATCH,
-            num_rollout=6,
-            n_samples_per_prompt=2,
-            colocate=True,
-            update_weights_interval=interval,
-        ),
-        schedule=Schedule.SYNCHRONOUS,
-        latency=slow,
-        engine_kind=Forgetful,
-        trainer_kind=Guest,
-    ).run()
-    assert world.audit.violations == []
-    assert len(world.trace.of(StepStarted)) == 6
+    world = colocated(Forgetful, interval)
     assert len(world.trace.of(PublishEnded)) == 1 + 6 // interval
 
 
@@ -133,17 +139,7 @@ def test_an_engine_that_does_not_hold_its_adapter_after_a_step_is_replaced() -> 
             is_damaged = self.steps == 2 and engine == "engine-0" and not self.starts
             return replace(outcome, error="not restored") if is_damaged else outcome
 
-    world = AdapterWorld(
-        config=run_config(
-            rollout_batch_size=BATCH, num_rollout=6, n_samples_per_prompt=2, colocate=True, update_weights_interval=3
-        ),
-        schedule=Schedule.SYNCHRONOUS,
-        latency=slow,
-        engine_kind=Damaged,
-        trainer_kind=Guest,
-    ).run()
-    assert world.audit.violations == []
-    assert len(world.trace.of(StepStarted)) == 6
+    world = colocated(Damaged, 3)
     failures = [(failure.engine, failure.then) for failure in world.trace.of(WriteFailed)]
     assert failures == [("engine-0", "retry"), ("engine-0", "fence")]
     assert isinstance(world.fleet, AdapterEngines)

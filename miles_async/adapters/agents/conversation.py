@@ -30,7 +30,7 @@ from miles_async.adapters.agents.messages import (
     same,
     same_message,
 )
-from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
+from miles_async.adapters.sglang.multi_turn import MultiTurnSampler, is_special
 from miles_async.errors import MilesError, PromptTooLongError, TrajectoryError
 from miles_async.types import Sample, SampleStatus
 
@@ -257,7 +257,7 @@ class Conversation:
             marker=self._marker,
             render=render,
             encode=partial(self._encode, after=self._marker),
-            is_special=self._is_special,
+            is_special=partial(is_special, self._sampler.tokenizer),
         )
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
         # cannot make a sample longer than the learner accepts.
@@ -277,10 +277,6 @@ class Conversation:
             return await _without_blocking(size, render)
         except TrajectoryError as refusal:
             raise InvalidRequestError(str(refusal)) from refusal
-
-    def _is_special(self, token: int) -> bool:
-        tokenizer = self._sampler.tokenizer
-        return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
 
     async def _encode(self, text: str, after: str = "") -> list[int]:
         return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text, after=after))

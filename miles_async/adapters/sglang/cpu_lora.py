@@ -2,7 +2,7 @@
 
 SGLang computes one product per run of neighbouring requests with the same adapter. After a publish, requests of two
 versions alternate in a batch, so there would be almost as many products as requests. Here each adapter multiplies the
-whole batch, and a mask removes the rows of other adapters: a few products more cost less than collecting rows. The
+whole batch, and a mask removes the rows of other adapters: a few more products cost less than collecting rows. The
 functions replace those of SGLang (`plugin.py`) and give the same results, up to rounding.
 """
 

@@ -202,8 +202,8 @@ def load_adapter(manager: Any, reference: Any) -> Any:
 def copy_adapters_again(_: Any, updater: Any, *__: Any) -> None:
     """Let SGLang copy adapters from host memory to the device when a batch needs them next.
 
-    SGLang calls this when it has allocated the memory that it had released. Its copies of adapters on the device are in
-    memory that it does not release today; nothing there is relied on.
+    SGLang calls this when it has allocated the memory that it had released. SGLang 0.5.20 does not release the memory
+    of its device copies of adapters. This function does not rely on that.
     """
     manager = updater.tp_worker.model_runner.lora_manager
     if manager is not None:

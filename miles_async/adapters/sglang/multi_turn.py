@@ -188,6 +188,11 @@ def count_observations(sample: Sample) -> int:
     return sum(not turn.sampled for turn in sample.turns)
 
 
+def is_special(tokenizer: TurnTokenizer, token: int) -> bool:
+    """Whether decoding leaves out the text of a token."""
+    return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
+
+
 def sampled_at_end(sample: Sample) -> int:
     """Return the number of tokens after the last observation."""
     turns = sample.turns

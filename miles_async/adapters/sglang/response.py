@@ -16,7 +16,8 @@ from miles_async.types import Sample, SampleStatus, VersionSpan
 
 DECODED_AGAIN = 32
 """Tokens at the end of a response that are decoded again when it is continued."""
-_STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+"""By the type of the reason why a response ended."""
 
 
 def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *, sampling_mask: bool = False) -> None:
@@ -40,7 +41,7 @@ def extend(sample: Sample, reported: Any, decode: Callable[[list[int]], str], *,
         raise TrajectoryError(f"sample {sample.index}: {len(ids)} tokens came with {len(log_probs)} log-probabilities")
     if isinstance(log_probs, np.ndarray) and not np.isfinite(log_probs).all():
         raise TrajectoryError(f"sample {sample.index}: the engine sampled a token without a log-probability")
-    status = _STATUS.get(meta.finish_reason.type)
+    status = STATUS.get(meta.finish_reason.type)
     if status is None:
         raise TrajectoryError(f"sample {sample.index}: unknown finish reason {meta.finish_reason.type!r}")
     spans = _spans(sample, meta, len(ids))

@@ -30,6 +30,7 @@ from miles_async.adapters.weights.engine import (
     read_adapter_checksums,
     read_checksums,
     read_engine_memory,
+    verify_checksums,
 )
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
@@ -165,14 +166,8 @@ class AdapterSource:
             ]
             self._bases[engine] = _Base(memory, windows, read_checksums(memory, windows, timeout=self._timeout))
             return
-        found = read_checksums(base.memory, base.windows, timeout=self._timeout)
-        for rank, columns in enumerate(zip(base.windows, base.checksums, found, strict=True)):
-            for (parameter, _, _), before, now in zip(*columns, strict=True):
-                if before != now:
-                    raise EngineLostError(
-                        f"{parameter} of rank {rank} changed while the learner had the devices, and it is a weight of "
-                        "the base model"
-                    )
+        complaint = "changed while the learner had the devices, and it is a weight of the base model"
+        verify_checksums(base.memory, base.windows, base.checksums, complaint=complaint, timeout=self._timeout)
 
     def _windows(self, name: str, region: Region) -> Sequence[Window]:
         """What is verified of a parameter: all bytes with `check_weight_update_equal`, else both of its ends."""

@@ -125,6 +125,25 @@ def read_checksums(engine: EngineMemory, windows: Sequence[Sequence[Window]], *,
     return [json.loads(answer["checksums"]) for answer in answers]
 
 
+def verify_checksums(
+    engine: EngineMemory,
+    windows: Sequence[Sequence[Window]],
+    expected: Sequence[Sequence[int]],
+    *,
+    complaint: str,
+    timeout: float,
+) -> None:
+    """Compare the CRC-32 of each window with the expected one. `windows` and `expected` have one list per rank.
+
+    Raises EngineLostError with the first parameter that differs, its rank and the `complaint`.
+    """
+    found = read_checksums(engine, windows, timeout=timeout)
+    for rank, columns in enumerate(zip(windows, expected, found, strict=True)):
+        for (parameter, _, _), wanted, actual in zip(*columns, strict=True):
+            if wanted != actual:
+                raise EngineLostError(f"{parameter} of rank {rank} {complaint}")
+
+
 def read_adapter_checksums(info: EngineInfo, name: str, *, timeout: float) -> list[int]:
     """Return the checksum of an adapter on each rank; see `models.lora.adapter_checksum`."""
     answers = _ask_all_ranks(info, ADAPTER_SUM + name, timeout=timeout)

@@ -18,6 +18,7 @@ from miles_async.adapters.weights.engine import (
     read_engine_memory,
     read_layouts,
     read_received,
+    verify_checksums,
     watch_loader,
 )
 from miles_async.adapters.weights.layout import TensorDescription, plan_tensors, plans_by_name
@@ -254,8 +255,4 @@ class WeightSource:
                         raise EngineLostError(f"{name} on rank {rank} differs from what was sent")
             return
         windows, expected = staging.checksums(len(engine.ranks), verify_all=self.verify_all)
-        actual = read_checksums(engine, windows, timeout=self.timeout)
-        for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
-            for (parameter, _, _), sent, received in zip(windows[rank], ours, theirs, strict=True):
-                if sent != received:
-                    raise EngineLostError(f"{parameter} of rank {rank} differs from what was sent")
+        verify_checksums(engine, windows, expected, complaint="differs from what was sent", timeout=self.timeout)

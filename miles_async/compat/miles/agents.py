@@ -50,7 +50,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 def request_kwargs(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     """SGLang's sampling parameters as those of a chat completion, without those that are unset."""
     kept = {name: value for name, value in sampling_params.items() if value is not None}
-    # The one has another name there, and the other none.
+    # A chat completion calls `max_new_tokens` `max_tokens`, and has no `spaces_between_special_tokens`.
     kept["max_tokens"] = kept.pop("max_new_tokens")
     kept.pop("spaces_between_special_tokens", None)
     return kept

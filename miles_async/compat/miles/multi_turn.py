@@ -18,7 +18,7 @@ from typing import Any
 
 from miles_async.adapters.agents.continuation import tokens_after
 from miles_async.adapters.agents.messages import Message, for_template
-from miles_async.adapters.sglang.multi_turn import TurnTokenizer, count_observations
+from miles_async.adapters.sglang.multi_turn import TurnTokenizer, count_observations, is_special
 from miles_async.compat.miles.lengths import limits_of
 from miles_async.compat.miles.resolution import load_tools
 from miles_async.config.user_functions import load_function
@@ -90,9 +90,6 @@ async def _rendered(
         shown = list(map(for_template, messages))
         return await asyncio.to_thread(tokenizer.render, shown, tools, answer_next=answer_next)
 
-    def is_special(token: int) -> bool:
-        return not tokenizer.decode([token]) and bool(tokenizer.text_of([token]))
-
     return await tokens_after(
         1,
         # Templates refuse a chat without a user. What precedes the answer is cut off.
@@ -101,5 +98,5 @@ async def _rendered(
         marker=marker,
         render=render,
         encode=partial(asyncio.to_thread, partial(tokenizer.encode_text, after=marker)),
-        is_special=is_special,
+        is_special=partial(is_special, tokenizer),
     )

@@ -27,7 +27,7 @@ def resolve(config: RunConfig) -> RunConfig:
     rollout: Any = config.rollout
     path = rollout.custom_generate_function_path
     if path in _SHIPPED:
-        # Functions that Miles calls import Miles' modules, some of which need a run of Miles.
+        # Agents and tools import modules of Miles, and some of those modules work only in a run of Miles.
         imports = rollout.slime_imports or _SHIPPED[path] is not None
         config = with_settings(config, custom_generate_function_path=_SHIPPED[path], slime_imports=imports)
     elif path is None and rollout.custom_agent_function_path is not None:

@@ -212,7 +212,7 @@ def loss(keys: CombinedKeys) -> None:
             keys.translator.follow(rule, "importance_sampling", keys.values["importance_sampling"])
         _clipping(keys)
         return
-    found = next((settings for name, settings in _VARIANTS.items() if name == variant), None)
+    found = _VARIANTS.get(variant) if isinstance(variant, str) else None
     if found is None:
         keys.refuse(f"{key} {variant!r:.80} is not a loss of {worker}: set it to {', '.join(_VARIANTS)}")
         keys.note("depends on pg_variant", *weights, *_OF_PPO)

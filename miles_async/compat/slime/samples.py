@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from miles_async.types import Sample, SampleStatus, VersionSpan
+from miles_async.adapters.sglang.response import STATUS
+from miles_async.types import Sample, VersionSpan
 
 ATTRIBUTES = "slime_attributes"
 """The entry of a sample's metadata that holds the attributes that functions of users have set."""
@@ -26,8 +27,6 @@ _UNSET = (
     *("multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs", "opd_reverse_kl", "adapter"),
 )
 """Fields of slime's and Miles' samples without a counterpart; they are None until a function sets them."""
-_STATUS = {"length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED, "stop": SampleStatus.COMPLETED}
-"""By the type of the reason why a response ended."""
 _FIELDS = frozenset(field.name for field in fields(Sample))
 _create = Sample.__init__
 
@@ -132,7 +131,7 @@ class _Names:
     def update_from_meta_info(self: Any, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Set the status to the reason why the engine ended its answer, if `meta_info` has one."""
         kind = meta_info.get("finish_reason", {}).get("type")
-        self.status = _STATUS.get(kind, self.status)
+        self.status = STATUS.get(kind, self.status)
 
     def validate(self: Any) -> None:
         """Raises ValueError if a column has another length than the response."""

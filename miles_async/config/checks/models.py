@@ -14,11 +14,10 @@ from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, table_v
 from miles_async.config.memory import longest_sample
 from miles_async.config.model_flags import differences
 from miles_async.config.model_shape import config_complaint, context_limit, hf_config, is_of_megatron
-from miles_async.config.model_source import source_of
+from miles_async.config.model_source import has_plugin, source_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name, is_gguf
 from miles_async.errors import UserError
-from miles_async.models.plugin import MODELS
 
 
 def _checkpoint(config: RunConfig) -> Iterator[str]:
@@ -175,7 +174,7 @@ def _mtp_heads(config: RunConfig) -> Iterator[str]:
         return
     if checkpoint is None:
         yield "enable_mtp_training: the tiny model has no MTP heads; set hf_checkpoint to a model that has them"
-    elif MODELS.has(hf_config(checkpoint).get("model_type") or "") and learner.megatron_to_hf_mode != "bridge":
+    elif has_plugin(checkpoint) and learner.megatron_to_hf_mode != "bridge":
         yield (
             f"enable_mtp_training: the model plug-in of hf_checkpoint {checkpoint} builds no MTP heads; unset it, or "
             "set megatron_to_hf_mode to bridge if the checkpoint has them"

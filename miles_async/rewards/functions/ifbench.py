@@ -89,7 +89,7 @@ def _score(constraints: Constraints, args: Any, sample: Sample) -> float:
 
 
 def _follows(constraint: Any, response: str, given: Mapping[str, Any], prompt: str) -> bool:
-    """Whether the response follows a constraint with its arguments, of which those that are None are not given."""
+    """Whether the response follows a constraint. Its arguments are those in `given` that are not None."""
     constraint.build_description(**{name: value for name, value in given.items() if value is not None})
     if "prompt" in (constraint.get_instruction_args() or {}):
         constraint.build_description(prompt=prompt)

@@ -149,7 +149,7 @@ def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
     text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {})
     assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
     planned = len({(cell.schedule, cell.variant) for cell in runs.cells(["stale"], 1)})
-    assert f'`make study ARGS="stale"` has {planned} such cells, of which {planned - 2} have not been run.' in text
+    assert f'`make study ARGS="stale"` runs {planned} such cells. {planned - 2} of them have not been run yet.' in text
 
 
 def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:

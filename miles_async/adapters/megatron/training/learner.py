@@ -319,7 +319,7 @@ class MegatronLearner:
                 return value, sums
             mask = None if values.masks is None else values.masks[number]
             of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask, step.total_tokens)
-            value = value + self._settings.mtp_loss_scaling_factor * sum(of_heads.values())
+            value = value + self._settings.mtp_loss_scaling_factor * of_heads["mtp_loss"]
             detached = {name: one.detach() for name, one in of_heads.items()}
             return value, replace(sums, metrics={**sums.metrics, **detached})
 

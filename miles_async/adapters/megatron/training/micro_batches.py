@@ -58,7 +58,7 @@ class ModelInput:
     def of_head(self, number: int) -> ModelInput:
         """The same tokens with what MTP head `number` predicts, from 1 on: each target from as many tokens earlier.
 
-        A sequence's first tokens are no target of the head. Nothing is known of tokens that sampling kept.
+        A sequence's first tokens are no target of the head. Which tokens sampling kept is unknown for its predictions.
         """
         targets, sequences = self.batch.targets, self.batch.sequences
         starts = np.cumsum(self.batch.lengths) - self.batch.lengths
