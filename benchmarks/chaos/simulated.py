@@ -1,10 +1,13 @@
 """`make chaos-sim`: simulated runs that lose rollout workers and learners at drawn calls, by the thousand.
 
-    python -m benchmarks.chaos.simulated [--runs 20000] [--seed 0] [--first 0] [--processes 2]
+    python -m benchmarks.chaos.simulated [--adapters] [--runs 20000] [--seed 0] [--first 0] [--processes 2]
 
 Run N of a series draws its settings, its losses and its other faults from the seed of the series and N. To play it
 again: `--first N --runs 1`. Prints totals, and each run that lost a prompt, trained a prompt twice or too late, or did
 not come to its end. The exit code is 1 if there is such a run.
+
+With `--adapters`, the runs train an adapter. They also lose engines, and engines refuse to load adapters. An engine
+that lacks the adapter of a request, or that holds more adapters than the bound allows, is a violation.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from tempfile import TemporaryDirectory
 
 import structlog
 
-from miles_async.events import LearnerRestored
+from miles_async.events import LearnerRestored, WriteFailed
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.scheduling.bounds import Schedule
+from tests.sim.adapters import AdapterEngines, AdapterLostWorkers
 from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers
+from tests.sim.test_adapters import check_hostile, hostile_run
 from tests.sim.test_lost_workers import check_restored, config
 
 CHUNK = 20
@@ -64,36 +69,49 @@ def draw(seed: int, number: int, listed: Path) -> FaultyLostWorkers:
     return run
 
 
-def play(seed: int, number: int) -> tuple[Counter[str], str | None]:
+def draw_with_adapter(seed: int, number: int) -> AdapterLostWorkers:
+    """Draw run `number` of the series `seed`, which trains an adapter."""
+    rng = random.Random(f"simulated chaos {seed} {number}")
+    return hostile_run(rng, rng.choice(list(Schedule)), rng.randrange(1 << 30))
+
+
+def play(seed: int, number: int, adapters: bool = False) -> tuple[Counter[str], str | None]:
     """Play one run. Returns what happened in it, and what is wrong with it, if anything."""
     with TemporaryDirectory() as folder:
-        run = draw(seed, number, Path(folder, "faults.jsonl"))
+        listed = Path(folder, "faults.jsonl")
+        run = draw_with_adapter(seed, number) if adapters else draw(seed, number, listed)
         failure = None
         try:
-            check_restored(run.run())
+            run.run()
+            if isinstance(run, AdapterLostWorkers):
+                check_hostile(run)
+            else:
+                check_restored(run)
         except Exception:
             # The check is a chain of assertions, and the run itself may raise any error.
             failure = f"run {number}: {traceback.format_exc(limit=-2)}"
-        faults = len(run.listed.read_text().splitlines()) if run.listed.exists() else 0
-    learners = len(run.trace.of(LearnerRestored))
+        faults = len(listed.read_text().splitlines()) if listed.exists() else 0
+    lost = Counter(rollout_workers=run.lives - 1, learners=len(run.trace.of(LearnerRestored)), faults=faults)
+    if isinstance(run.fleet, AdapterEngines):
+        lost += Counter(engines=len(run.fleet.starts), loads=len(run.trace.of(WriteFailed)))
     gc.collect()
-    lost = Counter(rollout_workers=run.lives - 1, learners=learners, faults=faults)
     return Counter(runs=1, trained=run.audit.trained) + lost, failure
 
 
-def play_chunk(seed: int, numbers: range) -> list[tuple[Counter[str], str | None]]:
+def play_chunk(seed: int, adapters: bool, numbers: range) -> list[tuple[Counter[str], str | None]]:
     logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     # The tasks of a worker that is killed do not end in an orderly way.
     warnings.simplefilter("ignore", RuntimeWarning)
     # `play` collects what a run leaves behind, and need not look at the modules.
     gc.freeze()
-    return [play(seed, number) for number in numbers]
+    return [play(seed, number, adapters) for number in numbers]
 
 
 def main() -> int:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.simulated", description=description)
+    parser.add_argument("--adapters", action="store_true", help="play runs that train an adapter")
     parser.add_argument("--runs", type=int, default=20_000, help="number of runs (default: 20000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the series (default: 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first run (default: 0)")
@@ -103,7 +121,7 @@ def main() -> int:
     end = options.first + options.runs
     chunks = [range(first, min(first + CHUNK, end)) for first in range(options.first, end, CHUNK)]
     with ProcessPoolExecutor(options.processes) as pool:
-        for outcomes in pool.map(partial(play_chunk, options.seed), chunks):
+        for outcomes in pool.map(partial(play_chunk, options.seed, options.adapters), chunks):
             for happened, failure in outcomes:
                 total += happened
                 if failure is not None:
@@ -112,8 +130,9 @@ def main() -> int:
             if sys.stdout.isatty():
                 print(f"\r{total['runs']} of {options.runs} runs", end="", flush=True)
     print(
-        f"{total['runs']} runs: {failures} with a violation; {total['rollout_workers']} rollout workers and "
-        f"{total['learners']} learners lost, {total['faults']} other faults, {total['trained']} groups trained; "
+        f"{total['runs']} runs: {failures} with a violation; {total['rollout_workers']} rollout workers, "
+        f"{total['learners']} learners and {total['engines']} engines lost, {total['loads']} writes to engines failed, "
+        f"{total['faults']} other faults, {total['trained']} groups trained; "
         f"{time.monotonic() - began:.0f} s"
     )
     return 1 if failures else 0

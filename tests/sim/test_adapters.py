@@ -149,7 +149,11 @@ def test_an_engine_that_does_not_hold_its_adapter_after_a_step_is_replaced() -> 
 @pytest.mark.parametrize("schedule", list(Schedule))
 @pytest.mark.parametrize("seed", range(10))
 def test_engines_hold_what_requests_name_while_processes_are_lost_and_loads_fail(seed: int, schedule: Schedule) -> None:
-    world = hostile_run(seed, schedule)
+    check_hostile(hostile_run(random.Random(f"adapters {seed}"), schedule, seed).run())
+
+
+def check_hostile(world: AdapterLostWorkers) -> None:
+    """The engines assert at each load, request and drop that they hold what they must, and no more than the bound."""
     assert world.audit.violations == []
     trained = Counter(chain.from_iterable(world.trainer.batches))
     assert set(trained.values()) == {1}, "no prompt is trained twice"
@@ -158,9 +162,8 @@ def test_engines_hold_what_requests_name_while_processes_are_lost_and_loads_fail
     assert all(age <= limit for step in world.trace.of(StepStarted) for age in step.staleness)
 
 
-def hostile_run(seed: int, schedule: Schedule) -> AdapterLostWorkers:
+def hostile_run(rng: random.Random, schedule: Schedule, seed: int) -> AdapterLostWorkers:
     """A run in which engines, rollout workers and learners are killed, and loads fail."""
-    rng = random.Random(f"adapters {seed}")
     config = run_config(
         rollout_batch_size=BATCH,
         num_rollout=ROLLOUTS,
@@ -180,4 +183,4 @@ def hostile_run(seed: int, schedule: Schedule) -> AdapterLostWorkers:
         learner_kills=2,
         problems=rng.choice((0, 20)),
         seed=seed,
-    ).run()
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.chaos.simulated import play
@@ -20,6 +22,13 @@ def test_a_run_that_loses_processes_at_drawn_calls_trains_each_prompt_once(numbe
     happened, failure = play(1, number)
     assert failure is None
     assert happened["trained"] >= 20 * 8
+
+
+def test_the_series_with_adapters_loses_engines_too() -> None:
+    played = [play(1, number, adapters=True) for number in range(4)]
+    assert [failure for _, failure in played if failure is not None] == []
+    happened = sum((one for one, _ in played), Counter[str]())
+    assert all(happened[lost] for lost in ("engines", "learners", "rollout_workers", "loads"))
 
 
 def test_a_group_may_be_as_old_as_a_version_between_its_oldest_and_its_newest_one() -> None:
