@@ -247,8 +247,6 @@ class RunView:
                 # A driver that ends before its rollout worker reports says nothing about the learner.
                 if not self.uptime.is_of_next_driver(event.time):
                     self._enter_phase(None, event.time)
-            case _:
-                pass
 
     def _run_started(self, event: RunStarted) -> None:
         if self.run is not None:

@@ -103,8 +103,6 @@ class Terminal:
                 self._process_silent(event)
             case RunEnded():
                 self.close()
-            case _:
-                pass
 
     def tick(self, now: float, finding: Finding) -> None:
         """Update the status line, and print the verdict once it has lasted. `now` is in seconds since the epoch."""
@@ -240,8 +238,6 @@ class ProgressBar:
                 self._bar.update(1)
             case RunEnded():
                 self.close()
-            case _:
-                pass
 
     def close(self) -> None:
         if self._bar is not None:

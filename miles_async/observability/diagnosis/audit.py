@@ -134,8 +134,6 @@ class Audit:
             case EventsMissing():
                 self._violated("parts of the event log were deleted; later events cannot be checked")
                 self._complete = False
-            case _:
-                pass
 
     def _moved(self, event: GroupMoved) -> None:
         sequence = event.sequence

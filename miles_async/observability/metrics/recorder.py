@@ -199,8 +199,6 @@ class MetricsRecorder:
                 self._metrics.skipped_evaluations.inc()
             case Stalled():
                 self._metrics.stalls.inc()
-            case _:
-                pass
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""

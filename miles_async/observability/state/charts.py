@@ -106,8 +106,6 @@ class Charts:
                 self._observe_evaluation(event)
             case LoopLag():
                 self._observe("loop_lag_ms", event.time, 1e3 * event.seconds)
-            case _:
-                pass
 
     def account(self, phase: str, verdict: str, start: float, end: float) -> None:
         """Assign the time from `start` to `end` to what the learner did in it, and to the verdict on it."""
@@ -116,8 +114,7 @@ class Charts:
 
     def interrupt(self, start: float, end: float) -> None:
         """No rollout worker served the run from `start` to `end`."""
-        self._add_interval(f"trainer:{INTERRUPTED}", start, end)
-        self._add_interval(f"verdict:{INTERRUPTED}", start, end)
+        self.account(INTERRUPTED, INTERRUPTED, start, end)
         self._busy = None
 
     def undo(self, step: Step) -> None:

@@ -150,8 +150,6 @@ class PerfettoTrace:
                     "versions": list(event.versions),
                 }
                 self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, **facts)
-            case _:
-                pass
 
     def flush(self) -> None:
         self._file.flush()
