@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from miles_async import events
+from miles_async.events import (
+    BatchDrained,
+    Evaluated,
+    Event,
+    RunStarted,
+    SampleDisplayed,
+    Stalled,
+    StepStarted,
+    WarningRaised,
+)
 from miles_async.observability.console.lines import write_line
 
 
@@ -34,33 +43,33 @@ class PlainLines:
         self._devices = devices
         self._saved = saved
         self._recycled = 0
-        self._sample: events.SampleDisplayed | None = None
+        self._sample: SampleDisplayed | None = None
         """The newest sample since the previous batch."""
 
-    def observe(self, event: events.Event) -> None:
+    def observe(self, event: Event) -> None:
         match event:
-            case events.Stalled():
+            case Stalled():
                 self._print(
                     f"Warning: No progress for {event.seconds:.0f}s. Queue size: {event.queue}, "
                     f"Collected: {event.collected}/{event.wanted}"
                 )
-            case events.WarningRaised():
+            case WarningRaised():
                 self._print(f"Warning: {event.text}")
             case _ if self._only_warnings:
                 pass
-            case events.RunStarted():
+            case RunStarted():
                 self._print(f"Creating placement group with {self._devices} devices...")
-            case events.SampleDisplayed():
+            case SampleDisplayed():
                 if self._sample is None:
                     self._print(f"First rollout sample: {_sample_text(event)}")
                 self._sample = event
-            case events.BatchDrained():
+            case BatchDrained():
                 if self._sample is not None:
                     self._print(f"Finish rollout: {_sample_text(self._sample)}")
                 self._sample = None
                 self._recycled += event.recycled
                 self._print(f"Global worker queue size: {event.depth}")
-            case events.StepStarted():
+            case StepStarted():
                 if self._saved is not None:
                     self._print(f"Save debug rollout data to {self._saved.format(rollout_id=event.rollout)}")
                 average = sum(event.staleness) / len(event.staleness)
@@ -69,7 +78,7 @@ class PlainLines:
                     f"max_staleness={max(event.staleness)}"
                 )
                 self._recycled = 0
-            case events.Evaluated():
+            case Evaluated():
                 name = f"eval/{event.name}"
                 scores = {name: event.reward, f"{name}-truncated_ratio": event.truncated}
                 self._print(f"eval {event.rollout}: {scores}")
@@ -78,5 +87,5 @@ class PlainLines:
         write_line(line, self._stream)
 
 
-def _sample_text(sample: events.SampleDisplayed) -> str:
+def _sample_text(sample: SampleDisplayed) -> str:
     return f"{[sample.prompt + sample.response]}, label: {sample.label}, reward: {sample.reward}"

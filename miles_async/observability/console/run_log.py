@@ -6,8 +6,24 @@ from typing import Any
 
 import structlog
 
-from miles_async import events
 from miles_async.config.schema import RunConfig
+from miles_async.events import (
+    BatchDrained,
+    CollapseRiskChanged,
+    DataSkipped,
+    DeadLettersUnwritten,
+    EngineChanged,
+    EvaluationSkipped,
+    Event,
+    PublishEnded,
+    RouterChanged,
+    RunDrained,
+    Stalled,
+    StepEnded,
+    StepStarted,
+    VerdictChanged,
+    WriteFailed,
+)
 from miles_async.observability.console.logging import details_logger
 from miles_async.observability.console.stall_report import stall_facts
 from miles_async.observability.run_folder import RunFolder
@@ -33,25 +49,25 @@ class RunLog:
         self._router_answers: bool | None = None
         """What the last event of the router reported."""
 
-    def observe(self, event: events.Event) -> None:
+    def observe(self, event: Event) -> None:
         """Log an event that the view has applied."""
         match event:
-            case events.StepStarted():
+            case StepStarted():
                 structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
-            case events.StepEnded():
+            case StepEnded():
                 details.info("step", **_step_facts(event, self._view))
-            case events.DataSkipped():
+            case DataSkipped():
                 self._log_skipped(event)
-            case events.VerdictChanged():
+            case VerdictChanged():
                 details.info("verdict", verdict=event.verdict, why=event.why, knob=event.knob)
-            case events.CollapseRiskChanged():
+            case CollapseRiskChanged():
                 if event.high:
                     log.warning("the policy may collapse soon", why=event.why, knob=event.knob)
                 else:
                     log.info("the signs of a collapse are gone", why=event.why)
-            case events.Stalled():
+            case Stalled():
                 details.warning("stall", verdict=self._view.finding.verdict, **stall_facts(self._view))
-            case events.WriteFailed():
+            case WriteFailed():
                 log.warning(
                     "weight write failed",
                     engine=event.engine,
@@ -60,18 +76,18 @@ class RunLog:
                     transport=event.transport,
                     error=event.error,
                 )
-            case events.DeadLettersUnwritten():
+            case DeadLettersUnwritten():
                 self._log_unwritten(event)
-            case events.EngineChanged():
+            case EngineChanged():
                 self._log_engine(event)
-            case events.EvaluationSkipped():
+            case EvaluationSkipped():
                 log.info("evaluation skipped", rollout=event.rollout, overtaken_by=event.overtaken_by)
-            case events.RouterChanged():
+            case RouterChanged():
                 self._log_router(event)
-            case events.RunDrained():
+            case RunDrained():
                 self._log_drain(event)
 
-    def _log_engine(self, event: events.EngineChanged) -> None:
+    def _log_engine(self, event: EngineChanged) -> None:
         facts = {"engine": event.engine, "version": event.version, "reason": event.reason}
         if event.state != "routed":
             log.warning(f"engine {event.state}", **facts)
@@ -80,7 +96,7 @@ class RunLog:
         else:  # for the first time, which is news only if a lost engine is replaced
             details.info("engine routed", **facts)
 
-    def _log_router(self, event: events.RouterChanged) -> None:
+    def _log_router(self, event: RouterChanged) -> None:
         before, self._router_answers = self._router_answers, event.up
         facts = {"engines": event.engines, "healthy": event.healthy}
         if not event.up:
@@ -90,7 +106,7 @@ class RunLog:
         else:
             details.info("router answers", **facts)
 
-    def _log_drain(self, event: events.RunDrained) -> None:
+    def _log_drain(self, event: RunDrained) -> None:
         facts = {
             "seconds": round(event.seconds, 1),
             "finished": event.finished,
@@ -104,7 +120,7 @@ class RunLog:
         else:
             log.info("the run was drained", **facts)
 
-    def _log_unwritten(self, event: events.DeadLettersUnwritten) -> None:
+    def _log_unwritten(self, event: DeadLettersUnwritten) -> None:
         before, self._unwritten = self._unwritten, event.letters
         if event.letters and not before:
             log.warning(
@@ -115,7 +131,7 @@ class RunLog:
         if before and not event.letters:
             log.info("all dead letters are written", file=str(self._folder.dead_letters))
 
-    def _log_skipped(self, event: events.DataSkipped) -> None:
+    def _log_skipped(self, event: DataSkipped) -> None:
         self._skipped += 1
         if self._skipped <= MAX_SKIPPED_SHOWN:
             log.warning("data skipped", reason=event.reason, what=event.sentence)
@@ -123,7 +139,7 @@ class RunLog:
             log.warning("further skipped data is only in the event log", file=str(self._folder.events))
 
 
-def _step_facts(event: events.StepEnded, view: RunView) -> dict[str, Any]:
+def _step_facts(event: StepEnded, view: RunView) -> dict[str, Any]:
     """Return every value of a step, so that scripts parse one line instead of joining several."""
     facts: dict[str, Any] = {
         "rollout": event.rollout,
@@ -132,16 +148,16 @@ def _step_facts(event: events.StepEnded, view: RunView) -> dict[str, Any]:
         "reward": round(event.reward, 4),
         "response_length": round(event.response_length, 2),
     }
-    if (started := view.last(events.StepStarted)) is not None:
+    if (started := view.last(StepStarted)) is not None:
         facts |= {
             "version": started.version,
             "groups": len(started.groups),
             "staleness_mean": round(sum(started.staleness) / len(started.staleness), 2),
             "staleness_max": max(started.staleness),
         }
-    if (drained := view.last(events.BatchDrained)) is not None:
+    if (drained := view.last(BatchDrained)) is not None:
         facts |= {"waited": round(drained.waited, 3), "queue": drained.depth, "recycled": drained.recycled}
-    if (publish := view.last(events.PublishEnded)) is not None:
+    if (publish := view.last(PublishEnded)) is not None:
         facts |= {"last_publish": publish.version, "last_pause": round(publish.paused_seconds, 3)}
     facts |= {name: round(value, 5) for name, value in event.metrics.items()}
     return facts if event.finite else {**facts, "finite": False}
