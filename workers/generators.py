@@ -82,7 +82,7 @@ async def open_generators(
         yield await stack.enter_async_context(generators)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GeneratorFactory:
     """Builds the generator for training and those for evaluations, which use the same engines.
 

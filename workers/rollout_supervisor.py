@@ -27,7 +27,7 @@ MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RolloutSupervisor:
     """Starts a rollout worker, runs the pipeline in it, and starts another one if it is lost."""
 

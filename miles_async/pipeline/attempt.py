@@ -39,7 +39,7 @@ class Outcome(Enum):
     FAILED = auto()
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Attempts:
     """Makes attempts at groups, and aborts them. Many attempts are in progress at a time."""
 

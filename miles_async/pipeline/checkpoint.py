@@ -26,7 +26,7 @@ Snapshot = Callable[[], tuple[dict[str, Any], Sequence[Group]]]
 """Returns the state of the data source, and the groups that a rollout function has taken from it."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Checkpointer:
     """Writes checkpoints, one at a time: copied between two steps, written while training continues."""
 

@@ -23,7 +23,7 @@ Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchCollector:
     """Takes batches of fresh groups out of the producer's queue; stale groups are recycled and replaced."""
 

@@ -241,7 +241,7 @@ class Evaluator:
             self.run_state.changed.notify()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DueEvaluations:
     """Runs evaluations in the background, one at a time.
 

@@ -45,7 +45,7 @@ async def score(
         await sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Grading:
     """Decides what a generated group is worth."""
 

@@ -133,7 +133,7 @@ class TakenGroups:
         return [taken.copy for taken in map(self.pop, unused) if taken is not None]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class HeldPrompts:
     """What a rollout function holds, and how it comes back.
 

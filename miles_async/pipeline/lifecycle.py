@@ -34,7 +34,7 @@ class _StoredSamples(NamedTuple):
     response_tokens: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GroupLifecycle:
     """Owns the ledger and the live groups. Each transition is in the journal, with an event. There is one per run.
 

@@ -37,7 +37,7 @@ SUSPENDED_SECONDS = 5.0
 """Lag of the event loop above which this process was suspended or blocked, so that no loop could make progress."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunMonitor:
     """Emits the state of the run every tick; warns of stalls, and ends a run that is stalled for too long."""
 

@@ -26,7 +26,7 @@ from miles_async.scheduling.window import FIFOWindow, HeadPolicy
 from miles_async.types import Group
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Producer:
     """Keeps generation going between `start` and `stop`, and fills the queue in window order.
 

@@ -32,7 +32,7 @@ class _StagedVersion:
     """Time that staging took."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Publisher:
     """Makes the learner's weights live on the engines.
 

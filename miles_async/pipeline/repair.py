@@ -47,7 +47,7 @@ class EngineChecks:
                 await asyncio.gather(*map(self.check, self._fleet.routed()))
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Repair:
     """Runs one loop per engine. A routed engine is checked at a fixed interval and fenced if the check fails.
 

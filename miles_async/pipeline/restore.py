@@ -95,7 +95,7 @@ def stored_position(progress: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": progress.get("metadata", {}), **progress["data"]}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Restorer:
     """Enters a stored run into the parts of this one. Nothing may have been fed before."""
 

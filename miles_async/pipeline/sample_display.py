@@ -26,7 +26,7 @@ def readable(text: str) -> str:
     return visible_text(text)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SampleDisplay:
     """Emits a `SampleDisplayed` event for one of the groups offered to it, at most once per interval."""
 

@@ -22,7 +22,7 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, StepReport
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Training:
     """Takes the optimizer steps of batches, one batch at a time."""
 

@@ -175,7 +175,7 @@ def _answer(reward: Any) -> bytes:
     return msgspec.json.encode({"reward": reward}, enc_hook=float)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Children:
     """Scores each sample in a forked process that ends with its answer, so nothing that a text changes outlives it."""
 

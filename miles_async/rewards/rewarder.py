@@ -43,7 +43,7 @@ CANCEL_GRACE_SECONDS = 5.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Rewarder:
     """Implements the `Rewarder` port.
 

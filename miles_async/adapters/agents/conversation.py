@@ -121,7 +121,7 @@ class _Segment:
         return shared[-1] if shared else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Conversation:
     """The conversations of one agent, which fill `sample` and the further segments of its trajectory.
 

@@ -80,7 +80,7 @@ class _Session:
             request.cancel()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AgentEndpoint:
     trajectories: TrajectoryBuffer | None = None
     """Receives the groups that external generators post; without it, they are refused."""

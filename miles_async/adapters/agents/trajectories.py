@@ -58,7 +58,7 @@ class PostedGroupLog(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TrajectoryBuffer:
     """Holds at most `capacity` groups of `group_size` samples until they are trained."""
 
