@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -180,9 +179,7 @@ class Cluster:
         started = psutil.Process().children(recursive=True)
         return [process for process in started if Path(_executable(process)).name.startswith("python")]
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         # Neither the calls below nor Ray end a process that is stopped (SIGSTOP).
         self.heartbeats.kill_stopped(silent=0.0, now=time.monotonic())
         try:

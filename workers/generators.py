@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -82,58 +82,51 @@ async def open_generators(
         yield await stack.enter_async_context(generators)
 
 
+@dataclass(eq=False, repr=False)
 class GeneratorFactory:
     """Builds the generator for training and those for evaluations, which use the same engines.
 
     The endpoint for agents is served inside the `async with` block.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        handles: ClusterHandles,
-        fleet: SGLangFleet,
-        tokenizer: CheckpointTokenizer,
-        parser: AnswerParser | None,
-        *,
-        journal: Journal,
-        stored: StoredRun | None,
-        live_version: Callable[[], int],
-        adapters: AdapterVersions | None,
-        limits: SampleLimits,
-        agent_key_file: Path,
-    ) -> None:
-        """`parser` finds tool calls and reasoning in answers to agents. `stored` is the state of the run that a lost
-        rollout worker has left. External generators read the key of the endpoint from `agent_key_file`.
-        """
-        self._config = config
-        self._journal = journal
-        self.limits = limits
-        self._fleet = fleet
-        self.tokenizer = tokenizer
-        self._live_version = live_version
+    config: RunConfig
+    handles: ClusterHandles
+    fleet: SGLangFleet
+    tokenizer: CheckpointTokenizer
+    parser: AnswerParser | None
+    """Finds tool calls and reasoning in answers to agents."""
+    journal: Journal
+    stored: StoredRun | None
+    """The state of the run that a lost rollout worker has left."""
+    live_version: Callable[[], int]
+    adapters: AdapterVersions | None
+    limits: SampleLimits
+    agent_key_file: Path
+    """External generators read the key of the endpoint from it."""
+
+    def __post_init__(self) -> None:
+        config, handles = self.config, self.handles
         self.trajectories = TrajectoryBuffer(
             config.rollout.queue_capacity,
             config.rollout.n_samples_per_prompt,
-            log=journal,
-            limits=limits,
-            newest_version=live_version,
-            stored=stored,
+            log=self.journal,
+            limits=self.limits,
+            newest_version=self.live_version,
+            stored=self.stored,
         )
         """The groups that external generators have posted."""
         self._external = rollout_mode(config).takes_posted_groups
         self._endpoint = AgentEndpoint(
             self.trajectories if self._external else None,
-            parser=parser,
+            parser=self.parser,
             session_seconds=config.rollout.generate_timeout_seconds,
-            on_expired=lambda: journal.emit(AgentSessionExpired(time=time.time())),
+            on_expired=lambda: self.journal.emit(AgentSessionExpired(time=time.time())),
         )
-        self._agent_key_file = agent_key_file
         self._environment = EnvironmentProcess(config.data, self._endpoint.key)
         self._service = SampleService(sampling_of(config), max_attempts=config.rollout.max_attempts)
         self.args = _arguments(config, handles).with_values(
             sample_service=self._service,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             trajectories=self.trajectories,
             environment_process=self._environment,
         )
@@ -143,18 +136,18 @@ class GeneratorFactory:
         engines = partial(
             SGLangGenerator,
             handles.router_url,
-            tokenizer,
+            self.tokenizer,
             limit=partial(self._max_requests, config.engine.sglang_server_concurrency),
-            engines=fleet.engines,
+            engines=self.fleet.engines,
             router_key=handles.router_key,
-            adapters=adapters,
+            adapters=self.adapters,
             request_timeout=config.engine.sglang_router_request_timeout_secs,
-            on_request=journal.emit if config.observability.trace else None,
+            on_request=self.journal.emit if config.observability.trace else None,
         )
         self.engine_client = engines(
             sampling_of(config),
             max_prompt_tokens=config.rollout.rollout_max_prompt_len,
-            longest_sample=limits.longest,
+            longest_sample=self.limits.longest,
             dataset_limits={
                 name: TokenLimits(dataset.max_prompt_len, dataset.max_response_len)
                 for name, dataset in config.data.datasets.items()
@@ -171,15 +164,15 @@ class GeneratorFactory:
 
     async def __aenter__(self) -> Self:
         """Start the endpoint if the run uses it. Raises UserError if `agent_port` is already in use."""
-        if serves_agents(self._config):
-            await self._endpoint.start(self._config.rollout.agent_port)
+        if serves_agents(self.config):
+            await self._endpoint.start(self.config.rollout.agent_port)
         if self._external:
             # External generators use the same key after the rollout worker was replaced.
-            if self._agent_key_file.exists() and (key := self._agent_key_file.read_text()):
+            if self.agent_key_file.exists() and (key := self.agent_key_file.read_text()):
                 self._endpoint.key = key
             else:
-                self._agent_key_file.touch(mode=0o600)
-                self._agent_key_file.write_text(self._endpoint.key)
+                self.agent_key_file.touch(mode=0o600)
+                self.agent_key_file.write_text(self._endpoint.key)
             sampling = self.engine_client.sampling
             turns = MultiTurnSampler(self.engine_client, self.tokenizer)
             self._endpoint.accept_external(turns, sampling.body(sampling.max_new_tokens), live=self._weights_live)
@@ -206,18 +199,18 @@ class GeneratorFactory:
 
     def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
-        self._service.connect(generator=live, evaluator=self.evaluation(greedy_of(self._config)), rewarder=rewarder)
+        self._service.connect(generator=live, evaluator=self.evaluation(greedy_of(self.config)), rewarder=rewarder)
 
     async def recording(self, live: Generator, checkpoint: str, *, stream: bool) -> RecordingGenerator | None:
         """A generator that records or replays calls of `live`; None if nothing is recorded.
 
         `stream` is whether the run is fully asynchronous. Tells the guests that the run begins.
         """
-        config = self._config
+        config = self.config
         identity = await asyncio.to_thread(identity_of, config, checkpoint)
         # A recording that is too long for this learner is not damaged, and its groups are generated again.
         limits = replace(self.limits, longest=None)
-        context = RecordingContext(identity=identity, limits=limits, warn=self._journal.warn)
+        context = RecordingContext(identity=identity, limits=limits, warn=self.journal.warn)
         GUESTS.ask("begin a run", lambda guest: guest.begin_run(config, context))
         if not (config.skip.async_rollout if stream else config.skip.rollout).enable:
             return None
@@ -227,15 +220,15 @@ class GeneratorFactory:
             context,
             stream=stream,
             clock=SystemClock(),
-            events=self._journal,
-            live_version=self._live_version,
+            events=self.journal,
+            live_version=self.live_version,
         )
 
     def _with_hooks(
         self, generator: SGLangGenerator | FunctionGenerator, limits: SampleLimits, *, evaluation: bool
     ) -> RunGenerator:
         """Call the hooks of `rollout_sample_hook_path` with each sample that the generator finishes."""
-        paths = self._config.rollout.rollout_sample_hook_path
+        paths = self.config.rollout.rollout_sample_hook_path
         return HookedGenerator(generator, paths, self.args, limits, evaluation=evaluation) if paths else generator
 
     def _with_user_function(
@@ -247,27 +240,27 @@ class GeneratorFactory:
         on_discarded: OnDiscarded | None = None,
     ) -> SGLangGenerator | FunctionGenerator:
         """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
-        path = self._config.rollout.custom_generate_function_path
+        path = self.config.rollout.custom_generate_function_path
         if path is None:
             return engine
         turns = MultiTurnSampler(engine, self.tokenizer)
-        agents = Agents(self._endpoint, turns, prompts_are_rendered=self._config.data.apply_chat_template)
+        agents = Agents(self._endpoint, turns, prompts_are_rendered=self.config.data.apply_chat_template)
         return FunctionGenerator(
             with_keywords(load_function(path, setting="custom_generate_function_path"), {"evaluation": evaluation}),
             self.args.with_values(turns=turns, agents=agents),
             engine.sampling,
             engine,
             turns,
-            live_version=self._live_version,
-            timeout_seconds=self._config.rollout.generate_timeout_seconds,
-            max_attempts=self._config.rollout.max_attempts,
-            engines_abort=self._config.weights.pause_generation_mode == "abort",
+            live_version=self.live_version,
+            timeout_seconds=self.config.rollout.generate_timeout_seconds,
+            max_attempts=self.config.rollout.max_attempts,
+            engines_abort=self.config.weights.pause_generation_mode == "abort",
             limits=limits,
             on_discarded=on_discarded,
         )
 
     def _report_discarded(self, group: Group, sample: Sample, reason: DropReason, tokens: int, error: str) -> None:
-        self._journal.emit(
+        self.journal.emit(
             SampleDiscarded(
                 time=time.time(),
                 sequence=group.sequence,
@@ -280,10 +273,10 @@ class GeneratorFactory:
 
     def _max_requests(self, per_engine: int) -> int:
         """The most concurrent requests for the current number of engines."""
-        return per_engine * len(self._fleet.members())
+        return per_engine * len(self.fleet.members())
 
     def _weights_live(self) -> bool:
-        return self._live_version() >= 0
+        return self.live_version() >= 0
 
 
 def _arguments(config: RunConfig, handles: ClusterHandles) -> Arguments:

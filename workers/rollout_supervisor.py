@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,23 +27,19 @@ MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
 
+@dataclass(eq=False, repr=False)
 class RolloutSupervisor:
     """Starts a rollout worker, runs the pipeline in it, and starts another one if it is lost."""
 
-    def __init__(
-        self,
-        create: Callable[[str], ActorHandle[Any]],
-        emit: Callable[[Event], None],
-        max_restarts: int,
-        received: int = 0,
-    ) -> None:
-        """`create` starts an actor with a given name. `max_restarts` are the restarts without a batch between them.
+    create: Callable[[str], ActorHandle[Any]]
+    """Starts an actor with a given name."""
+    emit: Callable[[Event], None]
+    max_restarts: int
+    """Restarts without a batch between them."""
+    received: int = 0
+    """Number of the last batch of events that this driver, or an earlier one of the run, has received."""
 
-        `received` is the number of the last batch of events that an earlier driver of this run has received.
-        """
-        self._create = create
-        self._emit = emit
-        self._max_restarts = max_restarts
+    def __post_init__(self) -> None:
         self.current: ActorHandle[Any]
         """The rollout worker that was started last."""
         self._started = 0
@@ -50,8 +47,6 @@ class RolloutSupervisor:
         """Restarts since a batch was trained."""
         self._changed = asyncio.Event()
         """Set when a lost rollout worker was replaced, or when the run has ended without it."""
-        self._received = received
-        """Number of the last batch of events that was received."""
         self._has_ended = False
         self._asked_to_stop = False
         self._hung: ActorHandle[Any] | None = None
@@ -60,7 +55,7 @@ class RolloutSupervisor:
     def start(self) -> None:
         """Start the first or another rollout worker."""
         self._started += 1
-        self.current = self._create("rollout" if self._started == 1 else f"rollout-{self._started}")
+        self.current = self.create("rollout" if self._started == 1 else f"rollout-{self._started}")
         # Calls that wait see the new worker; the next ones wait for its successor.
         self._changed.set()
         self._changed = asyncio.Event()
@@ -85,7 +80,7 @@ class RolloutSupervisor:
                 if self._asked_to_stop:
                     self._warn(f"{death}; it is not replaced, because the run ends")
                     return
-                if self._restarts == self._max_restarts:
+                if self._restarts == self.max_restarts:
                     raise FatalError(death)
                 await self._restart(death, learner_death, replace_learner)
         finally:
@@ -94,7 +89,7 @@ class RolloutSupervisor:
 
     async def _run(self, handles: ClusterHandles, learner_death: Callable[[], Awaitable[str | None]]) -> str | None:
         """Run the pipeline in the current rollout worker. Returns how a process died; None at the end of the run."""
-        running: Any = self.current.run.remote(handles, self._received)
+        running: Any = self.current.run.remote(handles, self.received)
         if self._asked_to_stop:
             self.current.stop.remote()
         try:
@@ -143,7 +138,7 @@ class RolloutSupervisor:
         while True:
             changed = self._changed
             try:
-                batches = await self.current.events.remote(self._received)
+                batches = await self.current.events.remote(self.received)
             except RayActorError:
                 if self._has_ended:
                     return []
@@ -152,8 +147,8 @@ class RolloutSupervisor:
             found: list[Event] = []
             for number, events in batches:
                 # A new rollout worker also returns batches that its predecessor has delivered.
-                if number > self._received:
-                    self._received = number
+                if number > self.received:
+                    self.received = number
                     found += [*events, EventsReceived(time=time.time(), number=number)]
             if any(isinstance(event, StepEnded) for event in found):
                 self._restarts = 0
@@ -172,4 +167,4 @@ class RolloutSupervisor:
             ray.kill(self.current)
 
     def _warn(self, text: str) -> None:
-        self._emit(WarningRaised(time=time.time(), text=text))
+        self.emit(WarningRaised(time=time.time(), text=text))

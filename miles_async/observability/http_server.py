@@ -122,13 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "this server has /, /state.json, /samples.json and /metrics")
 
-    def _answer(self, content: bytes, kind: str) -> None:
-        self._send(HTTPStatus.OK, content, kind)
-
     def _refuse(self, status: HTTPStatus, sentence: str) -> None:
-        self._send(status, f"{sentence}\n".encode(), "text/plain; charset=utf-8")
+        self._answer(f"{sentence}\n".encode(), "text/plain; charset=utf-8", status)
 
-    def _send(self, status: HTTPStatus, content: bytes, kind: str) -> None:
+    def _answer(self, content: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": kind,

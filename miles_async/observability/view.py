@@ -13,34 +13,7 @@ from math import inf
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
-from miles_async.events import (
-    AdmissionBlocked,
-    BatchDrained,
-    ClusterReady,
-    CollapseRiskChanged,
-    EngineBusy,
-    EngineChanged,
-    Evaluated,
-    Event,
-    EventsMissing,
-    GroupFiltered,
-    GroupGenerated,
-    GroupMoved,
-    LearnerRestored,
-    ProcessSilent,
-    PublishEnded,
-    PublishStarted,
-    Pulse,
-    QueueChanged,
-    RunContinued,
-    RunEnded,
-    RunStarted,
-    SampleDiscarded,
-    SamplesRemoved,
-    StepEnded,
-    StepStarted,
-    TrainerPhaseChanged,
-)
+from miles_async import events
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
@@ -57,7 +30,7 @@ from miles_async.observability.state.uptime import Interruption, Uptime
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
-E = TypeVar("E", bound=Event)
+E = TypeVar("E", bound=events.Event)
 ADVICE_SECONDS = 20.0
 RECENT_PULSES = 40
 """Those of 20 seconds."""
@@ -100,14 +73,14 @@ class RunView:
         self.lock = Lock()
         self.time = 0.0
         """The newest time stamp of an event."""
-        self.run: RunStarted | None = None
+        self.run: events.RunStarted | None = None
         """The first start of the run. A driver that continues the run emits the event again."""
-        self.cluster: ClusterReady | None = None
+        self.cluster: events.ClusterReady | None = None
         """The first start of the cluster."""
-        self.warm_start: ClusterReady | None = None
+        self.warm_start: events.ClusterReady | None = None
         """The first start that made the warm-started model; the first start if every one found it in the cache."""
         self.uptime = Uptime()
-        self.ended: RunEnded | None = None
+        self.ended: events.RunEnded | None = None
         self.lost_driver_replaced: float | None = None
         """When the last driver began that continues a run whose driver was lost; None if every driver ended the run."""
         self.past = -inf
@@ -132,17 +105,17 @@ class RunView:
         self.progress: Progress | None = None
         self.silent: dict[str, float] = {}
         """Processes that do not answer, and for how many seconds."""
-        self.evaluations: dict[str, list[Evaluated]] = {}
+        self.evaluations: dict[str, list[events.Evaluated]] = {}
         """First and last evaluation, by data set."""
-        self.before_training: Evaluated | None = None
+        self.before_training: events.Evaluated | None = None
         """The last evaluation of the first data set before training, and after some training."""
-        self.after_training: Evaluated | None = None
-        self.collapse: CollapseRiskChanged | None = None
+        self.after_training: events.Evaluated | None = None
+        self.collapse: events.CollapseRiskChanged | None = None
         """The first announcement of a collapse."""
         self.notices = Notices()
         self.samples = SampleLog()
         self.charts = Charts(self.groups, recent=recent)
-        self._last: dict[type[Event], Event] = {}
+        self._last: dict[type[events.Event], events.Event] = {}
         self._filtered: deque[bool] = deque(maxlen=FILTERED_GROUPS)
         """For each of the last generated groups, whether a filter dropped it."""
         self._advised = 0.0, "", ""
@@ -164,7 +137,7 @@ class RunView:
         assert event is None or isinstance(event, kind)
         return event
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         with self.lock:
             self.time = max(self.time, event.time)
             self._apply(event)
@@ -173,84 +146,82 @@ class RunView:
             self.charts.observe(event)
             self.notices.observe(event)
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         match event:
-            case GroupMoved():
+            case events.GroupMoved():
                 self._group_moved(event)
-            case GroupGenerated():
+            case events.GroupGenerated():
                 self.groups.generate(event)
                 self.datasets.generate(event)
                 self.tokens.generate(event)
-            case QueueChanged():
+            case events.QueueChanged():
                 self.queue = Queue(event.depth, event.blocked)
-            case Pulse():
+            case events.Pulse():
                 self._pulse(event)
-            case EngineBusy():
+            case events.EngineBusy():
                 self.engine_use.report(event)
-            case SampleDiscarded():
+            case events.SampleDiscarded():
                 self.tokens.discard(event)
-            case GroupFiltered():
+            case events.GroupFiltered():
                 self.groups.filter(event)
-            case AdmissionBlocked():
+            case events.AdmissionBlocked():
                 self.blocked_seconds[event.cause] += event.seconds
-            case BatchDrained():
+            case events.BatchDrained():
                 self.queue = Queue(event.depth, self.queue.blocked if self.queue is not None else 0)
-            case TrainerPhaseChanged():
+            case events.TrainerPhaseChanged():
                 self._phase_changed(event)
-            case StepStarted():
+            case events.StepStarted():
                 self._step_started(event)
-            case StepEnded():
+            case events.StepEnded():
                 self._step_ended(event)
-            case PublishStarted():
+            case events.PublishStarted():
                 self._account(event.time)
                 self.publishes.start(event)
                 self.staleness.record_version(event.version, event.time)
-            case PublishEnded():
+            case events.PublishEnded():
                 self._account(event.time)
                 self.publishes.end(event)
                 self.engines.publish(event)
-            case ProcessSilent():
+            case events.ProcessSilent():
                 self.silent.pop(event.process, None)
                 if event.seconds:
                     self.silent[event.process] = event.seconds
-            case EngineChanged():
+            case events.EngineChanged():
                 self.engines.change(event)
-            case Evaluated():
+            case events.Evaluated():
                 self._evaluated(event)
             case _:
                 self._apply_rare(event)
 
-    def _apply_rare(self, event: Event) -> None:
+    def _apply_rare(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._run_started(event)
-            case ClusterReady():
+            case events.ClusterReady():
                 self.cluster = self.cluster or event
                 if self.warm_start is None or (self.warm_start.warm_start_cached and not event.warm_start_cached):
                     self.warm_start = event
                 # Starting the cluster may take long, so a lack of progress counts as a stall only from here on.
                 self.progress = Progress(0.0, event.time)
-            case RunContinued():
+            case events.RunContinued():
                 self._interrupt(Interruption.ROLLOUT_WORKER)
-            case CollapseRiskChanged():
+            case events.CollapseRiskChanged():
                 self.collapse = self.collapse or event
-            case LearnerRestored():
+            case events.LearnerRestored():
                 self._interrupt(Interruption.LEARNER)
                 self._undo(self.steps.restore(event))
-            case SamplesRemoved():
+            case events.SamplesRemoved():
                 self.tokens.remove(event)
-            case EventsMissing():
+            case events.EventsMissing():
                 self.groups.forget()
-            case RunEnded():
+            case events.RunEnded():
                 self.ended = event
                 self.tokens.end_run(event.time, self.groups.live.values())
                 # A driver that ends before its rollout worker reports says nothing about the learner.
                 if not self.uptime.is_of_next_driver(event.time):
                     self._enter_phase(None, event.time)
-            case _:
-                pass
 
-    def _run_started(self, event: RunStarted) -> None:
+    def _run_started(self, event: events.RunStarted) -> None:
         if self.run is not None:
             self.uptime.restart_driver(event.time, self.learner.accounted_until)
             if self.ended is None:
@@ -263,7 +234,7 @@ class RunView:
         self.tokens.start_run(event)
         self.engine_use.start_run(event.time)
 
-    def _group_moved(self, event: GroupMoved) -> None:
+    def _group_moved(self, event: events.GroupMoved) -> None:
         if event.reason == DropReason.WORKER_LOST:  # logs of earlier versions have no `RunContinued`
             self._interrupt(Interruption.ROLLOUT_WORKER)
         if event.after == GroupState.DROPPED:
@@ -273,7 +244,7 @@ class RunView:
         self.groups.move(event)
         self.datasets.move(event)
 
-    def _pulse(self, event: Pulse) -> None:
+    def _pulse(self, event: events.Pulse) -> None:
         self._account(event.time)
         self.queue = Queue(event.queue, event.blocked)
         if event.time >= self.past:
@@ -288,14 +259,14 @@ class RunView:
         self._account(time)
         self.learner.phase = phase
 
-    def _phase_changed(self, event: TrainerPhaseChanged) -> None:
+    def _phase_changed(self, event: events.TrainerPhaseChanged) -> None:
         self._account(event.time)
         if self.uptime.interrupted:
             self.charts.interrupt(self.uptime.resume(event.time), event.time)
             self.engine_use.resume(event.time)
         self.learner.phase = event.to
 
-    def _step_started(self, event: StepStarted) -> None:
+    def _step_started(self, event: events.StepStarted) -> None:
         self._enter_phase("step", event.time)
         self.tokens.start_step(event.time)
         self._undo(self.steps.start(event))
@@ -303,9 +274,9 @@ class RunView:
         self.engine_use.start_step(event.time)
         self.staleness.record_version(event.version, event.time)
 
-    def _step_ended(self, event: StepEnded) -> None:
+    def _step_ended(self, event: events.StepEnded) -> None:
         self.learner.end_step(event.time)
-        started = self.last(StepStarted)
+        started = self.last(events.StepStarted)
         step = self.steps.end(event, started.staleness if started is not None else ())
         self.engine_use.end_step(event.time)
         self.staleness.count(step)
@@ -329,7 +300,7 @@ class RunView:
         self.learner.interrupt()
         self.publishes.running = None
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _evaluated(self, event: events.Evaluated) -> None:
         self.evaluations[event.name] = [*self.evaluations.get(event.name, [])[:1], event]
         if event.name != next(iter(self.evaluations)):
             return
@@ -347,7 +318,7 @@ class RunView:
             self._interrupt(Interruption.DRIVER_START)
         seconds, phase = self.learner.unaccounted(now), self.learner.phase
         if seconds and phase is not None:
-            pulse = self.last(Pulse)
+            pulse = self.last(events.Pulse)
             held_back = pulse is not None and pulse.waits_for in ("slots", "queue")
             self.learner.add(now, seconds, self._awaited() if phase == "batch" else phase, held_back=held_back)
             verdict = self.finding.verdict
@@ -357,8 +328,8 @@ class RunView:
     def _awaited(self) -> str:
         """Return what the learner waits for while it waits for a batch."""
         return what_a_batch_waits_for(
-            self.last(Pulse),
-            self.last(EngineBusy),
+            self.last(events.Pulse),
+            self.last(events.EngineBusy),
             publishing=self.publishes.running is not None,
             finished=self.groups.counts.get(GroupState.FINISHED, 0),
             filtered=sum(self._filtered) / max(len(self._filtered), 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from miles_async.errors import (
@@ -38,33 +39,23 @@ class Outcome(Enum):
     FAILED = auto()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Attempts:
     """Makes attempts at groups, and aborts them. Many attempts are in progress at a time."""
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        tasks: TaskSupervisor,
-        generator: Generator,
-        engines: EngineChecks,
-        grading: Grading,
-        head_policy: HeadPolicy,
-        partial_rollout: bool,
-        sample_display: SampleDisplay,
-    ) -> None:
-        """With `partial_rollout`, an aborted attempt keeps its tokens for the next one."""
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._quarantine = lifecycle.quarantine
-        self._tasks = tasks
-        self._generator = generator
-        self._engines = engines
-        self.grading = grading
-        self._head_policy = head_policy
-        self._partial_rollout = partial_rollout
-        self._sample_display = sample_display
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    tasks: TaskSupervisor
+    generator: Generator
+    engines: EngineChecks
+    grading: Grading
+    head_policy: HeadPolicy
+    partial_rollout: bool
+    """An aborted attempt keeps its tokens for the next one."""
+    sample_display: SampleDisplay
+
+    def __post_init__(self) -> None:
+        self._quarantine = self.lifecycle.quarantine
         self.generating: dict[int, Group] = {}
         """Groups at the engines, by sequence number."""
         self.at_engines_since: dict[int, float] = {}
@@ -93,14 +84,14 @@ class Attempts:
         """Abort everything that the engines generate."""
         # Requests at a lost engine cannot be aborted; they fail when its process ends.
         with suppress(EngineLostError):
-            await self._generator.abort()
+            await self.generator.abort()
 
     async def abort_overdue(self, sequence: int) -> None:
         """Abort the head of the window, whose deadline has passed. Does nothing if it is not at the engines now."""
         if group := self.generating.get(sequence):
             self._overdue.add(sequence)
             with suppress(EngineLostError):
-                await self._generator.abort(group)
+                await self.generator.abort(group)
 
     async def make(self, group: Group) -> bool:
         """Make one attempt. Returns whether the group is kept; if not, the lifecycle has recorded the end."""
@@ -113,7 +104,7 @@ class Attempts:
         if outcome is Outcome.ABORTED:
             await self._requeue_aborted(group, by_run=self._stopping or self._aborts != aborts_before)
         elif outcome is Outcome.FILTERED:
-            self._lifecycle.drop(group, DropReason.FILTERED)
+            self.lifecycle.drop(group, DropReason.FILTERED)
         self._overdue.discard(sequence)
         self._quarantine.end_trial(group)
         if outcome is Outcome.KEPT:
@@ -122,11 +113,11 @@ class Attempts:
 
     async def _generate_and_grade(self, group: Group) -> Outcome:
         """Generate, score and filter. Raises TrajectoryError or EngineLostError instead of returning FAILED."""
-        clock, sequence = self._run_state.clock, sequence_of(group)
+        clock, sequence = self.run_state.clock, sequence_of(group)
         if self._quarantine.suspects(group):
             # The trial must not be lost at an engine that another group crashed a moment ago.
-            await self._engines.check_all()
-            await self._run_state.changed.until(lambda: self._stopping or self._engines.serving())
+            await self.engines.check_all()
+            await self.run_state.changed.until(lambda: self._stopping or self.engines.serving())
         if self._stopping:
             return Outcome.ABORTED
         started = clock.monotonic()
@@ -147,7 +138,7 @@ class Attempts:
         return await self._grade(group, clock.monotonic() - started)
 
     async def _grade(self, group: Group, generation_seconds: float) -> Outcome:
-        clock, journal = self._run_state.clock, self._run_state.journal
+        clock, journal = self.run_state.clock, self.run_state.journal
         self.grading.check(group)
         generated = clock.monotonic()
         self.rewarding += 1
@@ -160,8 +151,8 @@ class Attempts:
         if not verdict.keep:
             journal.emit(GroupFiltered(time=clock.time(), sequence=sequence_of(group), reason=verdict.reason))
         journal.emit(event)
-        self._run_state.durations.record(event.generation_seconds + event.reward_seconds, event.sequence)
-        self._sample_display.offer(group)
+        self.run_state.durations.record(event.generation_seconds + event.reward_seconds, event.sequence)
+        self.sample_display.offer(group)
         return Outcome.KEPT if verdict.keep else Outcome.FILTERED
 
     async def _generate(self, group: Group) -> None:
@@ -170,14 +161,14 @@ class Attempts:
         The group keeps its sequence number. The trainer cannot run ahead of the head of the window by more than the
         window and the slots allow, so publishes stop until the group has ended, however long it takes.
         """
-        run_state = self._run_state
+        run_state = self.run_state
         while True:
             aborts_before = run_state.publish_aborts
-            await self._generator.generate(group)
+            await self.generator.generate(group)
             by_publish = run_state.publish_is_aborting or run_state.publish_aborts != aborts_before
             if not group.aborted or not by_publish or self._stopping or sequence_of(group) in self._overdue:
                 return
-            if not self._partial_rollout:
+            if not self.partial_rollout:
                 for sample in group:
                     if sample.status is SampleStatus.ABORTED:
                         self.grading.report_discarded(group, sample, "publish", "a publish aborted the request")
@@ -186,13 +177,13 @@ class Attempts:
     async def _fail(self, group: Group, error: TrajectoryError | EngineLostError) -> None:
         match error:
             case PromptTooLongError():
-                self._lifecycle.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
+                self.lifecycle.dead_letter(group, DropReason.PROMPT_TOO_LONG, str(error))
             case TrajectoryError():
                 self._quarantine.clear(group)
                 for sample in error.samples:
                     sample.status = SampleStatus.FAILED
                 # An error that names no sample may be the fault of any.
-                self._lifecycle.fail(
+                self.lifecycle.fail(
                     group,
                     str(error),
                     keeps_finished=bool(error.samples),
@@ -201,12 +192,12 @@ class Attempts:
             case EngineLostError():
                 if not self._stopping:
                     # A dead engine has the fewest requests, so the router prefers it until the check has fenced it.
-                    self._tasks.spawn("check-engines", self._engines.check_all())
-                    await self._run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+                    self.tasks.spawn("check-engines", self.engines.check_all())
+                    await self.run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
                 if isinstance(error, RouterLostError):
-                    self._lifecycle.requeue(group, DropReason.ROUTER_LOST, keeps_finished=True)
+                    self.lifecycle.requeue(group, DropReason.ROUTER_LOST, keeps_finished=True)
                 else:
-                    self._lifecycle.handle_engine_loss(group, str(error))
+                    self.lifecycle.handle_engine_loss(group, str(error))
 
     async def _requeue_aborted(self, group: Group, *, by_run: bool) -> None:
         """Requeue an aborted group: with its tokens, or as a fresh attempt."""
@@ -214,26 +205,26 @@ class Attempts:
             self._requeue_overdue(group)
         elif not by_run:
             # Without a pause and a limit, the group would be requeued forever, thousands of times a second.
-            await self._run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
+            await self.run_state.clock.sleep(ENGINE_LOST_PAUSE_SECONDS)
             sentence = "its requests ended with an abort that the run did not ask for"
-            self._lifecycle.retry(group, DropReason.ABORTED, sentence, keeps_finished=True)
-        elif self._partial_rollout and group.response_tokens:
+            self.lifecycle.retry(group, DropReason.ABORTED, sentence, keeps_finished=True)
+        elif self.partial_rollout and group.response_tokens:
             # Finished samples of the group keep their tokens too, because a group is trained as a whole.
-            self._lifecycle.salvage(group, DropReason.PARTIAL)
+            self.lifecycle.salvage(group, DropReason.PARTIAL)
         else:
-            self._lifecycle.requeue(group, DropReason.ABORTED)
+            self.lifecycle.requeue(group, DropReason.ABORTED)
 
     def _requeue_overdue(self, group: Group) -> None:
-        salvages = self._head_policy.action is HeadAction.SALVAGE
+        salvages = self.head_policy.action is HeadAction.SALVAGE
         tokens = sum(sample.response_length for sample in group if not sample.finished)
         if salvages and tokens > self._salvaged.pop(group.feed_index, 0):
             self._salvaged[group.feed_index] = tokens
-            self._lifecycle.salvage(group, DropReason.HEAD_DEADLINE)
+            self.lifecycle.salvage(group, DropReason.HEAD_DEADLINE)
         else:
             # An agent that starts again has no more tokens than before. Its attempts are limited.
-            self._lifecycle.retry(
+            self.lifecycle.retry(
                 group,
                 DropReason.HEAD_DEADLINE,
-                f"it blocked the window for {self._head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
+                f"it blocked the window for {self.head_policy.deadline_seconds:g}s (--head-deadline-seconds)",
                 keeps_finished=salvages,
             )

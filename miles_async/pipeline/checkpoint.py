@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from miles_async.errors import UserError
@@ -25,26 +26,19 @@ Snapshot = Callable[[], tuple[dict[str, Any], Sequence[Group]]]
 """Returns the state of the data source, and the groups that a rollout function has taken from it."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Checkpointer:
     """Writes checkpoints, one at a time: copied between two steps, written while training continues."""
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        snapshot: Snapshot,
-        learner: Learner,
-        tasks: TaskSupervisor,
-        asynchronous: bool,
-    ) -> None:
-        """`asynchronous` is `--async-save`; without it, `write` returns when the checkpoint is on disk."""
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._snapshot = snapshot
-        self._learner = learner
-        self._tasks = tasks
-        self._asynchronous = asynchronous
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    snapshot: Snapshot
+    learner: Learner
+    tasks: TaskSupervisor
+    asynchronous: bool
+    """`--async-save`; without it, `write` returns when the checkpoint is on disk."""
+
+    def __post_init__(self) -> None:
         self.newest: asyncio.Task[None] | None = None
         """The task that writes, or wrote, the newest checkpoint; None before the first."""
         self.last_rollout: int | None = None
@@ -57,21 +51,21 @@ class Checkpointer:
         if self.newest is not None:
             await self.newest
         # The progress is captured before the first await of the copy, at the same point between two steps.
-        progress = progress_of(rollout_id, self._run_state, self._lifecycle, self._snapshot)
-        await self._learner.copy_state(rollout_id)
+        progress = progress_of(rollout_id, self.run_state, self.lifecycle, self.snapshot)
+        await self.learner.copy_state(rollout_id)
         self.last_rollout = rollout_id
-        self.newest = self._tasks.spawn(f"checkpoint-{rollout_id}", self._write(rollout_id, progress))
-        if not self._asynchronous:
+        self.newest = self.tasks.spawn(f"checkpoint-{rollout_id}", self._write(rollout_id, progress))
+        if not self.asynchronous:
             await self.newest
-        self._run_state.mark_progress()
+        self.run_state.mark_progress()
 
     async def _write(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         # The store must know every batch that a checkpoint contains.
-        await self._run_state.journal.flush()
-        await self._learner.write_state(rollout_id, progress)
+        await self.run_state.journal.flush()
+        await self.learner.write_state(rollout_id, progress)
         self.last_saved = rollout_id
-        self._run_state.journal.save(rollout_id)
-        self._run_state.journal.emit(CheckpointWritten(time=self._run_state.clock.time(), rollout=rollout_id))
+        self.run_state.journal.save(rollout_id)
+        self.run_state.journal.emit(CheckpointWritten(time=self.run_state.clock.time(), rollout=rollout_id))
 
 
 def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle, snapshot: Snapshot) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 from miles_async.errors import UserError
@@ -22,24 +23,18 @@ Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchCollector:
     """Takes batches of fresh groups out of the producer's queue; stale groups are recycled and replaced."""
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        producer: Producer,
-        gate: StalenessGate,
-        admission: Admission,
-    ) -> None:
-        """`admission` has the limits of the persistent producer."""
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._producer = producer
-        self._gate = gate
-        self._admission = admission
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    producer: Producer
+    gate: StalenessGate
+    admission: Admission
+    """The limits of the persistent producer."""
+
+    def __post_init__(self) -> None:
         self._recycled_before = 0
         """Value of `lifecycle.recycled` at the previous batch."""
         self.wanted = 0
@@ -52,12 +47,12 @@ class BatchCollector:
 
         Waits until the window has released enough groups. Raises UserError if the data is exhausted before.
         """
-        run_state, lifecycle, queue = self._run_state, self._lifecycle, self._producer.queue
+        run_state, lifecycle, queue = self.run_state, self.lifecycle, self.producer.queue
         waiting_since = run_state.clock.monotonic()
         groups: list[Group] = []
         self.wanted, self.collected = size, 0
         while len(groups) < size:
-            await run_state.changed.until(lambda: bool(queue) or self._producer.exhausted)
+            await run_state.changed.until(lambda: bool(queue) or self.producer.exhausted)
             if not queue:
                 raise UserError(
                     f"the data ended after {lifecycle.ledger.fed} groups with {len(groups)} of {size} for rollout "
@@ -73,7 +68,7 @@ class BatchCollector:
         waited = run_state.clock.monotonic() - waiting_since
         now = run_state.clock.time()
         recycled = lifecycle.recycled
-        run_state.journal.emit(QueueChanged(time=now, depth=len(queue), blocked=self._producer.window.blocked))
+        run_state.journal.emit(QueueChanged(time=now, depth=len(queue), blocked=self.producer.window.blocked))
         run_state.journal.emit(
             BatchDrained(
                 time=now,
@@ -94,18 +89,18 @@ class BatchCollector:
         groups: list[Group] = []
 
         def found() -> bool:
-            fresh = (group for group in self._producer.queue if not self._too_old_at_next_version(group))
+            fresh = (group for group in self.producer.queue if not self._too_old_at_next_version(group))
             groups[:] = islice(fresh, size)
             return len(groups) == size
 
-        await self._run_state.changed.until(found)
+        await self.run_state.changed.until(found)
         for group in groups:
-            await self._lifecycle.load(group)
+            await self.lifecycle.load(group)
         return _ordered(groups)
 
     async def drain_stream(self, rollout_id: int, size: int) -> list[Group]:
         """Take `size` fresh groups from the persistent producer, as `collect` does. Starts the producer first."""
-        self._producer.keep_running(self._admission)
+        self.producer.keep_running(self.admission)
         return await self.collect(rollout_id, size)
 
     async def generate(
@@ -123,30 +118,30 @@ class BatchCollector:
         that `choose` returns form the batch. `rejected` receives those that the dynamic filter or `choose` rejects.
         Raises UserError if the data is exhausted, or if `choose` returns too few.
         """
-        counts = self._lifecycle.ledger.counts
+        counts = self.lifecycle.ledger.counts
         # The slots that the trainer's groups hold must not reduce the batch that is generated next to them.
         held_by_trainer = counts[GroupState.LEASED] + counts[GroupState.TRAINED]
         wanted = size if choose is None else over_sampling
-        self._producer.attempts.grading.rejected = rejected
-        self._producer.start(
+        self.producer.attempts.grading.rejected = rejected
+        self.producer.start(
             Admission(
                 max_in_flight=over_sampling,
-                room=self._producer.queue.capacity,
+                room=self.producer.queue.capacity,
                 slots=held_by_trainer + over_sampling,
-                adaptive=self._admission.adaptive,
+                adaptive=self.admission.adaptive,
                 candidates=Candidates(wanted, over_sampling),
             )
         )
         try:
             groups = await self.collect(rollout_id, wanted)
         finally:
-            await self._producer.stop()
-            self._producer.attempts.grading.rejected = None
+            await self.producer.stop()
+            self.producer.attempts.grading.rejected = None
         return groups if choose is None else self._choose(choose, groups, size, rejected)
 
     def sweep_queue(self) -> None:
         """Recycle queued groups that are too stale already, so that they are regenerated at once."""
-        for group in self._producer.queue.sweep(self._must_be_recycled):
+        for group in self.producer.queue.sweep(self._must_be_recycled):
             self._recycle(group)
 
     def recycle_stale(self, groups: list[Group]) -> list[Group]:
@@ -180,23 +175,23 @@ class BatchCollector:
                 f"least rollout_batch_size={size} of them, best first, each once"
             )
         for position in set(positions.values()).difference(kept):
-            self._lifecycle.reject(groups[position], "over_sampling")
+            self.lifecycle.reject(groups[position], "over_sampling")
             if rejected is not None:
                 rejected.append(groups[position])
         return [groups[position] for position in kept]
 
     def _must_be_recycled(self, group: Group) -> bool:
-        return self._gate.too_old(self._run_state.age_of(group))
+        return self.gate.too_old(self.run_state.age_of(group))
 
     def _too_old_at_next_version(self, group: Group) -> bool:
-        return self._gate.too_old(self._run_state.age_of(group) + 1)
+        return self.gate.too_old(self.run_state.age_of(group) + 1)
 
     def _recycle(self, group: Group) -> None:
-        self._lifecycle.retry(
+        self.lifecycle.retry(
             group,
             DropReason.STALE,
-            f"its oldest token, of version {group.oldest_version}, is {self._run_state.age_of(group)} weight versions "
-            f"old, and --max-weight-staleness is {self._gate.limit}",
+            f"its oldest token, of version {group.oldest_version}, is {self.run_state.age_of(group)} weight versions "
+            f"old, and --max-weight-staleness is {self.gate.limit}",
         )
 
 

@@ -241,6 +241,7 @@ class Evaluator:
             self.run_state.changed.notify()
 
 
+@dataclass(eq=False, repr=False)
 class DueEvaluations:
     """Runs evaluations in the background, one at a time.
 
@@ -256,17 +257,12 @@ class DueEvaluations:
         await due.add(39)  # waits for both
     """
 
-    def __init__(
-        self,
-        run_state: RunState,
-        tasks: TaskSupervisor,
-        evaluate: Callable[[int], Awaitable[None]],
-        may_start: Callable[[], bool],
-    ) -> None:
-        self._run_state = run_state
-        self._tasks = tasks
-        self._evaluate = evaluate
-        self._may_start = may_start
+    run_state: RunState
+    tasks: TaskSupervisor
+    evaluate: Callable[[int], Awaitable[None]]
+    may_start: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._waiting: int | None = None
         """The rollout of the evaluation that waits to start."""
         self._running: asyncio.Task[None] | None = None
@@ -277,19 +273,19 @@ class DueEvaluations:
         The returned task ends when no evaluation runs or waits. If an evaluation fails, the run ends.
         """
         if self._waiting is not None:
-            self._run_state.journal.emit(
-                EvaluationSkipped(time=self._run_state.clock.time(), rollout=self._waiting, overtaken_by=rollout_id)
+            self.run_state.journal.emit(
+                EvaluationSkipped(time=self.run_state.clock.time(), rollout=self._waiting, overtaken_by=rollout_id)
             )
         self._waiting = rollout_id
         if self._running is None or self._running.done():
-            self._running = self._tasks.spawn("evaluation", self._run())
+            self._running = self.tasks.spawn("evaluation", self._run())
         return self._running
 
     async def _run(self) -> None:
         while self._waiting is not None:
-            await self._run_state.changed.until(self._may_start)
+            await self.run_state.changed.until(self.may_start)
             rollout_id, self._waiting = self._waiting, None
-            await self._evaluate(rollout_id)
+            await self.evaluate(rollout_id)
 
 
 def _numbers(scores: Mapping[str, Any], name: str) -> list[float] | None:

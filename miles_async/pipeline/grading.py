@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from miles_async.columns.column import SampleLimits
 from miles_async.errors import InfrastructureError
@@ -44,30 +45,21 @@ async def score(
         await sleep(REWARD_PAUSE_SECONDS * 2 ** (failures - 1))
 
 
+@dataclass(eq=False, repr=False)
 class Grading:
     """Decides what a generated group is worth."""
 
-    def __init__(
-        self,
-        run_state: RunState,
-        rewarder: Rewarder,
-        dynamic_filter: Callable[[Group], Verdict],
-        limits: SampleLimits,
-        *,
-        min_samples: int,
-        max_attempts: int,
-    ) -> None:
-        """`limits` are those of the model and the learner.
+    run_state: RunState
+    rewarder: Rewarder
+    dynamic_filter: Callable[[Group], Verdict]
+    limits: SampleLimits
+    """Those of the model and the learner."""
+    min_samples: int
+    """A group that lost samples to infrastructure is trained if it has so many left."""
+    max_attempts: int
+    """How often samples are scored."""
 
-        A group that lost samples to infrastructure is trained if it has `min_samples` left. Samples are scored up to
-        `max_attempts` times.
-        """
-        self._run_state = run_state
-        self._rewarder = rewarder
-        self._dynamic_filter = dynamic_filter
-        self._limits = limits
-        self._min_samples = min_samples
-        self._max_attempts = max_attempts
+    def __post_init__(self) -> None:
         self.candidates: Candidates | None = None
         """The groups of the batch that is being generated; None in the stream."""
         self.rejected: list[Group] | None = None
@@ -75,15 +67,15 @@ class Grading:
 
     def check(self, group: Group) -> None:
         """Raise TrajectoryError if a sample is not valid."""
-        check_group(group, self._limits, self._run_state.trainer_version)
+        check_group(group, self.limits, self.run_state.trainer_version)
 
     async def score(self, group: Group, stopping: Callable[[], bool]) -> None:
         """Score the samples. No further attempt begins once `stopping` returns True.
 
         Raises the error if too few samples would be left without those that cannot be scored.
         """
-        sleep = self._run_state.clock.sleep
-        error = await score(group, self._rewarder, sleep=sleep, max_attempts=self._max_attempts, stopping=stopping)
+        sleep = self.run_state.clock.sleep
+        error = await score(group, self.rewarder, sleep=sleep, max_attempts=self.max_attempts, stopping=stopping)
         if error is not None:
             self.leave_out(group, error)
             for sample in error.samples:
@@ -91,15 +83,15 @@ class Grading:
 
     def leave_out(self, group: Group, error: InfrastructureError) -> None:
         """Continue without the failed samples. Raises the error if too few would be left."""
-        if len(group.trajectories) - len(trajectories_of(error.samples)) < self._min_samples:
+        if len(group.trajectories) - len(trajectories_of(error.samples)) < self.min_samples:
             raise error
         group.leave_out(error.samples)
 
     def report_discarded(self, group: Group, sample: Sample, reason: str, error: str) -> None:
         """Report that the response of a sample will not be trained, while its group goes on."""
-        self._run_state.journal.emit(
+        self.run_state.journal.emit(
             SampleDiscarded(
-                time=self._run_state.clock.time(),
+                time=self.run_state.clock.time(),
                 sequence=group.sequence,
                 sample=sample.index,
                 reason=reason,
@@ -110,7 +102,7 @@ class Grading:
 
     def filter(self, group: Group) -> Verdict:
         """The verdict of the dynamic filter. A batch that has too few groups keeps a group that the filter rejects."""
-        verdict = self._dynamic_filter(group)
+        verdict = self.dynamic_filter(group)
         if verdict.keep:
             return verdict
         if self.candidates is not None:

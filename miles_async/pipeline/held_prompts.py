@@ -19,7 +19,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
@@ -133,6 +133,7 @@ class TakenGroups:
         return [taken.copy for taken in map(self.pop, unused) if taken is not None]
 
 
+@dataclass(eq=False, repr=False)
 class HeldPrompts:
     """What a rollout function holds, and how it comes back.
 
@@ -140,32 +141,20 @@ class HeldPrompts:
     `journal.data_lock`. Everything else is called from the event loop.
     """
 
-    def __init__(
-        self,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        data: SeekableSource,
-        *,
-        skip: Callable[[int], None],
-        samples_per_group: int,
-        limit: int,
-        keeps_groups: bool | None,
-    ) -> None:
-        """`skip` lets the window pass a sequence number. `limit` is the most groups that a function that keeps groups
-        may hold and have in batches.
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    data: SeekableSource
+    skip: Callable[[int], None]
+    """Lets the window pass a sequence number."""
+    samples_per_group: int
+    limit: int
+    """The most groups that a function that keeps groups may hold and have in batches."""
+    keeps_groups: bool | None
+    """What the function declares. Without a declaration, it keeps groups if it holds prompts after its last call."""
 
-        `keeps_groups` is what the function declares. Without a declaration, it keeps groups if it holds prompts after
-        its last call.
-        """
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._journal = run_state.journal
-        self._data = data
-        self._skip = skip
-        self._samples_per_group = samples_per_group
-        self._limit = limit
-        self._declared_keeps_groups = keeps_groups
-        self._keeps_groups = bool(keeps_groups)
+    def __post_init__(self) -> None:
+        self._journal = self.run_state.journal
+        self._keeps_groups_now = bool(self.keeps_groups)
         self._garbage_collected_at = -GARBAGE_COLLECTION_SECONDS
         self._loop: asyncio.AbstractEventLoop
         """The loop in which the function collected groups."""
@@ -181,7 +170,7 @@ class HeldPrompts:
     def take(self, count: int) -> list[Group]:
         """Take up to `count` groups from the data source. Callable from any thread."""
         with self._journal.data_lock:
-            groups = self._data.get_samples(min(count, self._room(count)))
+            groups = self.data.get_samples(min(count, self._room(count)))
             self.record_taken(groups)
         for sample in chain.from_iterable(groups):
             sample.use_lists()
@@ -190,21 +179,21 @@ class HeldPrompts:
     def record_taken(self, groups: Iterable[Group]) -> None:
         """Remember groups that the function takes, with `data_lock` held."""
         for group in groups:
-            copy = self.taken.add(group, self._run_state.live_version, self._run_state.clock.monotonic())
+            copy = self.taken.add(group, self.run_state.live_version, self.run_state.clock.monotonic())
             self._handed_on.discard(group.feed_index)
             self._journal.track_prompt(copy)
 
     def _room(self, wanted: int) -> int:
         """Number of groups that may be taken now, out of `wanted`."""
-        if not self._keeps_groups:
+        if not self._keeps_groups_now:
             return wanted
-        room = self._limit - self._held_groups
-        now = self._run_state.clock.monotonic()
+        room = self.limit - self._held_groups
+        now = self.run_state.clock.monotonic()
         if room <= 0 and now - self._garbage_collected_at >= GARBAGE_COLLECTION_SECONDS:
             # The traceback of an error can keep the samples of a group alive that the worker has lost.
             self._garbage_collected_at = now
             gc.collect()
-            room = self._limit - self._held_groups
+            room = self.limit - self._held_groups
         return max(0, room)
 
     @property
@@ -213,7 +202,7 @@ class HeldPrompts:
 
         A group is held while anything refers to its samples.
         """
-        counts = self._lifecycle.ledger.counts
+        counts = self.lifecycle.ledger.counts
         in_batches = counts[GroupState.QUEUED] + counts[GroupState.LEASED] + counts[GroupState.TRAINED]
         return in_batches + self.taken.in_use
 
@@ -230,7 +219,7 @@ class HeldPrompts:
         more, so a function that still holds them may give them back.
         """
         self._loop = asyncio.get_running_loop()
-        self._lifecycle.before_attempt = self.end_given_back
+        self.lifecycle.before_attempt = self.end_given_back
         with self._journal.data_lock:
             for group in groups:
                 self._collected[sequence_of(group)] = group
@@ -258,7 +247,7 @@ class HeldPrompts:
         if collected is not None:
             again.feed_index, again.attempt = collected.feed_index, collected.attempt
             again.complete(collected.prompts)
-        self._data.add_samples([again])
+        self.data.add_samples([again])
         if collected is None:
             self.record_returned([group])
             self._journal.track_prompt(again)
@@ -279,12 +268,12 @@ class HeldPrompts:
 
     def _is_elsewhere(self, group: Group) -> bool:
         """Whether the run has a group that the function does not hold: it waits, is in progress, or is trained."""
-        if group.sequence is not None and self._lifecycle.state_of(group) is not None:
+        if group.sequence is not None and self.lifecycle.state_of(group) is not None:
             return True
         if not group.feed_index or group.feed_index in self._handed_on:
             return bool(group.feed_index)
         # A function may have kept its groups in a file while the rollout worker was replaced.
-        groups = (*self._data.returned(), *self._lifecycle.live_groups)
+        groups = (*self.data.returned(), *self.lifecycle.live_groups)
         return any(one.feed_index == group.feed_index for one in groups)
 
     def end_given_back(self) -> None:
@@ -292,7 +281,7 @@ class HeldPrompts:
         with self._journal.data_lock:
             for group, again in self._given_back:
                 tokens = min(group.response_tokens, again.response_tokens)
-                self._lifecycle.drop(group, DropReason.GIVEN_BACK, kept_tokens=tokens)
+                self.lifecycle.drop(group, DropReason.GIVEN_BACK, kept_tokens=tokens)
                 # The function may have taken the prompt from the data source again.
                 taken = self.taken.named(again.feed_index)
                 self._journal.track_prompt(again if taken is None else taken.copy)
@@ -302,17 +291,17 @@ class HeldPrompts:
         """The state of the data source, and the taken groups. No prompt is in both, and none is in neither."""
         with self._journal.data_lock:
             self.end_given_back()
-            return self._data.state_dict(), self.taken.copies
+            return self.data.state_dict(), self.taken.copies
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group that the function returned and that cannot be trained."""
         self._enter(group)
-        self._lifecycle.dead_letter(group, DropReason.FAILED, error)
+        self.lifecycle.dead_letter(group, DropReason.FAILED, error)
 
     def fail(self, group: Group, error: str) -> None:
         """Requeue the prompt of a group whose generation failed, or dead-letter it after its last attempt."""
         self._enter(group)
-        self._lifecycle.fail(group, error)
+        self.lifecycle.fail(group, error)
 
     def drop(self, group: Group, reason: str) -> None:
         """Drop a finished group that the function rejected for `reason`."""
@@ -349,7 +338,7 @@ class HeldPrompts:
         generated itself are adopted. Groups that it collected but did not return are dropped. Raises UserError for a
         group that was returned before.
         """
-        lifecycle = self._lifecycle
+        lifecycle = self.lifecycle
         with self._journal.data_lock:
             # From now on the function cannot give back what it collected before.
             self.end_given_back()
@@ -375,17 +364,17 @@ class HeldPrompts:
         with self._journal.data_lock:
             taken = self._identify(group)
             # Groups without a name are not from the data source. A declared worker makes up no names.
-            named = bool(group.feed_index) and self._declared_keeps_groups is True
+            named = bool(group.feed_index) and self.keeps_groups is True
             if taken is None and (named or group.feed_index in self._handed_on):
                 raise _returned_twice(group)
             self.record_returned([group])
         self._adopt(group)
-        if self._declared_keeps_groups is not False:
-            clock = self._run_state.clock
+        if self.keeps_groups is not False:
+            clock = self.run_state.clock
             seconds = 0.0 if taken is None else clock.monotonic() - taken.time
             self._journal.emit(generated_event(group, clock.time(), seconds, 0.0, by_worker=True))
-            self._run_state.durations.record(seconds)
-            self._run_state.mark_progress()
+            self.run_state.durations.record(seconds)
+            self.run_state.mark_progress()
 
     def _release_unused(self) -> None:
         """Release the prompts to which nothing refers any more.
@@ -394,41 +383,41 @@ class HeldPrompts:
         filter does, and they are forgotten. A worker has lost them, and they are requeued.
         """
         with self._journal.data_lock:
-            unused, kept_before = self.taken.pop_unused(), self._keeps_groups
-            if self._declared_keeps_groups is None:
-                self._keeps_groups = bool(self.taken)
+            unused, kept_before = self.taken.pop_unused(), self._keeps_groups_now
+            if self.keeps_groups is None:
+                self._keeps_groups_now = bool(self.taken)
         for group in unused:
             # A worker may hold nothing at the moment, because garbage was collected that held all prompts it has lost.
-            if not (self._keeps_groups or kept_before):
+            if not (self._keeps_groups_now or kept_before):
                 self._journal.forget_prompt(group.feed_index)
                 continue
-            self._lifecycle.feed(group)
-            self._skip(sequence_of(group))
-            self._lifecycle.fail(group, LOST_BY_WORKER)
+            self.lifecycle.feed(group)
+            self.skip(sequence_of(group))
+            self.lifecycle.fail(group, LOST_BY_WORKER)
 
     def _adopt(self, group: Group) -> None:
         """Enter a finished group that the function generated.
 
         If the function made up its prompt, nothing else knows what a complete group is.
         """
-        group.complete(group[:1] * self._samples_per_group)
-        self._lifecycle.adopt(group)
-        self._skip(sequence_of(group))
+        group.complete(group[:1] * self.samples_per_group)
+        self.lifecycle.adopt(group)
+        self.skip(sequence_of(group))
 
     def _reject(self, group: Group, reason: str) -> None:
-        self._lifecycle.reject(group, reason)
+        self.lifecycle.reject(group, reason)
         # Nothing needs the prompt any more, so a function that still holds the group may give it back.
         self._handed_on.discard(group.feed_index)
 
     def _leased(self) -> GroupsBySample:
         """Finds a leased group by its samples, which a function may return in a new list."""
-        return GroupsBySample(self._lifecycle.groups_in(GroupState.LEASED))
+        return GroupsBySample(self.lifecycle.groups_in(GroupState.LEASED))
 
     def _replace(self, group: Group, rebuilt: Group) -> None:
         """Let `rebuilt`, a new list of the samples of the live `group`, take the place of `group`."""
         rebuilt.sequence, rebuilt.feed_index, rebuilt.attempt = group.sequence, group.feed_index, group.attempt
         rebuilt.complete(group.prompts)
-        self._lifecycle.register(rebuilt)
+        self.lifecycle.register(rebuilt)
 
     def _identify(self, group: Group) -> TakenGroup | None:
         """Restore the name and the attempt of a taken group, because functions return new lists of its samples.

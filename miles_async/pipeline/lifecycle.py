@@ -15,6 +15,7 @@ The next attempt at a prompt is first in line at the data source, or waits in qu
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from miles_async.errors import LedgerError, UserError
@@ -33,34 +34,28 @@ class _StoredSamples(NamedTuple):
     response_tokens: int
 
 
+@dataclass(eq=False, repr=False)
 class GroupLifecycle:
     """Owns the ledger and the live groups. Each transition is in the journal, with an event. There is one per run.
 
     Attempts are limited, so that no prompt is generated forever. All methods are called from the event loop.
     """
 
-    def __init__(
-        self,
-        run_state: RunState,
-        data: DataSource,
-        dead_letters: DeadLetters,
-        *,
-        max_attempts: int,
-        first_attempts: int,
-    ) -> None:
-        """The run ends if `first_attempts` attempts fail before one succeeds: the fault is then not in the prompts."""
+    run_state: RunState
+    data: DataSource
+    dead_letters: DeadLetters
+    max_attempts: int
+    first_attempts: int
+    """The run ends if so many attempts fail before one succeeds: the fault is then not in the prompts."""
+
+    def __post_init__(self) -> None:
         self.ledger = Ledger()
         self.quarantine = Quarantine()
         self.recycled = 0
         """Number of groups recycled as stale since the run began."""
         self.before_attempt: Callable[[], None] = lambda: None
         """Called before an attempt begins. It ends what has ended outside the pipeline, so that no prompt has two."""
-        self._run_state = run_state
-        self._journal = run_state.journal
-        self._data = data
-        self._dead_letters = dead_letters
-        self._max_attempts = max_attempts
-        self._first_attempts = first_attempts
+        self._journal = self.run_state.journal
         self._failures = 0
         """Failed attempts before the first success."""
         self._faults = 0
@@ -92,7 +87,7 @@ class GroupLifecycle:
         Returns an empty list if there is none now.
         """
         suspect = self.quarantine.release()
-        groups = self._data.get_samples(1) if suspect is None else [suspect]
+        groups = self.data.get_samples(1) if suspect is None else [suspect]
         for group in groups:
             self.feed(group)
         return groups
@@ -159,7 +154,7 @@ class GroupLifecycle:
 
     def reject(self, group: Group, reason: str) -> None:
         """Drop a group that a filter or a rollout function rejected for `reason`."""
-        self._journal.emit(GroupFiltered(time=self._run_state.clock.time(), sequence=sequence_of(group), reason=reason))
+        self._journal.emit(GroupFiltered(time=self.run_state.clock.time(), sequence=sequence_of(group), reason=reason))
         self.drop(group, DropReason.FILTERED)
 
     def fail(self, group: Group, error: str, *, keeps_finished: bool = False, may_pass: bool = False) -> None:
@@ -173,11 +168,11 @@ class GroupLifecycle:
         if self._succeeded:
             return
         if not self._failures:
-            then = "" if may_pass else f"; the run ends if the first {self._first_attempts} attempts fail"
+            then = "" if may_pass else f"; the run ends if the first {self.first_attempts} attempts fail"
             self._journal.warn(f"every sample of the first group failed: {error}{then}")
         self._failures += 1
         self._faults += not may_pass
-        if self._faults >= self._first_attempts:
+        if self._faults >= self.first_attempts:
             raise UserError(
                 f"all of the first {self._failures} attempts to generate a group failed; correct the function or the "
                 f"setting that the last error names: {error}"
@@ -189,7 +184,7 @@ class GroupLifecycle:
         With `keeps_finished`, the next attempt generates only the samples that are not finished.
         """
         self.recycled += reason is DropReason.STALE
-        if group.attempt + 1 >= self._max_attempts:
+        if group.attempt + 1 >= self.max_attempts:
             self.dead_letter(group, reason, error)
             return
         self._end(group, reason, keeps_finished)
@@ -227,7 +222,7 @@ class GroupLifecycle:
     def dead_letter(self, group: Group, reason: DropReason, error: str) -> None:
         """End the attempt and dead-letter the prompt, because every further attempt would fail the same way."""
         self.drop(group, reason)
-        self._dead_letters.dead_letter(group, reason, error)
+        self.dead_letters.dead_letter(group, reason, error)
 
     def _enter(self, group: Group, transition: Transition, *, kept_tokens: int = 0) -> None:
         group.sequence = transition.sequence
@@ -244,7 +239,7 @@ class GroupLifecycle:
         if self.quarantine.suspects(group):
             self.quarantine.hold(group)
         else:
-            self._data.add_samples([group])
+            self.data.add_samples([group])
 
     def _record(
         self,
@@ -263,7 +258,7 @@ class GroupLifecycle:
             self._unloaded.pop(transition.sequence, None)
         self._journal.emit(
             GroupMoved(
-                time=self._run_state.clock.time(),
+                time=self.run_state.clock.time(),
                 sequence=transition.sequence,
                 feed_index=group.feed_index,
                 attempt=group.attempt,
@@ -276,7 +271,7 @@ class GroupLifecycle:
                 dataset=group.dataset,
             )
         )
-        self._run_state.changed.notify()
+        self.run_state.changed.notify()
 
 
 def sequence_of(group: Group) -> int:

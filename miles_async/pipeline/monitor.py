@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import EngineBusy, LoopLag, Pulse, Stalled
 from miles_async.pipeline.collect import BatchCollector
+from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_state import RunState
@@ -35,57 +37,33 @@ SUSPENDED_SECONDS = 5.0
 """Lag of the event loop above which this process was suspended or blocked, so that no loop could make progress."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageLimits:
-    """The most seconds that a group may stay in a stage whose work nothing else shows."""
-
-    generation_seconds: float
-    """In a user's generate function, which may wait for a tool or for another model; 0 without such a function."""
-    reward_seconds: float
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunMonitor:
     """Emits the state of the run every tick; warns of stalls, and ends a run that is stalled for too long."""
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        producer: Producer,
-        collector: BatchCollector,
-        generator: Generator,
-        warn_seconds: float,
-        abort_seconds: float,
-        limits: StageLimits,
-        taken: Callable[[], int],
-        processors: Callable[[], float],
-        adapters: AdapterVersions | None = None,
-    ) -> None:
-        """`taken` returns the number of prompts that a rollout function holds. `processors` and `adapters` are those of
-        `Ports`."""
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._producer = producer
-        self._collector = collector
-        self._generator = generator
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    producer: Producer
+    collector: BatchCollector
+    held: HeldPrompts
+    generator: Generator
+    config: RunConfig
+    processors: Callable[[], float]
+    adapters: AdapterVersions | None
+
+    def __post_init__(self) -> None:
         self._stall = StallClock()
-        self._warn_seconds = warn_seconds
-        self._abort_seconds = abort_seconds
-        self._limits = limits
-        self._taken = taken
-        self._processors = processors
-        self._adapters = adapters
-        self._head = 0, run_state.clock.monotonic()
+        self._head = 0, self.run_state.clock.monotonic()
         """Head of the window, and when it was first seen as the head."""
 
     async def run(self) -> None:
         """Run until cancelled.
 
-        Raises FatalError after `abort_seconds` without progress, and after as much more as a group may need: the limits
-        of the stages in which groups are now, because what a user's function does there is unknown until it ends.
+        Raises FatalError after `no_progress_abort_seconds` without progress, and after as much more as a group may
+        need: the limits of the stages in which groups are now, because what a user's function does there is unknown
+        until it ends.
         """
-        run_state = self._run_state
+        run_state, abort_seconds = self.run_state, self.config.observability.no_progress_abort_seconds
         while True:
             asleep_at = run_state.clock.monotonic()
             await run_state.clock.sleep(TICK_SECONDS)
@@ -94,24 +72,24 @@ class RunMonitor:
                 run_state.exclude_pause(lag)
             now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
             run_state.journal.emit(LoopLag(time=now, seconds=lag))
-            generator = self._generator
+            generator = self.generator
             run_state.journal.emit(
                 EngineBusy(
                     time=now, busy=generator.busy_seconds, in_flight=generator.in_flight, in_line=generator.in_line
                 )
             )
-            run_state.durations.pass_head(self._producer.window.head)
+            run_state.durations.pass_head(self.producer.window.head)
             run_state.journal.emit(self._pulse(idle_seconds))
             if self._stall.due(idle_seconds, self._warn_after):
                 self._warn(idle_seconds)
-            if idle_seconds >= self._abort_seconds + max(self._stage_seconds, self._slow_seconds or 0.0):
+            if idle_seconds >= abort_seconds + max(self._stage_seconds, self._slow_seconds or 0.0):
                 raise FatalError(self._stall_sentence(idle_seconds))
 
     @property
     def _warn_after(self) -> float:
         """Seconds without progress after which something may be wrong: no less than a slow group takes."""
         slow = self._slow_seconds
-        return max(self._warn_seconds, self._stage_seconds if slow is None else slow)
+        return max(self.config.observability.no_progress_warn_seconds, self._stage_seconds if slow is None else slow)
 
     @property
     def _slow_seconds(self) -> float | None:
@@ -119,36 +97,40 @@ class RunMonitor:
 
         None before enough groups have ended.
         """
-        return self._run_state.durations.slow_seconds if self._run_state.waits_for_groups else 0.0
+        return self.run_state.durations.slow_seconds if self.run_state.waits_for_groups else 0.0
 
     @property
     def _stage_seconds(self) -> float:
         """The longest limit of the stages in which groups are now."""
-        if not self._run_state.waits_for_groups:
+        if not self.run_state.waits_for_groups:
             return 0.0
+        rollout, attempts = self.config.rollout, self.producer.attempts
+        # A user's generate function may wait for a tool or for another model, and nothing else shows its work.
+        generates = rollout.custom_generate_function_path and attempts.at_engines_since
         return max(
-            self._limits.generation_seconds if self._producer.attempts.at_engines_since else 0.0,
-            self._limits.reward_seconds if self._producer.attempts.rewarding else 0.0,
+            rollout.generate_timeout_seconds if generates else 0.0,
+            # A plain reward function scores the samples of a group one after the other.
+            rollout.reward_timeout_seconds * rollout.n_samples_per_prompt if attempts.rewarding else 0.0,
         )
 
     def _stall_sentence(self, idle_seconds: float) -> str:
-        run_state, producer = self._run_state, self._producer
-        drops = self._lifecycle.ledger.dropped.items()
+        run_state, producer = self.run_state, self.producer
+        drops = self.lifecycle.ledger.dropped.items()
         dropped = ", ".join(f"{count} {reason}" for reason, count in drops if count) or "none"
         return (
             f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {len(producer.queue)}, "
-            f"{self._generator.in_flight} requests in flight, {producer.attempts.rewarding} groups wait for rewards, "
+            f"{self.generator.in_flight} requests in flight, {producer.attempts.rewarding} groups wait for rewards, "
             f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
             f"{self._taken_sentence()}"
         )
 
     def _taken_sentence(self) -> str:
         """Names the rollout function if it holds prompts, because it may be what the run waits for."""
-        taken = self._taken()
+        taken = len(self.held.taken)
         return f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
 
     def _pulse(self, idle_seconds: float) -> Pulse:
-        run_state, producer = self._run_state, self._producer
+        run_state, producer = self.run_state, self.producer
         now = run_state.clock.monotonic()
         head = producer.window.head
         if head != self._head[0]:
@@ -164,29 +146,29 @@ class RunMonitor:
             waits_for=cause,
             waits_seconds=round(now - blocked_since, 3),
             head=head,
-            head_state=self._lifecycle.ledger.state(head),
+            head_state=self.lifecycle.ledger.state(head),
             head_seconds=round(now - self._head[1], 3),
             queue=len(producer.queue),
             blocked=producer.window.blocked,
-            collected=self._collector.collected,
-            wanted=self._collector.wanted,
+            collected=self.collector.collected,
+            wanted=self.collector.wanted,
             trainer_version=run_state.trainer_version,
             live_version=run_state.live_version,
             idle_seconds=round(idle_seconds, 3),
             warn_seconds=round(self._warn_after, 3),
             slow_group_seconds=round(run_state.durations.slow_seconds or 0.0, 3),
-            processors=round(self._processors(), 3),
-            adapters={} if self._adapters is None else {str(v): n for v, n in self._adapters.requests().items()},
+            processors=round(self.processors(), 3),
+            adapters={} if self.adapters is None else {str(v): n for v, n in self.adapters.requests().items()},
         )
 
     def _warn(self, idle_seconds: float) -> None:
-        self._run_state.journal.emit(
+        self.run_state.journal.emit(
             Stalled(
-                time=self._run_state.clock.time(),
+                time=self.run_state.clock.time(),
                 seconds=idle_seconds,
-                queue=len(self._producer.queue),
-                collected=self._collector.collected,
-                wanted=self._collector.wanted,
+                queue=len(self.producer.queue),
+                collected=self.collector.collected,
+                wanted=self.collector.wanted,
             )
         )
 

@@ -16,7 +16,7 @@ from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.grading import Grading
 from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.lifecycle import GroupLifecycle
-from miles_async.pipeline.monitor import RunMonitor, StageLimits, follow_engine_load, follow_learner_work
+from miles_async.pipeline.monitor import RunMonitor, follow_engine_load, follow_learner_work
 from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.publish import Publisher
 from miles_async.pipeline.repair import EngineChecks, Repair
@@ -101,8 +101,30 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         queue_depth=lambda: len(producer.queue),
         on_live=collector.sweep_queue,
     )
-    evaluator = _evaluator(config, ports, run_state, lifecycle)
+    evaluator = Evaluator(
+        run_state,
+        ports.rewarder,
+        ports.eval_sets,
+        lambda: ports.fleet.serving() and not lifecycle.quarantine.has_engines_alone,
+        max_attempts=config.rollout.max_attempts,
+    )
+    monitor = RunMonitor(
+        run_state=run_state,
+        lifecycle=lifecycle,
+        producer=producer,
+        collector=collector,
+        held=held,
+        generator=ports.generator,
+        config=config,
+        processors=ports.processors,
+        adapters=ports.adapters,
+    )
     training = Training(run_state, lifecycle, ports.learner, ports.dead_letters, gate, config)
+
+    def may_answer() -> bool:
+        """Whether the engines may be answering requests of this run."""
+        return bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken)
+
     return Parts(
         tasks=tasks,
         run_state=run_state,
@@ -124,9 +146,17 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
             devices=devices.engine_start(),
         ),
         watchers={
-            "monitor": _monitor(config, ports, run_state, lifecycle, producer, collector, held).run,
+            "monitor": monitor.run,
             "work": partial(follow_learner_work, run_state, ports.learner),
-            "load": _load_watcher(config, ports, run_state, lifecycle, producer, held, adaptive),
+            "load": partial(
+                follow_engine_load,
+                run_state,
+                lifecycle.ledger,
+                ports.fleet,
+                may_answer,
+                config.engine.sglang_router_request_timeout_secs,
+                adaptive,
+            ),
         },
         checkpointer=Checkpointer(
             run_state=run_state,
@@ -195,60 +225,4 @@ def _producer(
         head_policy=head_policy,
         window_size=bounds.window,
         queue_capacity=config.rollout.queue_capacity,
-    )
-
-
-def _monitor(
-    config: RunConfig,
-    ports: Ports,
-    run_state: RunState,
-    lifecycle: GroupLifecycle,
-    producer: Producer,
-    collector: BatchCollector,
-    held: HeldPrompts,
-) -> RunMonitor:
-    rollout = config.rollout
-    return RunMonitor(
-        run_state=run_state,
-        lifecycle=lifecycle,
-        producer=producer,
-        collector=collector,
-        generator=ports.generator,
-        warn_seconds=config.observability.no_progress_warn_seconds,
-        abort_seconds=config.observability.no_progress_abort_seconds,
-        limits=StageLimits(
-            generation_seconds=rollout.generate_timeout_seconds if rollout.custom_generate_function_path else 0.0,
-            # A plain reward function scores the samples of a group one after the other.
-            reward_seconds=rollout.reward_timeout_seconds * rollout.n_samples_per_prompt,
-        ),
-        taken=lambda: len(held.taken),
-        processors=ports.processors,
-        adapters=ports.adapters,
-    )
-
-
-def _load_watcher(
-    config: RunConfig,
-    ports: Ports,
-    run_state: RunState,
-    lifecycle: GroupLifecycle,
-    producer: Producer,
-    held: HeldPrompts,
-    adaptive: AdaptiveConcurrency | None,
-) -> Callable[[], Coroutine[Any, Any, None]]:
-    def may_answer() -> bool:
-        """Whether the engines may be answering requests of this run."""
-        return bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken)
-
-    limit = config.engine.sglang_router_request_timeout_secs
-    return partial(follow_engine_load, run_state, lifecycle.ledger, ports.fleet, may_answer, limit, adaptive)
-
-
-def _evaluator(config: RunConfig, ports: Ports, run_state: RunState, lifecycle: GroupLifecycle) -> Evaluator:
-    return Evaluator(
-        run_state,
-        ports.rewarder,
-        ports.eval_sets,
-        lambda: ports.fleet.serving() and not lifecycle.quarantine.has_engines_alone,
-        max_attempts=config.rollout.max_attempts,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -25,6 +26,7 @@ from miles_async.scheduling.window import FIFOWindow, HeadPolicy
 from miles_async.types import Group
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Producer:
     """Keeps generation going between `start` and `stop`, and fills the queue in window order.
 
@@ -38,29 +40,21 @@ class Producer:
             await producer.stop()
     """
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        tasks: TaskSupervisor,
-        attempts: Attempts,
-        engines: EngineChecks,
-        head_policy: HeadPolicy,
-        window_size: int,
-        queue_capacity: int,
-    ) -> None:
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._quarantine = lifecycle.quarantine
-        self._tasks = tasks
-        self.attempts = attempts
-        self._engines = engines
-        self._head_policy = head_policy
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    tasks: TaskSupervisor
+    attempts: Attempts
+    engines: EngineChecks
+    head_policy: HeadPolicy
+    window_size: int
+    queue_capacity: int
+
+    def __post_init__(self) -> None:
+        self._quarantine = self.lifecycle.quarantine
         self.waits_for: tuple[Blocked, float] | None = None
         """The limit that blocks admission now, and since when."""
-        self.queue: GroupQueue[Group] = GroupQueue(queue_capacity)
-        self.window: FIFOWindow[Group] = FIFOWindow(window_size)
+        self.queue: GroupQueue[Group] = GroupQueue(self.queue_capacity)
+        self.window: FIFOWindow[Group] = FIFOWindow(self.window_size)
         self._data_empty_at = -1
         """Value of `changed.count` when the feed last found no data."""
         self._loops: list[asyncio.Task[None]] = []
@@ -75,7 +69,7 @@ class Producer:
     @property
     def in_flight(self) -> int:
         """Number of groups that are admitted and not yet finished or dropped."""
-        counts = self._lifecycle.ledger.counts
+        counts = self.lifecycle.ledger.counts
         return counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
 
     def start(self, admission: Admission) -> None:
@@ -83,9 +77,9 @@ class Producer:
         if self._closed:
             return
         self.attempts.grading.candidates = admission.candidates
-        self._loops = [self._tasks.spawn("feed", self._feed(admission))]
-        if self._head_policy.active:
-            self._loops.append(self._tasks.spawn("head", self._enforce_head_deadline()))
+        self._loops = [self.tasks.spawn("feed", self._feed(admission))]
+        if self.head_policy.active:
+            self._loops.append(self.tasks.spawn("head", self._enforce_head_deadline()))
 
     def keep_running(self, admission: Admission) -> None:
         """Call `start` unless the producer runs."""
@@ -110,7 +104,7 @@ class Producer:
         """Abort the groups in flight and requeue them. Returns when nothing is in flight."""
         # Groups that were admitted but whose task has not started must not reach the engines after the abort.
         with self.attempts.aborting():
-            if self._lifecycle.ledger.counts[GroupState.IN_FLIGHT]:
+            if self.lifecycle.ledger.counts[GroupState.IN_FLIGHT]:
                 await self.attempts.abort_requests()
             # Waits for tasks and not for states: at the end of a run that failed, the tasks are cancelled.
             while self._in_progress:
@@ -127,8 +121,8 @@ class Producer:
         The window begins at the next sequence number, because no older attempt is left that it could wait for.
         """
         self.queue.restore([*queued, *finished])
-        self._lifecycle.advance(finished, GroupState.QUEUED)
-        self.window = FIFOWindow(self.window.window_size, first=self._lifecycle.ledger.fed)
+        self.lifecycle.advance(finished, GroupState.QUEUED)
+        self.window = FIFOWindow(self.window.window_size, first=self.lifecycle.ledger.fed)
 
     def skip(self, sequence: int) -> None:
         """Let the window pass a sequence number whose group was generated outside the pipeline."""
@@ -138,24 +132,24 @@ class Producer:
     @property
     def exhausted(self) -> bool:
         """Whether the data has ended and no group is in progress that could still reach the queue."""
-        counts = self._lifecycle.ledger.counts
+        counts = self.lifecycle.ledger.counts
         in_progress = any(
             counts[state] for state in (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
         )
         # A notification after the feed looked may have been a prompt that was requeued, so the look is outdated.
-        data_empty = self._data_empty_at == self._run_state.changed.count
+        data_empty = self._data_empty_at == self.run_state.changed.count
         return data_empty and not in_progress and not self._quarantine.waiting
 
     async def _feed(self, admission: Admission) -> None:
         """Admit groups while no limit blocks. Unblocked by a group that ends, a publish, a batch or a new engine."""
-        run_state = self._run_state
+        run_state = self.run_state
 
         def blocked() -> Blocked | None:
-            if not self._engines.serving():
+            if not self.engines.serving():
                 return Blocked.NO_ENGINE
             if self._quarantine.wants_engines_alone and self._engines_in_use():
                 return Blocked.TRIAL
-            return admission.blocked_by(self._lifecycle.ledger)
+            return admission.blocked_by(self.lifecycle.ledger)
 
         def no_longer_blocked_by(cause: Blocked) -> bool:
             return blocked() is not cause
@@ -173,7 +167,7 @@ class Producer:
                     )
                 )
                 continue
-            groups = self._lifecycle.feed_next()
+            groups = self.lifecycle.feed_next()
             if not groups:
                 # Wakes the collector, which checks `exhausted`. A group in progress may still be requeued.
                 run_state.changed.notify()
@@ -181,24 +175,24 @@ class Producer:
                 await run_state.changed.next_change()
                 continue
             for group in groups:
-                task = self._tasks.spawn(f"group-{group.sequence}", self._produce(group))
+                task = self.tasks.spawn(f"group-{group.sequence}", self._produce(group))
                 self._in_progress.add(task)
                 task.add_done_callback(self._in_progress.discard)
             # A generator that never suspends (a replayed recording) must not starve the other loops.
             await asyncio.sleep(0)
 
     def _engines_in_use(self) -> bool:
-        return bool(self.in_flight or self._run_state.evaluation_requests)
+        return bool(self.in_flight or self.run_state.evaluation_requests)
 
     async def _enforce_head_deadline(self) -> None:
         """Abort each head of the window that stays at the engines past its deadline."""
-        run_state, window = self._run_state, self.window
+        run_state, window = self.run_state, self.window
         while True:
             # An abort cannot help a head that is not admitted yet or is being scored.
             await run_state.changed.until(lambda: window.head in self.attempts.generating)
             head = window.head
             try:
-                async with asyncio.timeout(self._head_policy.deadline_seconds):
+                async with asyncio.timeout(self.head_policy.deadline_seconds):
                     await run_state.changed.until(partial(self._head_moved_past, head))
                 continue
             except TimeoutError:
@@ -215,10 +209,10 @@ class Producer:
         sequence = sequence_of(group)
         # Log lines of this task name the group, including those of a user's function.
         structlog.contextvars.bind_contextvars(group=sequence, feed_index=group.feed_index)
-        self._lifecycle.advance([group], GroupState.IN_FLIGHT)
+        self.lifecycle.advance([group], GroupState.IN_FLIGHT)
         if await self.attempts.make(group):
             self.finished_since_close += self._closed
-            self._lifecycle.advance([group], GroupState.FINISHED)
+            self.lifecycle.advance([group], GroupState.FINISHED)
             self.window.mark_completed(sequence, group)
         else:
             # The sequence number belongs to this attempt; the window extends past it, and a retry gets a new number.
@@ -229,8 +223,8 @@ class Producer:
         """Move the groups that the window releases into the queue."""
         for group in self.window.drain():
             self.queue.put(group)
-            self._lifecycle.advance([group], GroupState.QUEUED)
-            self._run_state.mark_progress()
-        self._run_state.journal.emit(
-            QueueChanged(time=self._run_state.clock.time(), depth=len(self.queue), blocked=self.window.blocked)
+            self.lifecycle.advance([group], GroupState.QUEUED)
+            self.run_state.mark_progress()
+        self.run_state.journal.emit(
+            QueueChanged(time=self.run_state.clock.time(), depth=len(self.queue), blocked=self.window.blocked)
         )

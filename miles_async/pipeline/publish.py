@@ -32,6 +32,7 @@ class _StagedVersion:
     """Time that staging took."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Publisher:
     """Makes the learner's weights live on the engines.
 
@@ -59,34 +60,21 @@ class Publisher:
     they take it back. Adapters are only a part of the weights, so the rest is verified even if no version is due.
     """
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        tasks: TaskSupervisor,
-        channel: WeightChannel,
-        fleet: Fleet,
-        pause_mode: str,
-        adapters: AdapterVersions | None = None,
-        colocated: bool = False,
-        queue_depth: Callable[[], int],
-        on_live: Callable[[], None],
-    ) -> None:
-        """`pause_mode` is that of `Fleet.pause`; `on_live` is called after each publish that reached an engine.
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    tasks: TaskSupervisor
+    channel: WeightChannel
+    fleet: Fleet
+    pause_mode: str
+    """That of `Fleet.pause`."""
+    adapters: AdapterVersions | None = None
+    colocated: bool = False
+    """Whether engines have released their memory before each publish."""
+    queue_depth: Callable[[], int]
+    on_live: Callable[[], None]
+    """Called after each publish that reached an engine."""
 
-        `colocated` engines have released their memory before each publish.
-        """
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._tasks = tasks
-        self._channel = channel
-        self._fleet = fleet
-        self._pause_mode = pause_mode
-        self._adapters = adapters
-        self._colocated = colocated
-        self._queue_depth = queue_depth
-        self._on_live = on_live
+    def __post_init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
         self._buffer_lease = Lease("the staging buffer", LEASE_SECONDS)
         """Held while the buffer is filled or sent, so that no engine gets a mixture of two versions."""
@@ -96,16 +84,16 @@ class Publisher:
         """Copy the learner's current weights as `version`. `trained` are the groups of the steps that made it."""
         await self.idle()
         async with self._buffer_lease.held_by(f"staging version {version}"):
-            started = self._run_state.clock.monotonic()
-            self._run_state.announced_version = version
-            await self._run_state.journal.flush()
-            await self._channel.stage(version)
-            self._run_state.trainer_version, self._run_state.weights_changed = version, False
-            self._staged = _StagedVersion(version, trained, self._run_state.clock.monotonic() - started)
+            started = self.run_state.clock.monotonic()
+            self.run_state.announced_version = version
+            await self.run_state.journal.flush()
+            await self.channel.stage(version)
+            self.run_state.trainer_version, self.run_state.weights_changed = version, False
+            self._staged = _StagedVersion(version, trained, self.run_state.clock.monotonic() - started)
 
     def start(self) -> None:
         """Run `publish` in the background."""
-        self._running = self._tasks.spawn("publish", self.publish())
+        self._running = self.tasks.spawn("publish", self.publish())
 
     async def idle(self) -> None:
         """Return when no publish runs in the background. A failed publish ends the run through its supervisor."""
@@ -117,20 +105,20 @@ class Publisher:
 
         If no version is staged, only adapters of `colocated` engines are verified, and loaded again if one is missing.
         """
-        if self._staged is None and self._colocated and self._adapters is not None:
+        if self._staged is None and self.colocated and self.adapters is not None:
             async with self._buffer_lease.held_by("engines that have taken their memory back"):
-                await asyncio.gather(*map(self._send_again, self._fleet.routed()))
+                await asyncio.gather(*map(self._send_again, self.fleet.routed()))
         # A publish that fences the last engine leaves the version staged: try again once an engine has joined.
         while self._staged is not None:
-            await self._run_state.changed.until(lambda: bool(self._fleet.routed()) and self._may_drop())
+            await self.run_state.changed.until(lambda: bool(self.fleet.routed()) and self._may_drop())
             async with self._buffer_lease.held_by(f"the publish of version {self._staged.version}"):
                 await self._publish(self._staged)
 
     def _may_drop(self) -> bool:
         """Whether no request names an adapter that engines drop when they load the staged version."""
-        if self._adapters is None or self._staged is None:
+        if self.adapters is None or self._staged is None:
             return True
-        return self._adapters.idle_below(self._staged.version - self._adapters.resident + 1)
+        return self.adapters.idle_below(self._staged.version - self.adapters.resident + 1)
 
     async def join(self, engine: str) -> None:
         """Send the version in the staging buffer to a restarted or new engine, then let requests reach it.
@@ -138,47 +126,47 @@ class Publisher:
         Raises EngineLostError if any of this fails; the engine receives no requests then.
         """
         async with self._buffer_lease.held_by(f"{engine}, which joins"):
-            await self._channel.connect([*self._fleet.routed(), engine])
+            await self.channel.connect([*self.fleet.routed(), engine])
             # The buffer holds the version that was staged last, whether it is live or waits for its publish.
-            version = self._run_state.trainer_version
+            version = self.run_state.trainer_version
             outcome = await self._send(version, engine)
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
-            await self._fleet.commit(engine, version)
+            await self.fleet.commit(engine, version)
             # An engine that ends at its first request never joins, so that its failures are counted (`repair.py`).
-            await self._fleet.check(engine)
+            await self.fleet.check(engine)
             await self._compare(engine)
-            await self._fleet.admit(engine)
-        self._run_state.changed.notify()
+            await self.fleet.admit(engine)
+        self.run_state.changed.notify()
 
     async def leave(self, engine: str) -> None:
         """Remove an engine for good, between two publishes, and disconnect it."""
         async with self._buffer_lease.held_by(f"{engine}, which leaves"):
-            await self._fleet.dismiss(engine)
+            await self.fleet.dismiss(engine)
             # Without a routed engine there is nothing to connect to; the next engine that joins connects.
-            if routed := self._fleet.routed():
-                await self._channel.connect(routed)
+            if routed := self.fleet.routed():
+                await self.channel.connect(routed)
 
     async def _publish(self, staged: _StagedVersion) -> None:
         """Pause, send, commit and resume; advance the state of the run if an engine holds the version afterwards.
 
         Adapters are sent and committed without a pause.
         """
-        run_state, version = self._run_state, staged.version
-        run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self._queue_depth()))
-        pauses, paused_at = self._adapters is None, run_state.clock.monotonic()
+        run_state, version = self.run_state, staged.version
+        run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self.queue_depth()))
+        pauses, paused_at = self.adapters is None, run_state.clock.monotonic()
         try:
             if pauses:
                 await self._pause()
             stopped_at = run_state.clock.monotonic()
-            outcomes = await asyncio.gather(*(self._update(version, engine) for engine in self._fleet.routed()))
+            outcomes = await asyncio.gather(*(self._update(version, engine) for engine in self.fleet.routed()))
         finally:
             # Engines that stayed paused would never answer the requests that they hold.
             written_at = run_state.clock.monotonic()
             if pauses:
-                await self._fleet.resume()
+                await self.fleet.resume()
         resumed_at = run_state.clock.monotonic()
-        live = bool(self._fleet.routed())
+        live = bool(self.fleet.routed())
         run_state.journal.emit(
             PublishEnded(
                 time=run_state.clock.time(),
@@ -190,7 +178,7 @@ class Publisher:
                 write_seconds=max((outcome.seconds for outcome in outcomes), default=0.0),
                 resuming_seconds=resumed_at - written_at,
                 bytes=sum(outcome.bytes for outcome in outcomes),
-                queue=self._queue_depth(),
+                queue=self.queue_depth(),
                 fenced=[outcome.engine for outcome in outcomes if outcome.error],
             )
         )
@@ -199,34 +187,34 @@ class Publisher:
         # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
         run_state.live_version = version
-        if self._adapters is not None:
-            self._adapters.live = version
-        self._lifecycle.advance(staged.trained, GroupState.PUBLISHED)
+        if self.adapters is not None:
+            self.adapters.live = version
+        self.lifecycle.advance(staged.trained, GroupState.PUBLISHED)
         run_state.mark_progress()
-        self._on_live()
+        self.on_live()
         run_state.changed.notify()
-        if self._adapters is None:
-            await asyncio.gather(*map(self._compare, self._fleet.routed()))
-        elif self._adapters.idle_below(version - self._adapters.resident + 2):
-            await asyncio.gather(*map(self._drop, self._fleet.routed()))
+        if self.adapters is None:
+            await asyncio.gather(*map(self._compare, self.fleet.routed()))
+        elif self.adapters.idle_below(version - self.adapters.resident + 2):
+            await asyncio.gather(*map(self._drop, self.fleet.routed()))
 
     async def _compare(self, engine: str) -> None:
         """Warn if an engine computes other log-probabilities than the learner. A lost engine is not reported here."""
         with suppress(EngineLostError):
-            if (difference := await self._channel.compare(engine)) is not None:
-                self._run_state.journal.warn(difference)
+            if (difference := await self.channel.compare(engine)) is not None:
+                self.run_state.journal.warn(difference)
 
     async def _drop(self, engine: str) -> None:
         """Let an engine drop old adapters. If that fails, the next send tries it again."""
         with suppress(EngineLostError):
-            await self._channel.drop(engine)
+            await self.channel.drop(engine)
 
     async def _pause(self) -> None:
         """Pause the engines. Until this returns, they may abort any request, even one that has just arrived."""
-        run_state, aborts = self._run_state, self._pause_mode == "abort"
+        run_state, aborts = self.run_state, self.pause_mode == "abort"
         run_state.publish_is_aborting = aborts
         try:
-            await self._fleet.pause(self._pause_mode)
+            await self.fleet.pause(self.pause_mode)
         finally:
             run_state.publish_is_aborting = False
             run_state.publish_aborts += aborts
@@ -235,10 +223,10 @@ class Publisher:
         """Send and commit the version on one engine; fence the engine if either fails."""
         outcome = await self._send(version, engine)
         if outcome.error is None:
-            if self._adapters is not None:
+            if self.adapters is not None:
                 await self._compare(engine)
             try:
-                await self._fleet.commit(engine, version)
+                await self.fleet.commit(engine, version)
                 return outcome
             except EngineLostError as lost:
                 outcome = replace(outcome, error=str(lost))
@@ -247,7 +235,7 @@ class Publisher:
 
     async def _send_again(self, engine: str) -> None:
         """Send the version that an engine should hold already; fence the engine if that fails."""
-        version = self._run_state.trainer_version
+        version = self.run_state.trainer_version
         outcome = await self._send(version, engine)
         if outcome.error is not None:
             await self._fence(version, outcome)
@@ -255,23 +243,23 @@ class Publisher:
     async def _fence(self, version: int, outcome: SendOutcome) -> None:
         """Fence an engine that does not get a version."""
         self._report_failure(version, outcome, "fence")
-        await self._fleet.fence(outcome.engine, outcome.error or "")
+        await self.fleet.fence(outcome.engine, outcome.error or "")
 
     async def _send(self, version: int, engine: str) -> SendOutcome:
         """Send, repeat once after a failure, then try every other transport. A final failure is not repeated."""
-        outcome = await self._channel.send(version, engine)
+        outcome = await self.channel.send(version, engine)
         if outcome.error is not None and not outcome.final:
             self._report_failure(version, outcome, "retry")
-            outcome = await self._channel.send(version, engine)
-        while outcome.error is not None and not outcome.final and (transport := await self._channel.fall_back(engine)):
+            outcome = await self.channel.send(version, engine)
+        while outcome.error is not None and not outcome.final and (transport := await self.channel.fall_back(engine)):
             self._report_failure(version, outcome, "fall_back", transport)
-            outcome = await self._channel.send(version, engine)
+            outcome = await self.channel.send(version, engine)
         return outcome
 
     def _report_failure(self, version: int, outcome: SendOutcome, then: str, transport: str | None = None) -> None:
-        self._run_state.journal.emit(
+        self.run_state.journal.emit(
             WriteFailed(
-                time=self._run_state.clock.time(),
+                time=self.run_state.clock.time(),
                 version=version,
                 engine=outcome.engine,
                 error=outcome.error or "",

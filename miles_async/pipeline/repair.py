@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 from miles_async.errors import EngineLostError, FatalError, RouterLostError
 from miles_async.pipeline.publish import Publisher
@@ -46,6 +47,7 @@ class EngineChecks:
                 await asyncio.gather(*map(self.check, self._fleet.routed()))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Repair:
     """Runs one loop per engine. A routed engine is checked at a fixed interval and fenced if the check fails.
 
@@ -53,62 +55,53 @@ class Repair:
     (`Publisher.join`). Requests that it held fail when its process ends, and their groups return to the data source.
     """
 
-    def __init__(
-        self,
-        *,
-        run_state: RunState,
-        fleet: Fleet,
-        checks: EngineChecks,
-        publisher: Publisher,
-        tasks: TaskSupervisor,
-        interval_seconds: float,
-        devices: AbstractAsyncContextManager[None],
-    ) -> None:
-        """`devices` is held while an engine starts: with colocation, the learner must not use the devices meanwhile."""
-        self._run_state = run_state
-        self._fleet = fleet
-        self._checks = checks
-        self._publisher = publisher
-        self._tasks = tasks
-        self._interval = interval_seconds
-        self._devices = devices
+    run_state: RunState
+    fleet: Fleet
+    checks: EngineChecks
+    publisher: Publisher
+    tasks: TaskSupervisor
+    interval_seconds: float
+    devices: AbstractAsyncContextManager[None]
+    """Held while an engine starts: with colocation, the learner must not use the devices meanwhile."""
+
+    def __post_init__(self) -> None:
         self._loops: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Check the router at each interval, and keep one loop running per member of the fleet. Never returns."""
         last_failure = ""
         while True:
-            members = self._fleet.members()
+            members = self.fleet.members()
             for engine in members:
                 if engine not in self._loops:
-                    self._loops[engine] = self._tasks.spawn(f"keep-{engine}", self._keep_alive(engine))
+                    self._loops[engine] = self.tasks.spawn(f"keep-{engine}", self._keep_alive(engine))
             for engine in self._loops.keys() - set(members):
                 self._loops.pop(engine).cancel()
-            await self._run_state.clock.sleep(self._interval)
+            await self.run_state.clock.sleep(self.interval_seconds)
             if not members:
                 continue
             try:
-                await self._fleet.check_router()
+                await self.fleet.check_router()
                 last_failure = ""
             except EngineLostError as lost:
                 # Warn once per cause, not once per interval.
                 if str(lost) != last_failure:
                     last_failure = str(lost)
-                    self._run_state.journal.warn(last_failure)
+                    self.run_state.journal.warn(last_failure)
             # Admission and evaluations wait for a router that serves requests.
-            self._run_state.changed.notify()
+            self.run_state.changed.notify()
 
     async def _keep_alive(self, engine: str) -> None:
         """Check or restart one engine until it leaves the fleet."""
-        while engine in self._fleet.members():
-            if engine not in self._fleet.routed():
+        while engine in self.fleet.members():
+            if engine not in self.fleet.routed():
                 await self._replace(engine)
                 continue
             try:
-                async with asyncio.timeout(self._interval):
-                    await self._run_state.changed.until(lambda: engine not in self._fleet.routed())
+                async with asyncio.timeout(self.interval_seconds):
+                    await self.run_state.changed.until(lambda: engine not in self.fleet.routed())
             except TimeoutError:
-                await self._checks.check(engine)
+                await self.checks.check(engine)
 
     async def _replace(self, engine: str) -> None:
         """Restart an engine until it joins.
@@ -116,11 +109,11 @@ class Repair:
         Raises FatalError after `MAX_FAILED_STARTS` failures if no other engine is routed.
         """
         failures = 0
-        while engine in self._fleet.members():
+        while engine in self.fleet.members():
             try:
-                async with self._devices:
-                    await self._fleet.restart(engine)
-                    await self._publisher.join(engine)
+                async with self.devices:
+                    await self.fleet.restart(engine)
+                    await self.publisher.join(engine)
                 return
             except RouterLostError as lost:
                 # The engine started; no router could take it.
@@ -128,7 +121,7 @@ class Repair:
             except EngineLostError as lost:
                 failures += 1
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
-            if failures >= MAX_FAILED_STARTS and not self._fleet.routed():
+            if failures >= MAX_FAILED_STARTS and not self.fleet.routed():
                 raise FatalError(f"no engine is left: {sentence}")
-            self._run_state.journal.warn(sentence)
-            await self._run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))
+            self.run_state.journal.warn(sentence)
+            await self.run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))

@@ -95,27 +95,20 @@ def stored_position(progress: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"metadata": progress.get("metadata", {}), **progress["data"]}
 
 
+@dataclass(eq=False, repr=False)
 class Restorer:
     """Enters a stored run into the parts of this one. Nothing may have been fed before."""
 
-    def __init__(
-        self,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        producer: Producer,
-        training: Training,
-        ports: Ports,
-        *,
-        trains_off_lineage: bool,
-    ) -> None:
-        """`trains_off_lineage` is `--off-lineage train`."""
-        self._run_state = run_state
-        self._journal = run_state.journal
-        self._lifecycle = lifecycle
-        self._producer = producer
-        self._training = training
-        self._ports = ports
-        self._trains_off_lineage = trains_off_lineage
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    producer: Producer
+    training: Training
+    ports: Ports
+    trains_off_lineage: bool
+    """`--off-lineage train`."""
+
+    def __post_init__(self) -> None:
+        self._journal = self.run_state.journal
 
     async def restore(self, stored: StoredRun, first_rollout: int) -> RestoredRun:
         """Enter the stored groups, and return where the run continues. `first_rollout` is the one that it began with.
@@ -123,10 +116,10 @@ class Restorer:
         Raises FatalError if the learner has trained a batch that the store does not know, or if the store no longer has
         the groups of a batch that has to be trained again.
         """
-        self._journal.emit(RunContinued(time=self._run_state.clock.time()))
-        values, learner = stored.progress, await self._ports.learner.progress()
-        self._ports.data.seek(stored_position(values))
-        self._lifecycle.recycled = values["recycled"]
+        self._journal.emit(RunContinued(time=self.run_state.clock.time()))
+        values, learner = stored.progress, await self.ports.learner.progress()
+        self.ports.data.seek(stored_position(values))
+        self.lifecycle.recycled = values["recycled"]
         groups = await self._enter(stored)
         next_rollout = await self._count_last_batch(values["next_rollout"], learner)
         last = next_rollout - 1 if learner.rollout is None else learner.rollout
@@ -137,13 +130,13 @@ class Restorer:
         undone = _undone_batches(stored, last, next_rollout)
         version = self._next_version(learner, last, len(undone))
         for before in undone:
-            self._lifecycle.roll_back(groups[before.sequence])
+            self.lifecycle.roll_back(groups[before.sequence])
         self._end_lost_attempts(stored, groups)
         self._fill_queue(stored, undone, groups)
         return RestoredRun(
             next_rollout=last + 1 if undone else next_rollout,
             version=version,
-            trained=self._lifecycle.groups_in(GroupState.TRAINED),
+            trained=self.lifecycle.groups_in(GroupState.TRAINED),
             evaluated=min(values["evaluated"], last),
             saved=saved,
         )
@@ -155,10 +148,10 @@ class Restorer:
         """
         values, posted = stored.progress, set(stored.posted)
         prompts = {group.feed_index: group for group in stored.prompts}
-        self._run_state.announced_version = values["announced_version"]
-        self._run_state.lineage = Lineage(values["rollbacks"])
+        self.run_state.announced_version = values["announced_version"]
+        self.run_state.lineage = Lineage(values["rollbacks"])
         self._journal.restore(stored.groups, values["saved"])
-        self._lifecycle.ledger.restore(
+        self.lifecycle.ledger.restore(
             values["fed"],
             {group.sequence: group.state for group in stored.groups if group.state in LIVE},
             values["published"],
@@ -168,21 +161,21 @@ class Restorer:
         for before in stored.groups:
             groups[before.sequence] = group = _group_of(before, prompts)
             if before.state in LIVE:
-                self._lifecycle.register(group)
+                self.lifecycle.register(group)
             if before.content is not None:
                 load = partial(self._journal.load, before.sequence)
-                self._lifecycle.leave_in_store(group, load, before.content.response_tokens)
+                self.lifecycle.leave_in_store(group, load, before.content.response_tokens)
             elif before.feed_index in posted:
-                self._lifecycle.leave_in_store(group, partial(self._journal.load_posted, before.feed_index))
+                self.lifecycle.leave_in_store(group, partial(self._journal.load_posted, before.feed_index))
             if not group:
-                await self._lifecycle.load(group)
+                await self.lifecycle.load(group)
         return groups
 
     async def _count_last_batch(self, next_rollout: int, learner: LearnerProgress) -> int:
         """Record a batch that the learner trained after the last write to the store. Returns the next rollout."""
         if learner.rollout is None or learner.rollout < next_rollout:
             return next_rollout
-        leased = {sequence_of(group): group for group in self._lifecycle.groups_in(GroupState.LEASED)}
+        leased = {sequence_of(group): group for group in self.lifecycle.groups_in(GroupState.LEASED)}
         missing = [sequence for sequence in learner.groups if sequence not in leased]
         if learner.report is None or learner.rollout > next_rollout or missing:
             raise FatalError(
@@ -191,13 +184,13 @@ class Restorer:
             )
         groups = [leased[sequence] for sequence in learner.groups]
         for group in groups:
-            await self._lifecycle.load(group)
-        self._training.conclude(learner.rollout, groups, learner.report)
+            await self.lifecycle.load(group)
+        self.training.conclude(learner.rollout, groups, learner.report)
         return learner.rollout + 1
 
     def _next_version(self, learner: LearnerProgress, last: int, undone: int) -> int:
         """The version to publish first. Records the rollback if the weights come from a checkpoint."""
-        run_state, announced = self._run_state, self._run_state.announced_version
+        run_state, announced = self.run_state, self.run_state.announced_version
         if learner.staged or (announced == learner.version == 0 and not undone):
             # A version that was announced but not staged is on no engine. A staged version may already be live; keep
             # its number.
@@ -225,25 +218,25 @@ class Restorer:
         """
         known, posted = {group.feed_index for group in stored.groups}, set(stored.posted)
         untrained = {before.feed_index for before in self._untrained(stored.groups)}
-        self._ports.restore_posted([name for name in stored.posted if name not in known or name in untrained])
+        self.ports.restore_posted([name for name in stored.posted if name not in known or name in untrained])
         for before in sorted(self._untrained(stored.groups), key=lambda before: before.sequence):
             reason = self._reason_to_generate_again(before)
             group, is_posted = groups[before.sequence], before.feed_index in posted
             if reason is None:
                 continue
             if group and not is_posted:
-                self._lifecycle.requeue(group, reason)
+                self.lifecycle.requeue(group, reason)
                 continue
-            self._lifecycle.drop(group, reason)
+            self.lifecycle.drop(group, reason)
             if is_posted:
                 self._journal.keep_posted(before.feed_index)
-        self._ports.data.add_samples([prompt for prompt in stored.prompts if prompt.feed_index not in known])
+        self.ports.data.add_samples([prompt for prompt in stored.prompts if prompt.feed_index not in known])
 
     def _reason_to_generate_again(self, stored: StoredGroup) -> DropReason | None:
         """Why the group cannot be trained with the tokens that it has; None if it can."""
         if stored.content is None:
             return DropReason.WORKER_LOST
-        if not self._trains_off_lineage and not all(map(self._run_state.lineage.includes, stored.content.versions)):
+        if not self.trains_off_lineage and not all(map(self.run_state.lineage.includes, stored.content.versions)):
             return DropReason.ROLLED_BACK
         return None
 
@@ -256,14 +249,14 @@ class Restorer:
 
         leased = stored_as(GroupState.LEASED)
         for group in leased:
-            self._lifecycle.give_back(group)
+            self.lifecycle.give_back(group)
         rolled_back = [groups[before.sequence] for before in self._untrained(undone)]
         queue = [*rolled_back, *leased, *stored_as(GroupState.QUEUED)]
-        self._producer.restore(queue, sorted(stored_as(GroupState.FINISHED), key=sequence_of))
+        self.producer.restore(queue, sorted(stored_as(GroupState.FINISHED), key=sequence_of))
 
     def _untrained(self, candidates: Iterable[StoredGroup]) -> list[StoredGroup]:
         """Those that are neither trained nor ended now."""
-        states = ((before, self._lifecycle.ledger.state(before.sequence)) for before in candidates)
+        states = ((before, self.lifecycle.ledger.state(before.sequence)) for before in candidates)
         return [before for before, state in states if state not in (None, GroupState.TRAINED)]
 
 

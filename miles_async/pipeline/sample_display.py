@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
 from miles_async.events import EventSink, SampleDisplayed, Segment
@@ -25,35 +26,33 @@ def readable(text: str) -> str:
     return visible_text(text)
 
 
+@dataclass(eq=False, repr=False)
 class SampleDisplay:
     """Emits a `SampleDisplayed` event for one of the groups offered to it, at most once per interval."""
 
-    def __init__(
-        self, clock: Clock, events: EventSink, interval_seconds: float | None, text_of: Callable[[list[int]], str]
-    ) -> None:
-        """`interval_seconds` is the shortest time between two samples; None disables the display.
+    clock: Clock
+    events: EventSink
+    interval_seconds: float | None
+    """The shortest time between two samples; None disables the display."""
+    text_of: Callable[[list[int]], str]
+    """Returns the text of tokens."""
 
-        `text_of` returns the text of tokens.
-        """
-        self._clock = clock
-        self._events = events
-        self._text_of = text_of
-        self._interval = interval_seconds
-        self._next = clock.monotonic()
+    def __post_init__(self) -> None:
+        self._next = self.clock.monotonic()
 
     def offer(self, group: Group) -> None:
         """Offer a group that has its rewards."""
-        if self._interval is None or (now := self._clock.monotonic()) < self._next:
+        if self.interval_seconds is None or (now := self.clock.monotonic()) < self._next:
             return
         if not all(map(isfinite, group.rewards)):
             return  # JSON, the format of stored events, cannot represent these rewards
-        self._next = now + self._interval
+        self._next = now + self.interval_seconds
         sample = group[0]
         versions = [span.version for span in sample.spans]
         parts = list(self._parts(sample))
-        self._events.emit(
+        self.events.emit(
             SampleDisplayed(
-                time=self._clock.time(),
+                time=self.clock.time(),
                 sequence=group.sequence or 0,
                 feed_index=group.feed_index,
                 prompt=readable(_prompt(sample)),
@@ -78,7 +77,7 @@ class SampleDisplay:
         omitted = range(TOKENS_SHOWN // 2, len(ids) - TOKENS_SHOWN // 2)
         for version, start, end in _by_version(sample.spans, len(ids), omitted):
             shown = start not in omitted
-            text = readable(self._text_of(ids[start:end])) if shown else f"\n[… {end - start} tokens …]\n"
+            text = readable(self.text_of(ids[start:end])) if shown else f"\n[… {end - start} tokens …]\n"
             yield Segment(version, end - start if shown else 0, len(text)), text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
 from statistics import fmean
@@ -21,24 +22,18 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample, StepReport
 
 
+@dataclass(eq=False, repr=False)
 class Training:
     """Takes the optimizer steps of batches, one batch at a time."""
 
-    def __init__(
-        self,
-        run_state: RunState,
-        lifecycle: GroupLifecycle,
-        learner: Learner,
-        dead_letters: DeadLetters,
-        gate: StalenessGate,
-        config: RunConfig,
-    ) -> None:
-        self._run_state = run_state
-        self._lifecycle = lifecycle
-        self._learner = learner
-        self._dead_letters = dead_letters
-        self._gate = gate
-        self._config = config
+    run_state: RunState
+    lifecycle: GroupLifecycle
+    learner: Learner
+    dead_letters: DeadLetters
+    gate: StalenessGate
+    config: RunConfig
+
+    def __post_init__(self) -> None:
         self._not_finite: list[list[Group]] = []
         """The latest consecutive batches whose loss or gradient was not finite."""
 
@@ -52,15 +47,15 @@ class Training:
         If a loss or gradient is not finite, the batch is dropped. Raises FatalError after
         `max_nonfinite_batches` such batches in a row, whose groups are then dead-lettered.
         """
-        run_state = self._run_state
+        run_state = self.run_state
         version = run_state.trainer_version
         ages = [run_state.age_of(group) for group in groups]
-        if any(map(self._gate.too_old, ages)):
+        if any(map(self.gate.too_old, ages)):
             raise FatalError(
                 f"a group of staleness {max(ages)} reached the step despite --max-weight-staleness; report this bug"
             )
-        if self._config.rollout.shuffle_rewards:
-            shuffle_rewards(groups, seed=self._config.data.rollout_seed + rollout_id)
+        if self.config.rollout.shuffle_rewards:
+            shuffle_rewards(groups, seed=self.config.data.rollout_seed + rollout_id)
         run_state.journal.emit(
             StepStarted(
                 time=run_state.clock.time(),
@@ -75,7 +70,7 @@ class Training:
         # The task begins only after the learner has taken its batch.
         task = None if beside is None else beside()
         try:
-            report = await self._learner.train(rollout_id, groups)
+            report = await self.learner.train(rollout_id, groups)
         finally:
             if task is not None:
                 task.cancel()
@@ -84,7 +79,7 @@ class Training:
 
     def conclude(self, rollout_id: int, groups: list[Group], report: StepReport) -> None:
         """Record the end of a step. Raises FatalError like `step`."""
-        run_state = self._run_state
+        run_state = self.run_state
         # The responses of a group that a rollout function generated are lost with the rollout worker.
         known = [group for group in groups if group.response_tokens]
         samples = [sample for group in known for sample in group]
@@ -103,7 +98,7 @@ class Training:
             )
         )
         if report.finite:
-            self._lifecycle.advance(groups, GroupState.TRAINED, rollout=rollout_id)
+            self.lifecycle.advance(groups, GroupState.TRAINED, rollout=rollout_id)
             run_state.weights_changed = True
             self._not_finite = []
         else:
@@ -111,14 +106,14 @@ class Training:
 
     def _drop_nonfinite(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:
-            self._lifecycle.drop(group, DropReason.NONFINITE)
+            self.lifecycle.drop(group, DropReason.NONFINITE)
         self._not_finite.append(groups)
         times = len(self._not_finite)
-        if times < self._config.learner.max_nonfinite_batches:
+        if times < self.config.learner.max_nonfinite_batches:
             return
         sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
         for group in chain.from_iterable(self._not_finite):
-            self._dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
+            self.dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
         raise FatalError(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
 
 

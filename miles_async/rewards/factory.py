@@ -163,7 +163,7 @@ def _plugin(config: RunConfig, args: Any, reward: Reward, *, name: str, key: str
         boxed=name.startswith(BOXED) and not asks_server,
         changes_samples=False,
         wrong=reward.wrong,
-        close=function.close if asks_server else None,
+        release=function.close if asks_server else None,
     )
 
 

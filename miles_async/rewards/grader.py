@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -174,25 +175,20 @@ def _answer(reward: Any) -> bytes:
     return msgspec.json.encode({"reward": reward}, enc_hook=float)
 
 
+@dataclass(eq=False, repr=False)
 class Children:
     """Scores each sample in a forked process that ends with its answer, so nothing that a text changes outlives it."""
 
-    def __init__(
-        self,
-        enter: Callable[[], tuple[bool, bool]],
-        score: Callable[[list[Sample]], Iterator[bytes]],
-        timeout_seconds: float,
-        allow_unconfined: bool,
-    ) -> None:
-        """`enter` confines a process, and `score` yields one answer for each sample."""
-        self._enter = enter
-        self._score = score
-        self._timeout_seconds = timeout_seconds
-        self._allow_unconfined = allow_unconfined
+    enter: Callable[[], tuple[bool, bool]]
+    """Confines a process; returns whether its files and its calls are restricted."""
+    score: Callable[[list[Sample]], Iterator[bytes]]
+    """Yields one answer for each sample."""
+    timeout_seconds: float
+    allow_unconfined: bool
 
     def started(self) -> Started:
         """Return how far the kernel confines a child. Raises OSError or ValueError if a child cannot say so."""
-        answer, _ = answer_of_child(lambda: msgspec.json.encode(Started(*self._enter())), FIRST_SECONDS)
+        answer, _ = answer_of_child(lambda: msgspec.json.encode(Started(*self.enter())), FIRST_SECONDS)
         return msgspec.json.decode(answer, type=Started)
 
     def grade(self, samples: list[Sample]) -> Iterator[bytes]:
@@ -201,7 +197,7 @@ class Children:
             yield self._grade_one(sample)
 
     def _grade_one(self, sample: Sample) -> bytes:
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         answer, exit_code = b"", 0
         try:
             for _ in range(2):
@@ -211,7 +207,7 @@ class Children:
                     break
                 # The system may have killed the process for a reason outside of the sample.
         except TimeoutError:
-            seconds = f"{self._timeout_seconds:g} s (reward_timeout_seconds)"
+            seconds = f"{self.timeout_seconds:g} s (reward_timeout_seconds)"
             return failure(f"took longer than {seconds}; its process was killed", "limit")
         if exit_code or not answer:
             # The response has ended the process, or the kernel has.
@@ -225,11 +221,11 @@ class Children:
 
     def _in_child(self, sample: Sample) -> bytes:
         protect()
-        limit_cpu(math.ceil(self._timeout_seconds) + 1)
-        calls_restricted, _ = self._enter()
-        if not calls_restricted and not self._allow_unconfined:
+        limit_cpu(math.ceil(self.timeout_seconds) + 1)
+        calls_restricted, _ = self.enter()
+        if not calls_restricted and not self.allow_unconfined:
             raise PermissionError("the kernel does not confine this process any more")
-        [answer] = self._score([sample])
+        [answer] = self.score([sample])
         return answer
 
 

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -43,6 +43,7 @@ CANCEL_GRACE_SECONDS = 5.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Rewarder:
     """Implements the `Rewarder` port.
 
@@ -53,47 +54,32 @@ class Rewarder:
     reward of a wrong one. An async function waits for a server, so one that misses its deadline is infrastructure.
     """
 
-    def __init__(
-        self,
-        function: RewardFunction | GraderPool,
-        args: Any,
-        *,
-        name: str,
-        timeout_seconds: float | None,
-        reward_key: str | None = None,
-        whole_groups: bool = False,
-        boxed: bool = False,
-        changes_samples: bool = True,
-        wrong: float | Mapping[str, Any] = 0.0,
-        close: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """Create a rewarder.
+    function: RewardFunction | GraderPool
+    """The reward function, or the processes that call it."""
+    args: Any
+    """The flat configuration that `function` receives first."""
+    name: str
+    """Name of the reward in error messages."""
+    timeout_seconds: float | None
+    """Deadline per sample, or per group with `whole_groups`; None if `function` enforces its own."""
+    reward_key: str | None = None
+    """The entry that counts if the reward is a dictionary."""
+    whole_groups: bool = False
+    """`function` scores a group per call."""
+    boxed: bool = False
+    """`function` sees only the contents of the last box in the response."""
+    changes_samples: bool = True
+    """`function` may write into the samples that it sees, so they are checked afterwards."""
+    wrong: float | Mapping[str, Any] = 0.0
+    """The reward of a response whose reward exceeds its limits."""
+    release: Callable[[], Awaitable[None]] | None = None
+    """Releases processes and connections of `function`."""
 
-        Args:
-            function: the reward function, or the processes that call it.
-            args: the flat configuration that `function` receives first.
-            name: name of the reward in error messages.
-            timeout_seconds: deadline per sample, or per group with `whole_groups`; None if `function` enforces its own.
-            reward_key: the entry that counts if the reward is a dictionary.
-            whole_groups: `function` scores a group per call.
-            boxed: `function` sees only the contents of the last box in the response.
-            changes_samples: `function` may write into the samples that it sees, so they are checked afterwards.
-            wrong: the reward of a response whose reward exceeds its limits.
-            close: releases processes and connections of `function`.
-        """
-        self._function = function
-        self._args = args
-        self._name = name
-        self._timeout_seconds = timeout_seconds
-        self._reward_key = reward_key
-        self._whole_groups = whole_groups
-        self._boxed = boxed
+    def __post_init__(self) -> None:
         # Another process gets copies.
-        self._changes_samples = changes_samples and not isinstance(function, GraderPool)
-        self._wrong = wrong
-        self._close = close
+        self.changes_samples = self.changes_samples and not isinstance(self.function, GraderPool)
         self._threads = Threads()
-        self._is_async = function.is_async if isinstance(function, GraderPool) else is_async(function)
+        self._is_async = self.function.is_async if isinstance(self.function, GraderPool) else is_async(self.function)
         self._scored: Sample | None = None
         """The last sample that was scored. If the function still works, it finishes for this sample."""
 
@@ -117,7 +103,7 @@ class Rewarder:
         try:
             errors = await self._scored_with_errors(group)
         except TrajectoryError:
-            if self._changes_samples:
+            if self.changes_samples:
                 with suppress(TrajectoryError):
                     accept_group(group)
             _convert_metadata(group)
@@ -127,9 +113,9 @@ class Rewarder:
 
     async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:
         group.share_rewards()
-        trajectories = [one for one in group.trajectories if self._whole_groups or one[-1].reward is None]
-        shown = [_boxed(segments[-1]) if self._boxed else segments[-1] for segments in trajectories]
-        results = await (self._score_together(shown, group) if self._whole_groups else self._score_each(shown))
+        trajectories = [one for one in group.trajectories if self.whole_groups or one[-1].reward is None]
+        shown = [_boxed(segments[-1]) if self.boxed else segments[-1] for segments in trajectories]
+        results = await (self._score_together(shown, group) if self.whole_groups else self._score_each(shown))
         errors: list[TrajectoryError] = []
         for segments, result in zip(trajectories, results, strict=True):
             if isinstance(result, TrajectoryError):
@@ -152,10 +138,10 @@ class Rewarder:
     async def close(self) -> None:
         """Release threads, processes and connections; the rewarder cannot score afterwards."""
         self._threads.close()
-        if isinstance(self._function, GraderPool):
-            await self._function.close()
-        if self._close is not None:
-            await self._close()
+        if isinstance(self.function, GraderPool):
+            await self.function.close()
+        if self.release is not None:
+            await self.release()
 
     async def _score_each(self, shown: list[Sample]) -> list[Any]:
         """Return the reward of each shown sample, or a TrajectoryError in its place."""
@@ -178,7 +164,7 @@ class Rewarder:
     async def _accept(self, shown: list[Sample]) -> list[TrajectoryError | None]:
         """Convert the fields of samples that the function has seen. Returns the error of each sample, or None."""
         errors: list[TrajectoryError | None] = [None] * len(shown)
-        for number, sample in enumerate(shown if self._changes_samples else ()):
+        for number, sample in enumerate(shown if self.changes_samples else ()):
             try:
                 accept_values(sample)
             except TrajectoryError as error:
@@ -196,31 +182,31 @@ class Rewarder:
     def _outcome(self, sample: Sample, result: Any, broken: bool) -> Any:
         if not isinstance(result, BaseException):
             return result
-        sentence = f"sample {sample.index}: reward {self._name} {_failure(result)}"
+        sentence = f"sample {sample.index}: reward {self.name} {_failure(result)}"
         if isinstance(result, UnfinishedError):
             if broken:
                 return InfrastructureError(f"{sentence}; it finishes for no other response either")
             log.warning(
                 "a reward did not finish, and its sample counts as wrong",
-                reward=self._name,
+                reward=self.name,
                 sample=sample.index,
                 cause=str(result),
             )
             sample.metadata[REWARD_ERROR] = sentence
-            return self._wrong
+            return self.wrong
         failure = InfrastructureError(sentence) if is_infrastructure(result) else TrajectoryError(sentence)
         failure.__cause__ = result
         return failure
 
     async def _call_each(self, shown: list[Sample]) -> list[Any]:
         """Return the reward of each shown sample, or the error in its place."""
-        if isinstance(self._function, GraderPool):
-            return await self._function.grade(shown)
+        if isinstance(self.function, GraderPool):
+            return await self.function.grade(shown)
         if self._is_async:
             return await self._call_concurrently(shown)
         results: list[Any] = []
         while len(results) < len(shown):
-            results += await self._threads.score(self._call, shown[len(results) :], self._timeout_seconds)
+            results += await self._threads.score(self._call, shown[len(results) :], self.timeout_seconds)
             if len(results) < len(shown):
                 results.append(UnfinishedError(self._too_slow()))
         return results
@@ -242,41 +228,40 @@ class Rewarder:
     async def _score_together(self, shown: list[Sample], group: Group) -> list[Any]:
         """Return the rewards of a group. Raises TrajectoryError, or InfrastructureError, which names all samples."""
         try:
-            async with TimeLimit(self._timeout_seconds) as limit:
+            async with TimeLimit(self.timeout_seconds) as limit:
                 rewards = list(await self._call_together(shown))
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
             late = limit.expired() or isinstance(error, UnfinishedError)
             cause = self._too_slow() if limit.expired() else _failure(error)
-            sentence = f"group {group.feed_index}: reward {self._name} {cause}"
+            sentence = f"group {group.feed_index}: reward {self.name} {cause}"
             if self._is_async if late else is_infrastructure(error):
                 raise InfrastructureError(sentence, list(group)) from error
             # Nobody knows which sample is at fault.
             raise TrajectoryError(sentence) from error
         if len(rewards) != len(shown):
             raise TrajectoryError(
-                f"group {group.feed_index}: reward {self._name} returned {len(rewards)} rewards "
-                f"for {len(shown)} samples"
+                f"group {group.feed_index}: reward {self.name} returned {len(rewards)} rewards for {len(shown)} samples"
             )
         refused = await self._accept(shown)
         return [error or reward for error, reward in zip(refused, rewards, strict=True)]
 
     async def _call_together(self, shown: list[Sample]) -> Sequence[Any]:
-        if isinstance(self._function, GraderPool):
-            return await self._function.grade_group(shown)
-        function: RewardFunction = self._function
+        if isinstance(self.function, GraderPool):
+            return await self.function.grade_group(shown)
+        function: RewardFunction = self.function
         if self._is_async:
-            return await function(self._args, shown)  # type: ignore[no-any-return]
-        return await self._threads.run(lambda: function(self._args, shown))  # type: ignore[no-any-return]
+            return await function(self.args, shown)  # type: ignore[no-any-return]
+        return await self._threads.run(lambda: function(self.args, shown))  # type: ignore[no-any-return]
 
     def _too_slow(self) -> str:
-        return f"took longer than {self._timeout_seconds:g} s (reward_timeout_seconds)"
+        return f"took longer than {self.timeout_seconds:g} s (reward_timeout_seconds)"
 
     async def _await(self, sample: Sample) -> Any:
         try:
-            async with TimeLimit(self._timeout_seconds) as limit:
-                return await self._function(self._args, sample)  # type: ignore[operator]
+            async with TimeLimit(self.timeout_seconds) as limit:
+                return await self.function(self.args, sample)  # type: ignore[operator]
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
@@ -284,7 +269,7 @@ class Rewarder:
 
     def _call(self, sample: Sample) -> Any:
         try:
-            return self._function(self._args, sample)  # type: ignore[operator]
+            return self.function(self.args, sample)  # type: ignore[operator]
         except USER_CODE_ERRORS as error:
             return error
 
@@ -295,17 +280,17 @@ class Rewarder:
         try:
             reward = json_value(reward)
         except UnrepresentableError as error:
-            raise TrajectoryError(f"sample {sample.index}: the reward of {self._name} {error}", [sample]) from error
-        key = self._reward_key
+            raise TrajectoryError(f"sample {sample.index}: the reward of {self.name} {error}", [sample]) from error
+        key = self.reward_key
         if key is None:
             raise TrajectoryError(
-                f"sample {sample.index}: reward {self._name} returned a dictionary: set reward_key to one of "
+                f"sample {sample.index}: reward {self.name} returned a dictionary: set reward_key to one of "
                 f"{', '.join(reward)}",
                 [sample],
             )
         if key not in reward:
             raise TrajectoryError(
-                f"sample {sample.index}: reward {self._name} returned no {key!r} (reward_key)", [sample]
+                f"sample {sample.index}: reward {self.name} returned no {key!r} (reward_key)", [sample]
             )
         return {**reward, key: self._number(sample, reward[key])}, key
 
@@ -314,7 +299,7 @@ class Rewarder:
         if number is None:
             kind = type(reward).__name__
             raise TrajectoryError(
-                f"sample {sample.index}: reward {self._name} returned {shown(reward)}, a {kind}, not a number from "
+                f"sample {sample.index}: reward {self.name} returned {shown(reward)}, a {kind}, not a number from "
                 f"{-MAX_NUMBER:g} to {MAX_NUMBER:g}",
                 [sample],
             )

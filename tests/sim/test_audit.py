@@ -66,7 +66,7 @@ def test_a_recycled_group_that_is_trained_as_well_is_caught(monkeypatch: pytest.
     def copies(self: GroupLifecycle, group: Group, reason: DropReason, error: str, **options: Any) -> None:
         twin = Group([], feed_index=group.feed_index)
         twin.extend(type(sample)(index=sample.index) for sample in group)
-        self._data.add_samples([twin])
+        self.data.add_samples([twin])
         retry(self, group, reason, error, **options)
 
     monkeypatch.setattr(GroupLifecycle, "retry", copies)

@@ -293,7 +293,7 @@ def test_the_audit_finds_a_slot_that_an_ended_attempt_keeps(monkeypatch: pytest.
         if reason is not DropReason.WORKER_LOST:
             requeue(self, group, reason)
             return
-        self._data.add_samples([Group.from_prompt_dict(group.prompt_dict())])
+        self.data.add_samples([Group.from_prompt_dict(group.prompt_dict())])
 
     monkeypatch.setattr(GroupLifecycle, "requeue", keeps_slot)
     assert found("while an attempt at it holds a slot")

@@ -35,8 +35,6 @@ from miles_async.errors import MilesError, PromptTooLongError, TrajectoryError
 from miles_async.types import Sample, SampleStatus
 
 T = TypeVar("T")
-CONTEXT_TOKENS = 32
-"""Tokens before an answer that parsers of reasoning read."""
 LONG_TEXT = 20_000
 """Texts with so many characters are rendered and tokenized in a thread."""
 MAX_SEGMENTS = 128
@@ -123,6 +121,7 @@ class _Segment:
         return shared[-1] if shared else None
 
 
+@dataclass(eq=False, repr=False)
 class Conversation:
     """The conversations of one agent, which fill `sample` and the further segments of its trajectory.
 
@@ -131,33 +130,28 @@ class Conversation:
     from. `max_new_tokens` limits the tokens of each segment after its first prompt.
     """
 
-    def __init__(
-        self,
-        sample: Sample,
-        sampler: MultiTurnSampler,
-        sampling_params: Mapping[str, Any],
-        parser: AnswerParser | None = None,
-    ) -> None:
-        self.sample = sample
+    sample: Sample
+    sampler: MultiTurnSampler
+    sampling_params: Mapping[str, Any]
+    parser: AnswerParser | None = None
+
+    def __post_init__(self) -> None:
         self.failure: MilesError | None = None
         """The error that ended the conversation; `AgentEndpoint.session` raises it."""
-        self._sampler = sampler
-        self._params = sampling_params
-        self._parser = parser
         self._open: list[_Segment] = []
         # Digits, because tokens rarely span a digit and the text after it.
         self._marker = str(uuid.uuid4().int)
-        sampler.forget(sample)
-        sample.reset()
+        self.sampler.forget(self.sample)
+        self.sample.reset()
 
     @property
     def segments(self) -> list[Sample]:
         """The segments that have sampled tokens, in the order in which they were answered last."""
-        return [segment for segment in self._sampler.segments(self.sample) if segment.has_trained_tokens]
+        return [segment for segment in self.sampler.segments(self.sample) if segment.has_trained_tokens]
 
     def forget(self) -> None:
         """Release what the sampler knows of the segments."""
-        self._sampler.forget(self.sample)
+        self.sampler.forget(self.sample)
 
     async def complete(self, request: Mapping[str, Any]) -> Completion:
         """Answer one request in the form that `Format.read` returns.
@@ -235,7 +229,7 @@ class Conversation:
             )
         common = [(segment, answer) for segment in alike if (answer := segment.last_common_answer(messages))]
         source, answer = max(common, key=lambda pair: pair[1].messages, default=(None, None))
-        opened = _Segment(self._sampler.open_segment(self.sample) if self._open else self.sample, request)
+        opened = _Segment(self.sampler.open_segment(self.sample) if self._open else self.sample, request)
         self._open.append(opened)
         return opened, source, answer
 
@@ -249,7 +243,7 @@ class Conversation:
         if source is not segment:
             prompt, shared = source.sample.prompt_length, list(source.sample.tokens[: answer.tokens])
             sample.tokens = shared[:prompt]
-            self._sampler.observe_ids(sample, shared[prompt:])
+            self.sampler.observe_ids(sample, shared[prompt:])
         tokens = await tokens_after(
             answer.messages - 1,
             messages,
@@ -257,17 +251,17 @@ class Conversation:
             marker=self._marker,
             render=render,
             encode=partial(self._encode, after=self._marker),
-            is_special=partial(is_special, self._sampler.tokenizer),
+            is_special=partial(is_special, self.sampler.tokenizer),
         )
         # Tokens beyond the limit are dropped, and the next answer then ends with finish_reason `length`: an agent
         # cannot make a sample longer than the learner accepts.
-        room = max(self._params["max_new_tokens"] - sample.response_length, 0)
-        self._sampler.observe_ids(sample, tokens[:room])
+        room = max(self.sampling_params["max_new_tokens"] - sample.response_length, 0)
+        self.sampler.observe_ids(sample, tokens[:room])
 
     async def _render(self, request: _Request, messages: Sequence[Message], answer_next: bool = True) -> str:
         size = sum(len(message["content"]) for message in messages)
         render = partial(
-            self._sampler.tokenizer.render,
+            self.sampler.tokenizer.render,
             [*map(for_template, messages)],
             request.tools,
             answer_next=answer_next,
@@ -279,7 +273,7 @@ class Conversation:
             raise InvalidRequestError(str(refusal)) from refusal
 
     async def _encode(self, text: str, after: str = "") -> list[int]:
-        return await _without_blocking(len(text), partial(self._sampler.tokenizer.encode_text, text, after=after))
+        return await _without_blocking(len(text), partial(self.sampler.tokenizer.encode_text, text, after=after))
 
     def _withdraw(
         self, segment: _Segment, asked: _Request, completion: asyncio.Future[Completion], values: dict[str, Any]
@@ -298,27 +292,26 @@ class Conversation:
         if segment.sample is self.sample:
             segment.sample.status = SampleStatus.TRUNCATED
         else:
-            self._sampler.drop_segment(segment.sample)
+            self.sampler.drop_segment(segment.sample)
 
     async def _answer(self, segment: _Segment) -> Completion:
-        sample, asked, params = segment.sample, segment.asked, dict(self._params)
+        sample, asked, params = segment.sample, segment.asked, dict(self.sampling_params)
         # `max_new_tokens` limits the whole response of the sample, all turns together; a request limits only its
         # answer.
         before = sample.response_length
         if asked.max_tokens is not None:
             params["max_new_tokens"] = min(params["max_new_tokens"], before + asked.max_tokens)
         params["stop"] = [*(params.get("stop") or ()), *asked.stop] or None
-        await self._sampler.sample(sample, params)
+        await self.sampler.sample(sample, params)
         if sample.status is SampleStatus.ABORTED:
             raise TrajectoryError("the run aborted the sample")
         first = sample.prompt_length + before
         tokens, completed = list(sample.tokens[first:]), sample.status is SampleStatus.COMPLETED
         message, stop = await read_answer(
-            tokens,
-            self._sampler.tokenizer,
-            self._parser,
-            context=list(sample.tokens[max(0, first - CONTEXT_TOKENS) : first]),
-            ended=completed,
+            sample,
+            first,
+            self.sampler.tokenizer,
+            self.parser,
             tools=asked.tools,
             calls_before=sum(len(message.get("tool_calls", ())) for message in asked.messages),
             stop=params["stop"] or (),

@@ -31,7 +31,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from miles_async.adapters.agents.connections import Connections
 from miles_async.adapters.agents.conversation import (
-    CONTEXT_TOKENS,
     Completion,
     Conversation,
     InvalidRequestError,
@@ -45,7 +44,7 @@ from miles_async.adapters.sglang.server_key import new_key
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.local_requests import foreign_request
 from miles_async.parsing import decode_json
-from miles_async.types import Sample, SampleStatus
+from miles_async.types import Sample
 from miles_async.wire_formats import FORMATS, WireFormat
 
 MAX_EXTERNAL_SESSIONS = 8192
@@ -81,26 +80,19 @@ class _Session:
             request.cancel()
 
 
+@dataclass(eq=False, repr=False)
 class AgentEndpoint:
-    def __init__(
-        self,
-        trajectories: TrajectoryBuffer | None = None,
-        *,
-        parser: AnswerParser | None = None,
-        session_seconds: float = 1800.0,
-        on_expired: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`trajectories` receives the groups that external generators post; without it, they are refused.
+    trajectories: TrajectoryBuffer | None = None
+    """Receives the groups that external generators post; without it, they are refused."""
+    parser: AnswerParser | None = None
+    """Finds tool calls and reasoning in answers; without it, they remain text."""
+    session_seconds: float = 1800.0
+    """The session of an external generator is closed so long after its last request, and `on_expired` is called."""
+    on_expired: Callable[[], None] = lambda: None
 
-        `parser` finds tool calls and reasoning in answers; without it, they remain text. The session of an external
-        generator is closed `session_seconds` after its last request, and `on_expired` is called.
-        """
+    def __post_init__(self) -> None:
         self.key = new_key()
         """API key that every request has to carry."""
-        self._trajectories = trajectories
-        self._parser = parser
-        self._session_seconds = session_seconds
-        self._on_expired = on_expired
         self._external: tuple[MultiTurnSampler, Mapping[str, Any], Callable[[], bool]] | None = None
         self._external_sessions: dict[str, None] = {}
         """Names of the sessions that external generators opened, the oldest first (a dict keeps insertion order)."""
@@ -120,8 +112,8 @@ class AgentEndpoint:
         for path, wire in FORMATS.usable().items():
             app.router.add_post(f"/sessions/{{session}}/v1/{path}", partial(self._complete, wire))
         app.router.add_get("/sessions/{session}/v1/models", self._list_models)
-        app.router.add_post("/sessions", self._open_session if self._trajectories else _refuse_external)
-        app.router.add_post("/trajectories", self._post_trajectory if self._trajectories else _refuse_external)
+        app.router.add_post("/sessions", self._open_session if self.trajectories else _refuse_external)
+        app.router.add_post("/trajectories", self._post_trajectory if self.trajectories else _refuse_external)
         # The handler of a request is cancelled when its client disconnects.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, logger=_server_log())
         await self._runner.setup()
@@ -181,30 +173,6 @@ class AgentEndpoint:
         if not conversation.segments:
             raise TrajectoryError(f"sample {sample.index}: the agent sent no request to the model")
 
-    async def read(
-        self,
-        sample: Sample,
-        sampler: MultiTurnSampler,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        stop: Sequence[str],
-        calls_before: int,
-    ) -> Message:
-        """See `Agents.read`."""
-        tokens = list(sample.tokens)
-        first = len(tokens) - sampled_at_end(sample)
-        message, _ = await read_answer(
-            tokens[first:],
-            sampler.tokenizer,
-            self._parser,
-            context=tokens[max(0, first - CONTEXT_TOKENS) : first],
-            ended=sample.status is SampleStatus.COMPLETED,
-            tools=tools,
-            calls_before=calls_before,
-            stop=stop,
-        )
-        return message
-
     def accept_external(
         self, sampler: MultiTurnSampler, sampling_params: Mapping[str, Any], *, live: Callable[[], bool]
     ) -> None:
@@ -217,7 +185,7 @@ class AgentEndpoint:
     def _begin(
         self, sample: Sample, sampler: MultiTurnSampler, params: Mapping[str, Any], *, needs_key: bool = True
     ) -> tuple[str, Conversation]:
-        name, conversation = secrets.token_hex(16), Conversation(sample, sampler, params, self._parser)
+        name, conversation = secrets.token_hex(16), Conversation(sample, sampler, params, self.parser)
         self._sessions[name] = _Session(conversation, needs_key)
         return name, conversation
 
@@ -272,12 +240,12 @@ class AgentEndpoint:
         return _json(200, {"session": name, "base_url": self._base_url(name)})
 
     async def _post_trajectory(self, http: web.Request) -> web.Response:
-        assert self._trajectories is not None, "the route exists"
+        assert self.trajectories is not None, "the route exists"
         if self._external is not None and not self._external[2]():
             return _weights_are_missing()
         try:
             posted = decode_json(await _body(http), dict[str, Any]).get("samples")
-            name = await self._trajectories.add(
+            name = await self.trajectories.add(
                 posted, self._lookup, self._claim, key=http.headers.get("Idempotency-Key")
             )
             return _json(200, {"group": name})
@@ -292,7 +260,7 @@ class AgentEndpoint:
         """The segments of a session. Raises InvalidRequestError if the session is unknown, busy, failed or empty."""
         if session not in self._external_sessions:
             raise InvalidRequestError(
-                f"session {session!r} is unknown, was posted already, was closed after {self._session_seconds:g} s "
+                f"session {session!r} is unknown, was posted already, was closed after {self.session_seconds:g} s "
                 f"without a request (generate_timeout_seconds), or because {MAX_EXTERNAL_SESSIONS} newer ones are open"
             )
         conversation, tasks = self._sessions[session].conversation, self._sessions[session].requests
@@ -316,12 +284,12 @@ class AgentEndpoint:
             return
         if session.expiry is not None:
             session.expiry.cancel()
-        session.expiry = asyncio.get_running_loop().call_later(self._session_seconds, self._expire, name)
+        session.expiry = asyncio.get_running_loop().call_later(self.session_seconds, self._expire, name)
 
     def _expire(self, name: str) -> None:
         if not self._sessions[name].requests:
             self._claim(name)
-            self._on_expired()
+            self.on_expired()
 
     async def _complete(self, wire: WireFormat, http: web.Request) -> web.StreamResponse:
         try:
@@ -399,7 +367,16 @@ class Agents:
         `stop` are the strings that may have ended the answer, which the message lacks. `calls_before` is the number of
         calls in earlier answers.
         """
-        return await self._endpoint.read(sample, self._sampler, tools, stop=stop, calls_before=calls_before)
+        message, _ = await read_answer(
+            sample,
+            len(sample.tokens) - sampled_at_end(sample),
+            self._sampler.tokenizer,
+            self._endpoint.parser,
+            tools=tools,
+            calls_before=calls_before,
+            stop=stop,
+        )
+        return message
 
     def segments(self, sample: Sample) -> list[Sample]:
         """The segments of the sample's trajectory, in the order in which they were answered last."""

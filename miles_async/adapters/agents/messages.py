@@ -16,7 +16,10 @@ from msgspec import Meta, Struct
 
 from miles_async.adapters.sglang.multi_turn import TurnTokenizer
 from miles_async.parsing import decode_json
+from miles_async.types import Sample, SampleStatus
 
+CONTEXT_TOKENS = 32
+"""Tokens before an answer that parsers of reasoning read."""
 Message = dict[str, Any]
 
 
@@ -149,32 +152,33 @@ def same_message(held: Message, sent: Message) -> bool:
 
 
 async def read_answer(
-    tokens: Sequence[int],
+    sample: Sample,
+    first: int,
     tokenizer: TurnTokenizer,
     parser: AnswerParser | None,
     *,
-    context: Sequence[int],
-    ended: bool,
     tools: Sequence[Mapping[str, Any]] | None,
     calls_before: int,
     stop: Sequence[str],
 ) -> tuple[Message, str | None]:
-    """Convert sampled tokens to a message. Also return the stop string that ended them, which the message lacks.
+    """Convert the tokens of `sample` from `first` on to a message. Also return the stop string that ended them, which
+    the message lacks.
 
-    Without a parser, every answer is text. `context` is the end of the tokens before the answer. `ended` means that the
-    model ended its turn or a stop string matched.
+    Without a parser, every answer is text.
     """
-    text, matched = _cut(tokenizer.decode([*tokens]), stop if ended else ())
+    tokens, context = list(sample.tokens[first:]), list(sample.tokens[max(0, first - CONTEXT_TOKENS) : first])
+    ended = sample.status is SampleStatus.COMPLETED
+    text, matched = _cut(tokenizer.decode(tokens), stop if ended else ())
     answer = {"role": "assistant", "content": text}
     if parser is None:
         return answer, matched
     # Parsers need the special tokens.
-    end = [*tokens[-1:]] if ended and not tokenizer.decode([*tokens[-1:]]) else []
-    marked, _ = _cut(tokenizer.text_of([*tokens[: len(tokens) - len(end)]]), [matched] if matched else [])
+    end = tokens[-1:] if ended and not tokenizer.decode(tokens[-1:]) else []
+    marked, _ = _cut(tokenizer.text_of(tokens[: len(tokens) - len(end)]), [matched] if matched else [])
     message = await parser.parse(
         marked,
         end=tokenizer.text_of(end),
-        context=tokenizer.text_of([*context]),
+        context=tokenizer.text_of(context),
         tools=tools,
         calls_before=calls_before,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from miles_async.adapters.agents.conversation import InvalidRequestError
@@ -57,33 +58,25 @@ class PostedGroupLog(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class TrajectoryBuffer:
     """Holds at most `capacity` groups of `group_size` samples until they are trained."""
 
-    def __init__(
-        self,
-        capacity: int,
-        group_size: int,
-        *,
-        log: PostedGroupLog,
-        limits: SampleLimits = NO_LIMITS,
-        newest_version: Callable[[], int] | None = None,
-        stored: StoredRun | None = None,
-    ) -> None:
-        """`newest_version` returns the newest weight version; without it, versions are not checked.
+    capacity: int
+    group_size: int
+    log: PostedGroupLog
+    limits: SampleLimits = NO_LIMITS
+    newest_version: Callable[[], int] | None = None
+    """Returns the newest weight version; without it, versions are not checked."""
+    stored: StoredRun | None = None
+    """The state of the run that a lost rollout worker has left."""
 
-        `stored` is the state of the run that a lost rollout worker has left.
-        """
+    def __post_init__(self) -> None:
         # Restored groups may exceed the capacity, because groups of the lost batch are among them.
         self._groups: asyncio.Queue[Group] = asyncio.Queue()
-        self._capacity = capacity
-        self._group_size = group_size
-        self._log = log
-        self._limits = limits
-        self._newest_version = newest_version
-        self._added: int = 0 if stored is None else stored.progress.get("posted", 0)
+        self._added: int = 0 if self.stored is None else self.stored.progress.get("posted", 0)
         """Groups that were added since the run began."""
-        self._names: dict[str, str] = {} if stored is None else dict(stored.keys)
+        self._names: dict[str, str] = {} if self.stored is None else dict(self.stored.keys)
         """Names of groups by idempotency key, the oldest first."""
 
     async def add(
@@ -110,11 +103,11 @@ class TrajectoryBuffer:
         if name is None:
             group = self._group_of(posted, lookup, claim)
             name = group.feed_index
-            self._log.post(group, self._added, key)
+            self.log.post(group, self._added, key)
             if key is not None:
                 self._remember(key, name)
             self._groups.put_nowait(group)
-        if not await self._log.flush():
+        if not await self.log.flush():
             raise NotStoredError(
                 f"group {name} was added, but the store of the run cannot be written: repeat the request with the same "
                 "Idempotency-Key; without one, the group would be added again"
@@ -130,7 +123,7 @@ class TrajectoryBuffer:
         """Remove and return the oldest group; wait if the buffer is empty."""
         group = await self._groups.get()
         if not group:
-            group[:] = await self._log.load_posted(group.feed_index)
+            group[:] = await self.log.load_posted(group.feed_index)
         return group
 
     def _remember(self, key: str, name: str) -> None:
@@ -138,14 +131,14 @@ class TrajectoryBuffer:
         if len(self._names) > MAX_KEYS:
             oldest = next(iter(self._names))
             del self._names[oldest]
-            self._log.forget_key(oldest)
+            self.log.forget_key(oldest)
 
     def _group_of(self, posted: Any, lookup: Callable[[str], list[Sample]], claim: Callable[[str], None]) -> Group:
         """Check a posted group, and close its sessions. Raises the errors of `add`."""
-        if not isinstance(posted, list) or len(posted) != self._group_size:
+        if not isinstance(posted, list) or len(posted) != self.group_size:
             count = len(posted) if isinstance(posted, list) else 0
-            raise InvalidRequestError(f"a group has n_samples_per_prompt={self._group_size} samples, not {count}")
-        if self._groups.qsize() >= self._capacity:
+            raise InvalidRequestError(f"a group has n_samples_per_prompt={self.group_size} samples, not {count}")
+        if self._groups.qsize() >= self.capacity:
             raise BufferFullError("the buffer is full: try again after the next batch")
         # All samples are checked before the first session is closed: the generator can correct and repeat the request.
         try:
@@ -164,7 +157,7 @@ class TrajectoryBuffer:
             several = sum(len(samples) for _, samples in parts) > 1
             for entry, samples in parts:
                 for sample in samples:
-                    sample.index, sample.trajectory = number * self._group_size + index, index if several else None
+                    sample.index, sample.trajectory = number * self.group_size + index, index if several else None
                     sample.reward = None if entry.reward is None else float(entry.reward)
                     sample.metadata |= {**entry.metadata, "feed_index": group.feed_index}
                 group += samples
@@ -175,7 +168,7 @@ class TrajectoryBuffer:
         self, values: Any, index: int, lookup: Callable[[str], list[Sample]]
     ) -> list[tuple[PostedSample, list[Sample]]]:
         """Check what was posted in place of sample `index`; returns its entries with the samples that they name."""
-        newest = None if self._newest_version is None else self._newest_version()
+        newest = None if self.newest_version is None else self.newest_version()
         parts = []
         for value in values if isinstance(values, list) else [values]:
             entry = parse(value, PostedSample, f"sample {index}")
@@ -187,7 +180,7 @@ class TrajectoryBuffer:
                 raise InvalidRequestError(f"sample {index}: its metadata {error}") from error
             samples = [_sample(entry, index)] if entry.session is None else lookup(entry.session)
             for sample in samples:
-                check_sample(sample, self._limits, newest)
+                check_sample(sample, self.limits, newest)
             parts.append((entry, samples))
         if all(entry.reward is None for entry, _ in parts):
             raise InvalidRequestError(f"sample {index}: it has no reward; add the field reward")

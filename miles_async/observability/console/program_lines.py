@@ -82,8 +82,6 @@ class PlainLines:
                 name = f"eval/{event.name}"
                 scores = {name: event.reward, f"{name}-truncated_ratio": event.truncated}
                 self._print(f"eval {event.rollout}: {scores}")
-            case _:
-                pass
 
     def _print(self, line: str) -> None:
         write_line(line, self._stream)

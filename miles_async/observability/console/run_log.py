@@ -86,8 +86,6 @@ class RunLog:
                 self._log_router(event)
             case RunDrained():
                 self._log_drain(event)
-            case _:
-                pass
 
     def _log_engine(self, event: EngineChanged) -> None:
         facts = {"engine": event.engine, "version": event.version, "reason": event.reason}

@@ -9,23 +9,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from miles_async import events
 from miles_async.config.redaction import redact_text
 from miles_async.config.schema import RunConfig
-from miles_async.events import (
-    ClusterReady,
-    Evaluated,
-    Event,
-    ProcessSilent,
-    QueueChanged,
-    RunEnded,
-    RunStarted,
-    Stalled,
-    StartupChanged,
-    StepEnded,
-    StepStarted,
-    TrainerPhaseChanged,
-    VerdictChanged,
-)
 from miles_async.observability.console.batch_table import BatchTable
 from miles_async.observability.console.lines import Bar, write_line
 from miles_async.observability.console.logging import fit_to_terminal
@@ -63,7 +49,7 @@ class Terminal:
         self._starting: list[str] = []
         """Parts that are being started."""
         self._table: BatchTable
-        self._lasting: VerdictChanged | None = None
+        self._lasting: events.VerdictChanged | None = None
         """The current verdict, if it was not printed before."""
         self._printed_verdicts: set[str] = set()
         self._finding: Finding | None = None
@@ -73,38 +59,36 @@ class Terminal:
         self._silent: set[str] = set()
         """Processes whose silence was printed."""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._table = BatchTable(event, self._view)
                 self._print_header(event)
-            case StartupChanged():
+            case events.StartupChanged():
                 self._startup_changed(event)
-            case ClusterReady():
+            case events.ClusterReady():
                 self._status.show(PHASES["batch"])
-            case TrainerPhaseChanged() if event.to in PHASES:
+            case events.TrainerPhaseChanged() if event.to in PHASES:
                 self._status.show(PHASES[event.to])
-            case StepStarted():
+            case events.StepStarted():
                 self._status.close()
-            case StepEnded():
+            case events.StepEnded():
                 self._print(self._table.row(event))
-            case Evaluated():
+            case events.Evaluated():
                 when = "before training" if event.rollout < 0 else f"after batch {event.rollout + 1}"
                 without = f", {event.missing} more without a score," if event.missing else ""
                 low, high = event.interval
                 details = f"{event.problems} samples of {event.name}{without} in {duration(event.seconds)}"
                 text = f"{event.accuracy:.3f} {when} (95 %: {low:.3f} to {high:.3f}; {details})"
                 self._print_entry("accuracy", text)
-            case VerdictChanged():
+            case events.VerdictChanged():
                 self._lasting = None if event.verdict in self._printed_verdicts else event
-            case Stalled():
+            case events.Stalled():
                 self._explain_stall(event)
-            case ProcessSilent():
+            case events.ProcessSilent():
                 self._process_silent(event)
-            case RunEnded():
+            case events.RunEnded():
                 self.close()
-            case _:
-                pass
 
     def tick(self, now: float, finding: Finding) -> None:
         """Update the status line, and print the verdict once it has lasted. `now` is in seconds since the epoch."""
@@ -121,7 +105,7 @@ class Terminal:
     def close(self) -> None:
         self._status.close()
 
-    def _print_header(self, event: RunStarted) -> None:
+    def _print_header(self, event: events.RunStarted) -> None:
         data = self._config.data
         task, file = data.reasoning_gym_task, data.prompt_data or ", ".join(data.datasets)
         limit = "no staleness limit" if event.staleness_limit is None else f"staleness at most {event.staleness_limit}"
@@ -132,7 +116,7 @@ class Terminal:
         self._print_entry("run", _shortened(self._folder.path))
         self._print_entry("page", f"{self._page_url} (metrics at /metrics)")
 
-    def _startup_changed(self, event: StartupChanged) -> None:
+    def _startup_changed(self, event: events.StartupChanged) -> None:
         if event.seconds is None:
             self._starting.append(event.part)
             if not self._status.enabled:
@@ -142,14 +126,14 @@ class Terminal:
             self._print_entry(event.part, f"ready after {duration(event.seconds)}")
         self._status.show(f"waiting for {', '.join(self._starting)}" if self._starting else "starting")
 
-    def _explain_stall(self, event: Stalled) -> None:
+    def _explain_stall(self, event: events.Stalled) -> None:
         """Print the cause below the first warning of a stall. The warning itself is one of the `PlainLines`."""
         is_new, self._stalled_for = event.seconds <= self._stalled_for or not self._stalled_for, event.seconds
         if is_new and self._finding is not None:
             log = _shortened(self._folder.driver_log)
             self._print_entry("cause", f"{self._finding.why}; see the line `stall` in {log}")
 
-    def _process_silent(self, event: ProcessSilent) -> None:
+    def _process_silent(self, event: events.ProcessSilent) -> None:
         if event.seconds >= SILENT_SECONDS and event.process not in self._silent:
             self._silent.add(event.process)
             self._print(f"Warning: {event.process} has not answered for {event.seconds:.0f}s")
@@ -218,13 +202,13 @@ class ProgressBar:
         self._queue = ""
         self._bar: Bar | None = None
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         if not self._enabled:
             return
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._batches = event.rollouts
-            case StepStarted() if self._bar is None:
+            case events.StepStarted() if self._bar is None:
                 # A resumed run starts in the middle; its remaining time follows from its own speed.
                 self._bar = Bar(
                     total=self._batches,
@@ -234,14 +218,12 @@ class ProgressBar:
                     dynamic_ncols=True,
                     postfix=self._queue,
                 )
-            case QueueChanged():
+            case events.QueueChanged():
                 self._show_queue(event.depth)
-            case StepEnded() if self._bar is not None:
+            case events.StepEnded() if self._bar is not None:
                 self._bar.update(1)
-            case RunEnded():
+            case events.RunEnded():
                 self.close()
-            case _:
-                pass
 
     def close(self) -> None:
         if self._bar is not None:

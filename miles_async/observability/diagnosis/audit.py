@@ -9,17 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from miles_async.events import (
-    Event,
-    EventsMissing,
-    GroupGenerated,
-    GroupMoved,
-    GroupReplayed,
-    LearnerRestored,
-    PublishEnded,
-    RunStarted,
-    StepStarted,
-)
+from miles_async import events
 
 _LIFECYCLE = ("fed", "in_flight", "finished", "queued", "leased", "trained", "published")
 _NEXT = dict(pairwise(_LIFECYCLE))
@@ -112,32 +102,30 @@ class Audit:
         self.greatest_age = 0
         self.greatest_bypass = 0
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         if not self._complete:
             return
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._window, self._slots, self._key_age = event.window, event.slots, event.max_kv_staleness
-            case GroupMoved():
+            case events.GroupMoved():
                 self._moved(event)
-            case GroupReplayed():
+            case events.GroupReplayed():
                 if life := self._live_group(event.sequence, "was replayed"):
                     life.replayed = True
-            case GroupGenerated():
+            case events.GroupGenerated():
                 self._group_generated(event)
-            case StepStarted():
+            case events.StepStarted():
                 self._step_started(event)
-            case PublishEnded() if event.live:
+            case events.PublishEnded() if event.live:
                 self._live_version = event.version
-            case LearnerRestored():
+            case events.LearnerRestored():
                 self._learner_restored(event)
-            case EventsMissing():
+            case events.EventsMissing():
                 self._violated("parts of the event log were deleted; later events cannot be checked")
                 self._complete = False
-            case _:
-                pass
 
-    def _moved(self, event: GroupMoved) -> None:
+    def _moved(self, event: events.GroupMoved) -> None:
         sequence = event.sequence
         if event.before is None:
             self._admitted(event)
@@ -163,7 +151,7 @@ class Audit:
                 self._published(sequence, life)
         self._check_counts(event)
 
-    def _admitted(self, event: GroupMoved) -> None:
+    def _admitted(self, event: events.GroupMoved) -> None:
         if event.sequence != self._next_sequence:
             self._violated(f"sequence number {event.sequence} came instead of {self._next_sequence}")
         self._next_sequence = event.sequence + 1
@@ -179,7 +167,7 @@ class Audit:
         if self._slots is not None and len(self._live) > self._slots:
             self._violated(f"group {event.sequence} was admitted as live group {len(self._live)} of {self._slots}")
 
-    def _dropped(self, event: GroupMoved, life: _Life) -> None:
+    def _dropped(self, event: events.GroupMoved, life: _Life) -> None:
         del self._live[event.sequence]
         self._live_prompts.discard(event.feed_index)
         self._waiting.pop(event.sequence, None)
@@ -205,7 +193,7 @@ class Audit:
             if life.bypassed > self._window - 1:
                 self._violated(f"group {older} was bypassed {life.bypassed} times with a window of {self._window}")
 
-    def _training_undone(self, event: GroupMoved) -> None:
+    def _training_undone(self, event: events.GroupMoved) -> None:
         life = self._live.get(event.sequence) or self._published_lives.pop(event.sequence, None)
         if life is None or life.state != event.before or (life.feed_index and life.feed_index in self._trained):
             self._violated(f"group {event.sequence} returned to the queue, but its training was not undone")
@@ -228,7 +216,7 @@ class Audit:
         if life.trained_as is None or life.trained_as > self._live_version:
             self._violated(f"the slot of group {sequence} was freed before version {life.trained_as} was live")
 
-    def _group_generated(self, event: GroupGenerated) -> None:
+    def _group_generated(self, event: events.GroupGenerated) -> None:
         life = self._live_group(event.sequence, "was generated")
         if life is None:
             return
@@ -240,7 +228,7 @@ class Audit:
                 f"group {event.sequence} has tokens of version {oldest}, but was admitted at {life.admitted_at}"
             )
 
-    def _step_started(self, event: StepStarted) -> None:
+    def _step_started(self, event: events.StepStarted) -> None:
         for sequence, claimed in zip(event.groups, event.staleness, strict=True):
             life = self._live_group(sequence, "entered a step")
             if life is None:
@@ -263,7 +251,7 @@ class Audit:
             if self._limit is not None and age > self._limit:
                 self._violated(f"group {sequence} entered its step {age} versions old, over the limit {self._limit}")
 
-    def _learner_restored(self, event: LearnerRestored) -> None:
+    def _learner_restored(self, event: events.LearnerRestored) -> None:
         """Begin another line of versions, and undo the training of rollouts that the checkpoint does not have."""
         self._lines = [line for line in self._lines if line.first <= event.kept_version]
         line = self._lines[-1]
@@ -297,7 +285,7 @@ class Audit:
             self._violated(f"group {sequence} {what} without being live")
         return life
 
-    def _check_counts(self, event: GroupMoved) -> None:
+    def _check_counts(self, event: events.GroupMoved) -> None:
         if sum(event.counts.values()) != len(self._live):
             self._violated(f"the ledger counts {event.counts}, but {len(self._live)} groups are live")
 

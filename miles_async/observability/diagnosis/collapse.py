@@ -82,8 +82,6 @@ class CollapseDetector:
                 self._norms.append(event.metrics["grad_norm"])
                 if len(self._ess) >= FIRST_JUDGED:
                     return self._judge(event)
-            case _:
-                pass
         return None
 
     def _start_over(self, event: Event) -> CollapseRiskChanged | None:

@@ -104,6 +104,9 @@ class Instruments:
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"miles_async_{name}", text, labels, buckets=bounds, registry=self._registry)
 
+    def _gauges(self, name: str, text: str, label: str) -> BoundedLabels[Gauge]:
+        return BoundedLabels(self._gauge(name, text, label))
+
     def _histograms(self, name: str, text: str, bounds: tuple[float, ...], label: str) -> BoundedLabels[Histogram]:
         # `BoundedLabels` remembers the series, which are observed for every group.
         return BoundedLabels(self._histogram(name, text, bounds, label))
@@ -184,8 +187,7 @@ class Instruments:
         self.held_slots = gauge(
             "held_slots_groups",
             "Groups between admission and publish. "
-            "Worry if it equals `slots_groups` while engines are idle: raise --max-weight-staleness, or "
-            "train faster.",
+            "Worry if it equals `slots_groups` while engines are idle: raise --max-weight-staleness, or train faster.",
         )
         self.head_age_seconds = gauge(
             "head_age_seconds", "Seconds for which the same group has been the window's head."
@@ -202,8 +204,7 @@ class Instruments:
         self.rewarding_groups = gauge(
             "rewarding_groups",
             "Groups that wait for their reward. "
-            "Worry if it is most of `in_flight_groups`: make the reward faster, or set "
-            "--reward-timeout-seconds.",
+            "Worry if it is most of `in_flight_groups`: make the reward faster, or set --reward-timeout-seconds.",
         )
         self.groups_by_state = gauge("groups", "Live groups in each state of the ledger.", "state")
         self.ended_groups = counter(
@@ -222,8 +223,7 @@ class Instruments:
         self.left_out_samples = counter(
             "left_out_samples",
             "Samples that failed and without which their group is trained. "
-            "Worry if it rises steadily: `SampleDiscarded` in events.jsonl has the errors of the tool or "
-            "function.",
+            "Worry if it rises steadily: `SampleDiscarded` in events.jsonl has the errors of the tool or function.",
         )
         self.unfinished_rewards = counter(
             "unfinished_rewards",
@@ -357,8 +357,8 @@ class Instruments:
             "Worry if it approaches --rollout-max-response-len, or falls to a few tokens: look at what "
             "the reward pays for.",
         )
-        self.step_metric = BoundedLabels(
-            gauge("step_metric", "Loss, gradient norm and other learner metrics of the last batch.", "name")
+        self.step_metric = self._gauges(
+            "step_metric", "Loss, gradient norm and other learner metrics of the last batch.", "name"
         )
         self.rollout = gauge("rollout_batches", "Batches that were trained.")
         self.undone_batches = counter(
@@ -383,89 +383,69 @@ class Instruments:
             "learner_idle_seconds",
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
-        self.dataset_reward = BoundedLabels(
-            gauge(
-                "dataset_reward",
-                "Mean reward of the last groups of a data set. "
-                "Worry if it is 0 or full for a long time: the data set teaches nothing. Lower its weight, or "
-                "change its prompts.",
-                "dataset",
-            )
+        self.dataset_reward = self._gauges(
+            "dataset_reward",
+            "Mean reward of the last groups of a data set. "
+            "Worry if it is 0 or full for a long time: the data set teaches nothing. Lower its weight, or "
+            "change its prompts.",
+            "dataset",
         )
-        self.dataset_trained = BoundedLabels(
-            gauge("dataset_trained_groups", "Groups of a data set that were trained.", "dataset")
+        self.dataset_trained = self._gauges(
+            "dataset_trained_groups", "Groups of a data set that were trained.", "dataset"
         )
-        self.dataset_filtered = BoundedLabels(
-            gauge(
-                "dataset_filtered_groups",
-                "Groups of a data set that a filter dropped. "
-                "Worry if it grows faster than `dataset_trained_groups`: the prompts are too easy or too "
-                "hard.",
-                "dataset",
-            )
+        self.dataset_filtered = self._gauges(
+            "dataset_filtered_groups",
+            "Groups of a data set that a filter dropped. "
+            "Worry if it grows faster than `dataset_trained_groups`: the prompts are too easy or too hard.",
+            "dataset",
         )
-        self.dataset_share = BoundedLabels(
-            gauge(
-                "dataset_share_ratio",
-                "Fraction of all trained groups that are from a data set. "
-                "Worry if it differs from the weights of --datasets: filters or slow answers remove its "
-                "groups.",
-                "dataset",
-            )
+        self.dataset_share = self._gauges(
+            "dataset_share_ratio",
+            "Fraction of all trained groups that are from a data set. "
+            "Worry if it differs from the weights of --datasets: filters or slow answers remove its groups.",
+            "dataset",
         )
-        self.dataset_epochs = BoundedLabels(
-            gauge(
-                "dataset_epochs",
-                "Number of times that the prompts of a data set were used. "
-                "Worry if it is large while `eval_reward` falls: the policy memorizes. Add data.",
-                "dataset",
-            )
+        self.dataset_epochs = self._gauges(
+            "dataset_epochs",
+            "Number of times that the prompts of a data set were used. "
+            "Worry if it is large while `eval_reward` falls: the policy memorizes. Add data.",
+            "dataset",
         )
-        self.eval_accuracy = BoundedLabels(
-            gauge(
-                "eval_accuracy_ratio",
-                "Fraction of samples with the full reward on a data set. "
-                "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
-                "name",
-            )
+        self.eval_accuracy = self._gauges(
+            "eval_accuracy_ratio",
+            "Fraction of samples with the full reward on a data set. "
+            "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
+            "name",
         )
-        self.eval_reward = BoundedLabels(
-            gauge(
-                "eval_reward",
-                "Mean reward on a data set. "
-                "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
-                "name",
-            )
+        self.eval_reward = self._gauges(
+            "eval_reward",
+            "Mean reward on a data set. "
+            "Worry if it falls while `step_reward` rises: the policy exploits the reward. Read samples.",
+            "name",
         )
-        self.eval_truncated = BoundedLabels(
-            gauge(
-                "eval_truncated_ratio",
-                "Fraction of truncated samples on a data set. "
-                "Worry if it rises: answers reach --rollout-max-response-len, and truncated ones rarely "
-                "score.",
-                "name",
-            )
+        self.eval_truncated = self._gauges(
+            "eval_truncated_ratio",
+            "Fraction of truncated samples on a data set. "
+            "Worry if it rises: answers reach --rollout-max-response-len, and truncated ones rarely score.",
+            "name",
         )
-        self.eval_missing = BoundedLabels(
-            gauge(
-                "eval_missing_samples",
-                "Samples without a score in the last evaluation of a data set. "
-                "Worry if it is not 0: the warning about this evaluation has the error. The other figures "
-                "leave these samples out.",
-                "name",
-            )
+        self.eval_missing = self._gauges(
+            "eval_missing_samples",
+            "Samples without a score in the last evaluation of a data set. "
+            "Worry if it is not 0: the warning about this evaluation has the error. The other figures "
+            "leave these samples out.",
+            "name",
         )
-        self.eval_oldest_version = BoundedLabels(
-            gauge("eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name")
+        self.eval_oldest_version = self._gauges(
+            "eval_oldest_weight_version", "Oldest weight version of the last evaluation of a data set.", "name"
         )
-        self.eval_newest_version = BoundedLabels(
-            gauge("eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name")
+        self.eval_newest_version = self._gauges(
+            "eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name"
         )
         self.skipped_evaluations = counter(
             "skipped_evaluations",
             "Evaluations that were skipped because a newer one was due before they could start. "
-            "Worry if it rises: evaluations take longer than --eval-interval batches. Raise it, or lower "
-            "--eval-size.",
+            "Worry if it rises: evaluations take longer than --eval-interval batches. Raise it, or lower --eval-size.",
         )
 
     def _declare_weights_and_engines(self) -> None:
@@ -474,8 +454,7 @@ class Instruments:
         self.live_version = gauge(
             "live_weight_version",
             "Newest weight version that all routed engines hold. "
-            "Worry if it stays behind `trainer_weight_version`: publishes are slow or fail. See the alert "
-            "VersionLag.",
+            "Worry if it stays behind `trainer_weight_version`: publishes are slow or fail. See the alert VersionLag.",
         )
         self.engine_version = gauge("engine_weight_version", "Weight version that an engine holds.", "engine")
         self.adapter_requests = gauge(
@@ -500,8 +479,7 @@ class Instruments:
         self.engine_changes = counter(
             "engine_changes",
             "How often an engine was routed, fenced or lost. "
-            "Worry if `lost` rises again and again: the log of the engine in the run folder has the "
-            "cause.",
+            "Worry if `lost` rises again and again: the log of the engine in the run folder has the cause.",
             "engine",
             "state",
         )

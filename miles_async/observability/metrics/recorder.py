@@ -16,40 +16,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
-from miles_async.events import (
-    AdmissionBlocked,
-    AgentSessionExpired,
-    BatchDrained,
-    CheckpointWritten,
-    ClusterReady,
-    CollapseRiskChanged,
-    DataSkipped,
-    DeadLettered,
-    DeadLettersUnwritten,
-    EngineBusy,
-    EngineChanged,
-    Evaluated,
-    EvaluationSkipped,
-    Event,
-    GroupFiltered,
-    GroupGenerated,
-    GroupMoved,
-    LearnerRestored,
-    LoopLag,
-    ProcessSilent,
-    PublishEnded,
-    PublishStarted,
-    Pulse,
-    RouterChanged,
-    RunEnded,
-    RunStarted,
-    SampleDiscarded,
-    SamplesRemoved,
-    Stalled,
-    StepEnded,
-    StepStarted,
-    WriteFailed,
-)
+from miles_async import events
 from miles_async.observability.diagnosis.verdict import Bottleneck
 from miles_async.observability.metrics.instruments import Instruments, Values, series_of
 from miles_async.observability.state.engines import IdleCause, idle_cause
@@ -59,7 +26,7 @@ from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.types import DropReason
 
-PRESENT = EngineBusy, EngineChanged, Pulse, RouterChanged
+PRESENT = events.EngineBusy, events.EngineChanged, events.Pulse, events.RouterChanged
 """Events that describe the present state of a process. A driver that continues a run may still receive those of
 processes that the driver before it had started."""
 
@@ -100,42 +67,42 @@ class MetricsRecorder:
         self._metrics.restore(recorded.values)
         self._saved, self._lost = recorded.saved, recorded.lost
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         if isinstance(event, PRESENT) and event.time < self._view.past:
             return  # the process has ended
         match event:
-            case GroupMoved():
+            case events.GroupMoved():
                 self._group_moved(event)
-            case GroupGenerated():
+            case events.GroupGenerated():
                 self._group_generated(event)
-            case SampleDiscarded():
+            case events.SampleDiscarded():
                 self._count_tokens(event.reason)
-            case Pulse():
+            case events.Pulse():
                 self._pulse(event)
-            case LoopLag():
+            case events.LoopLag():
                 self._metrics.loop_lag_seconds.observe(event.seconds)
-            case AdmissionBlocked():
+            case events.AdmissionBlocked():
                 self._count_blocked(event.cause, 0.0)
-            case EngineBusy():
+            case events.EngineBusy():
                 self._metrics.in_flight_requests.set(event.in_flight)
-            case BatchDrained():
+            case events.BatchDrained():
                 self._metrics.drain_wait_seconds.observe(event.waited)
-            case StepStarted():
+            case events.StepStarted():
                 self._step_started(event)
-            case StepEnded():
+            case events.StepEnded():
                 self._step_ended(event)
-            case PublishStarted():
+            case events.PublishStarted():
                 self._metrics.trainer_version.set(event.version)
-            case PublishEnded():
+            case events.PublishEnded():
                 self._publish_ended(event)
-            case EngineChanged():
+            case events.EngineChanged():
                 self._engine_changed(event)
-            case ProcessSilent():
+            case events.ProcessSilent():
                 # When an engine is removed, one last event reports that it is no longer silent. This event must not
                 # create the series of the engine again.
                 if event.seconds or event.process not in self._lost:
                     self._metrics.process_silent_seconds.labels(event.process).set(event.seconds)
-            case Evaluated():
+            case events.Evaluated():
                 self._evaluated(event)
             case _:
                 self._observe_rare(event)
@@ -156,51 +123,49 @@ class MetricsRecorder:
     def _count(self, state: str) -> int:
         return self._view.groups.counts.get(state, 0)
 
-    def _observe_rare(self, event: Event) -> None:
+    def _observe_rare(self, event: events.Event) -> None:
         match event:
-            case RunStarted():
+            case events.RunStarted():
                 self._run_started(event)
-            case ClusterReady():
+            case events.ClusterReady():
                 self._metrics.cluster.info({"weight_transfer": event.weight_transfer})
                 warm_start = self._view.warm_start or event
                 self._metrics.warm_start_seconds.set(warm_start.warm_start_seconds)
                 self._record_progress("start", event.time)
-            case GroupFiltered():
+            case events.GroupFiltered():
                 self._metrics.filtered_groups.labels(event.reason).inc()
-            case SamplesRemoved():
+            case events.SamplesRemoved():
                 self._metrics.removed_samples.inc(event.samples)
                 self._count_tokens(REMOVED)
-            case RunEnded():
+            case events.RunEnded():
                 self._count_tokens(LEFTOVER)
                 self._metrics.training.set(0)
-            case AgentSessionExpired():
+            case events.AgentSessionExpired():
                 self._metrics.expired_agent_sessions.inc()
-            case DataSkipped():
+            case events.DataSkipped():
                 self._metrics.skipped_data.labels(event.reason).inc()
-            case CheckpointWritten():
+            case events.CheckpointWritten():
                 self._saved = event.rollout
                 self._metrics.last_checkpoint_timestamp.set(event.time)
-            case LearnerRestored():
+            case events.LearnerRestored():
                 self._saved = event.rollout
                 self._metrics.rollout.set(event.rollout + 1)
-            case DeadLettered():
+            case events.DeadLettered():
                 self._metrics.dead_letters.inc()
-            case DeadLettersUnwritten():
+            case events.DeadLettersUnwritten():
                 self._metrics.unwritten_dead_letters.set(event.letters)
-            case WriteFailed():
+            case events.WriteFailed():
                 self._metrics.write_failures.labels(event.then).inc()
-            case RouterChanged():
+            case events.RouterChanged():
                 self._metrics.router_up.set(event.up)
                 self._metrics.router_engines.labels("healthy").set(event.healthy)
                 self._metrics.router_engines.labels("unhealthy").set(event.engines - event.healthy)
-            case CollapseRiskChanged():
+            case events.CollapseRiskChanged():
                 self._metrics.collapse_risk.set(event.high)
-            case EvaluationSkipped():
+            case events.EvaluationSkipped():
                 self._metrics.skipped_evaluations.inc()
-            case Stalled():
+            case events.Stalled():
                 self._metrics.stalls.inc()
-            case _:
-                pass
 
     def tick(self, now: float) -> None:
         """Update the metrics that grow with time alone to `now` (wall-clock seconds)."""
@@ -216,7 +181,7 @@ class MetricsRecorder:
         self._metrics.unsaved_batches.set(self._unsaved_batches())
         self._metrics.eta_seconds.set(self._eta_seconds())
         busy = view.engine_use.last
-        pulse = view.last(Pulse) if view.past == -math.inf and not view.uptime.interrupted else None
+        pulse = view.last(events.Pulse) if view.past == -math.inf and not view.uptime.interrupted else None
         cause = idle_cause(pulse, view.engines.routed, publishing=view.publishes.running is not None)
         for each in IdleCause:
             self._metrics.engines_idle.labels(each).set(cause is each and (busy is None or not busy.in_flight))
@@ -259,7 +224,7 @@ class MetricsRecorder:
     def _record_progress(self, what: str, now: float) -> None:
         self._metrics.last_progress_timestamp.labels(what).set(now)
 
-    def _run_started(self, event: RunStarted) -> None:
+    def _run_started(self, event: events.RunStarted) -> None:
         self._forget_processes()
         self._metrics.run.info({"run": event.run, "entry": event.entry})
         self._metrics.queue_capacity.set(event.queue_capacity)
@@ -285,7 +250,7 @@ class MetricsRecorder:
             of_processes.clear()
         self._lost.clear()
 
-    def _group_moved(self, event: GroupMoved) -> None:
+    def _group_moved(self, event: events.GroupMoved) -> None:
         groups = self._view.groups
         if event.dataset and (event.after in ENDED or event.before in ENDED):
             self._count_groups_of_datasets()
@@ -319,7 +284,7 @@ class MetricsRecorder:
         if wasted_for is not None and tokens.by_reason[wasted_for]:
             self._increase_to(self._metrics.wasted_tokens.labels(wasted_for), tokens.by_reason[wasted_for])
 
-    def _group_generated(self, event: GroupGenerated) -> None:
+    def _group_generated(self, event: events.GroupGenerated) -> None:
         self._count_tokens()
         self._metrics.generation_seconds.observe(event.generation_seconds)
         self._metrics.reward_seconds.observe(event.reward_seconds)
@@ -337,7 +302,7 @@ class MetricsRecorder:
             self._metrics.dataset_reward.labels(event.dataset).set(dataset.reward or 0.0)
             self._metrics.dataset_epochs.labels(event.dataset).set(dataset.epochs)
 
-    def _pulse(self, event: Pulse) -> None:
+    def _pulse(self, event: events.Pulse) -> None:
         self._metrics.head_age_seconds.set(event.head_seconds)
         self._metrics.no_progress_warn_seconds.set(event.warn_seconds or math.nan)
         self._metrics.slow_group_seconds.set(event.slow_group_seconds or math.nan)
@@ -351,7 +316,7 @@ class MetricsRecorder:
         if event.waits_for is not None:
             self._count_blocked(event.waits_for, event.waits_seconds)
 
-    def _step_started(self, event: StepStarted) -> None:
+    def _step_started(self, event: events.StepStarted) -> None:
         self._count_tokens(DropReason.ABORTED)
         self._metrics.trainer_version.set(event.version)
         if event.time >= self._view.past:
@@ -366,7 +331,7 @@ class MetricsRecorder:
                 self._metrics.staleness_part_versions.labels(name).observe(part_versions)
                 self._metrics.staleness_part_seconds.labels(name).observe(seconds)
 
-    def _step_ended(self, event: StepEnded) -> None:
+    def _step_ended(self, event: events.StepEnded) -> None:
         self._metrics.step_seconds.observe(event.seconds)
         self._metrics.step_tokens.inc(event.tokens)
         self._metrics.step_reward.set(event.reward)
@@ -378,7 +343,7 @@ class MetricsRecorder:
             self._metrics.step_metric.labels(name).set(value)
         self._record_progress("step", event.time)
 
-    def _publish_ended(self, event: PublishEnded) -> None:
+    def _publish_ended(self, event: events.PublishEnded) -> None:
         self._metrics.publishes.labels("live" if event.live else "failed").inc()
         phases = {"staged": event.staged_seconds, "paused": event.paused_seconds, **event.pause}
         for phase, seconds in phases.items():
@@ -390,7 +355,7 @@ class MetricsRecorder:
                 self._metrics.engine_version.labels(engine).set(event.version)
             self._record_progress("publish", event.time)
 
-    def _engine_changed(self, event: EngineChanged) -> None:
+    def _engine_changed(self, event: events.EngineChanged) -> None:
         self._metrics.engine_changes.labels(event.engine, event.state).inc()
         if event.state == "lost":
             self._lost.add(event.engine)
@@ -404,7 +369,7 @@ class MetricsRecorder:
         if event.version is not None:
             self._metrics.engine_version.labels(event.engine).set(event.version)
 
-    def _evaluated(self, event: Evaluated) -> None:
+    def _evaluated(self, event: events.Evaluated) -> None:
         self._metrics.eval_accuracy.labels(event.name).set(event.accuracy)
         self._metrics.eval_reward.labels(event.name).set(event.reward)
         self._metrics.eval_truncated.labels(event.name).set(event.truncated)

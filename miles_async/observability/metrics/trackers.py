@@ -195,8 +195,6 @@ class Trackers:
                     # Training may be some rollouts ahead when an evaluation ends.
                     rollout=event.rollout + 1,
                 )
-            case _:
-                pass
 
     def _over_rollouts(self, values: Mapping[str, float], rollout: int | None = None) -> Point:
         """The values after `rollout` rollouts, by default after those trained so far."""

@@ -7,19 +7,7 @@ from typing import Any
 
 import msgspec
 
-from miles_async.events import (
-    ClusterReady,
-    CollapseRiskChanged,
-    Evaluated,
-    Event,
-    PublishEnded,
-    Pulse,
-    RouterChanged,
-    RunStarted,
-    StepEnded,
-    TrainerPhaseChanged,
-    VerdictChanged,
-)
+from miles_async import events
 from miles_async.observability.state.groups import Group
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import GroupState
@@ -36,8 +24,8 @@ def status(view: RunView, now: float) -> dict[str, Any]:
     """
     began = view.run.time if view.run is not None else now
     now = view.until(now)
-    cluster, pulse, step = view.last(ClusterReady), view.last(Pulse), view.last(StepEnded)
-    phase, collapse = view.last(TrainerPhaseChanged), view.last(CollapseRiskChanged)
+    cluster, pulse, step = view.last(events.ClusterReady), view.last(events.Pulse), view.last(events.StepEnded)
+    phase, collapse = view.last(events.TrainerPhaseChanged), view.last(events.CollapseRiskChanged)
     busy, publishing = view.engine_use.last, view.publishes.running
     return {
         "run": _with_defaults(view.run),
@@ -72,12 +60,12 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "undone": msgspec.to_builtins(view.steps.undone),
         "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
         "interrupted": dict(view.uptime.seconds),
-        "publish": _with_defaults(view.last(PublishEnded)),
+        "publish": _with_defaults(view.last(events.PublishEnded)),
         "publishing": publishing and publishing.version,
-        "router": _with_defaults(view.last(RouterChanged)),
+        "router": _with_defaults(view.last(events.RouterChanged)),
         "engines": [engine for _, engine in sorted(view.engines.known.items())],
         "silent": dict(view.silent),
-        "scores": {name: [_score(event) for event in events] for name, events in view.evaluations.items()},
+        "scores": {name: [_score(event) for event in evaluated] for name, evaluated in view.evaluations.items()},
         "slots": _window(list(view.groups.live.values()), now),
         "notices": [
             *({"at": at - began, "text": visible_text(text)} for at, text in reversed(view.notices.newest)),
@@ -86,14 +74,14 @@ def status(view: RunView, now: float) -> dict[str, Any]:
     }
 
 
-def _with_defaults(event: Event | None) -> dict[str, Any] | None:
+def _with_defaults(event: events.Event | None) -> dict[str, Any] | None:
     """Return all fields of an event; JSON made of the event itself lacks those that have their default value."""
     return msgspec.structs.asdict(event) if event is not None else None
 
 
-def _verdict(view: RunView) -> VerdictChanged | None:
+def _verdict(view: RunView) -> events.VerdictChanged | None:
     """The last verdict that was announced, with what its change would bring now."""
-    announced, finding = view.last(VerdictChanged), view.finding
+    announced, finding = view.last(events.VerdictChanged), view.finding
     if announced is None or announced.verdict != finding.verdict:
         return announced
     return msgspec.structs.replace(announced, knob=view.advise(finding))
@@ -105,7 +93,7 @@ def _outcomes(view: RunView) -> dict[str, int]:
     return dict(Counter({**view.groups.outcomes, **filtered}).most_common())
 
 
-def _untested(run: RunStarted | None) -> list[dict[str, Any]]:
+def _untested(run: events.RunStarted | None) -> list[dict[str, Any]]:
     """The oldest notice: arguments that were never tried."""
     if run is None or not run.untested:
         return []
@@ -125,5 +113,5 @@ def _window(live: list[Group], now: float) -> dict[str, Any]:
     }
 
 
-def _score(event: Evaluated) -> dict[str, Any]:
+def _score(event: events.Evaluated) -> dict[str, Any]:
     return {**msgspec.structs.asdict(event), "interval": event.interval}

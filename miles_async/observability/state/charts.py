@@ -10,21 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, Literal
 
-from miles_async.events import (
-    AdmissionBlocked,
-    EngineBusy,
-    Evaluated,
-    Event,
-    GroupGenerated,
-    GroupMoved,
-    LoopLag,
-    PublishEnded,
-    Pulse,
-    QueueChanged,
-    RunStarted,
-    StepEnded,
-    StepStarted,
-)
+from miles_async import events
 from miles_async.observability.state.groups import Groups
 from miles_async.observability.state.learner import Step
 from miles_async.observability.state.timeline import Timeline
@@ -57,7 +43,7 @@ class Charts:
         self._timelines: dict[Span, Timeline] = {}
         self._samples_per_group = 1
         self._counted_at = 0.0
-        self._busy: EngineBusy | None = None
+        self._busy: events.EngineBusy | None = None
         """The last report of the current rollout worker."""
         self._batch = 0
         """Number of groups in the training step that runs now."""
@@ -66,9 +52,9 @@ class Charts:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """The series that are kept, by family; see `MAX_NAMES`."""
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
-            case RunStarted() if "whole" not in self._timelines:
+            case events.RunStarted() if "whole" not in self._timelines:
                 self._samples_per_group = event.samples_per_group
                 self._timelines["whole"] = Timeline(event.time, width=0.5, max_buckets=WHOLE_RUN_BUCKETS)
                 if self._recent:
@@ -76,38 +62,36 @@ class Charts:
                     self._timelines["recent"] = Timeline(
                         event.time, width=width, max_buckets=RECENT_BUCKETS, rolling=True
                     )
-            case GroupMoved():
+            case events.GroupMoved():
                 self._moved(event)
-            case QueueChanged():
+            case events.QueueChanged():
                 self._set_value("queue", event.time, event.depth)
                 self._set_value("blocked", event.time, event.blocked)
-            case GroupGenerated():
+            case events.GroupGenerated():
                 self._count("generated", event.time, 1)
                 self._count("response_tokens", event.time, event.response_tokens)
                 self._observe("truncated", event.time, event.truncated / (self._samples_per_group - event.missing))
                 self._observe("generation_seconds", event.time, event.generation_seconds)
-            case Pulse():
+            case events.Pulse():
                 self._set_value("head_seconds", event.time, event.head_seconds)
                 self._set_value("version_lag", event.time, event.trainer_version - event.live_version)
-            case EngineBusy():
+            case events.EngineBusy():
                 self._engines_busy(event)
-            case AdmissionBlocked():
+            case events.AdmissionBlocked():
                 self._add_interval(f"blocked:{event.cause}", event.time - event.seconds, event.time)
-            case StepStarted():
+            case events.StepStarted():
                 self._batch = len(event.staleness)
                 for age in event.staleness:
                     self._observe("staleness", event.time, age)
-            case StepEnded():
+            case events.StepEnded():
                 self._step_ended(event)
-            case PublishEnded():
+            case events.PublishEnded():
                 self._observe("pause_ms", event.time, 1e3 * event.paused_seconds)
                 self._observe("stage_ms", event.time, 1e3 * event.staged_seconds)
-            case Evaluated():
+            case events.Evaluated():
                 self._observe_evaluation(event)
-            case LoopLag():
+            case events.LoopLag():
                 self._observe("loop_lag_ms", event.time, 1e3 * event.seconds)
-            case _:
-                pass
 
     def account(self, phase: str, verdict: str, start: float, end: float) -> None:
         """Assign the time from `start` to `end` to what the learner did in it, and to the verdict on it."""
@@ -116,8 +100,7 @@ class Charts:
 
     def interrupt(self, start: float, end: float) -> None:
         """No rollout worker served the run from `start` to `end`."""
-        self._add_interval(f"trainer:{INTERRUPTED}", start, end)
-        self._add_interval(f"verdict:{INTERRUPTED}", start, end)
+        self.account(INTERRUPTED, INTERRUPTED, start, end)
         self._busy = None
 
     def undo(self, step: Step) -> None:
@@ -147,7 +130,7 @@ class Charts:
         for timeline in self._timelines.values():
             timeline.advance(now)
 
-    def _moved(self, event: GroupMoved) -> None:
+    def _moved(self, event: events.GroupMoved) -> None:
         if abs(event.time - self._counted_at) >= COUNT_SECONDS:
             self._counted_at = event.time
             self._set_counts(event.time)
@@ -159,14 +142,14 @@ class Charts:
         self._set_value("generating", time, self._groups.counts.get(GroupState.IN_FLIGHT, 0))
         self._set_value("slots", time, sum(self._groups.counts.values()))
 
-    def _engines_busy(self, event: EngineBusy) -> None:
+    def _engines_busy(self, event: events.EngineBusy) -> None:
         self._set_value("requests", event.time, event.in_flight)
         before, self._busy = self._busy, event
         if before is not None and event.time > before.time and event.busy >= before.busy:
             fraction = (event.busy - before.busy) / (event.time - before.time)
             self._add_interval("engines_busy", before.time, event.time, min(1.0, fraction))
 
-    def _step_ended(self, event: StepEnded) -> None:
+    def _step_ended(self, event: events.StepEnded) -> None:
         self._observe("reward", event.time, event.reward)
         self._batches.observe("reward", event.rollout, event.reward)
         self._observe("response_length", event.time, event.response_length)
@@ -176,7 +159,7 @@ class Charts:
         for name, value in event.metrics.items():
             self._observe_named("step", name, event.time, value)
 
-    def _observe_evaluation(self, event: Evaluated) -> None:
+    def _observe_evaluation(self, event: events.Evaluated) -> None:
         low, high = event.interval
         for family, value in (("eval", event.accuracy), ("eval-low", low), ("eval-high", high)):
             self._observe_named(family, event.name, event.time, value)

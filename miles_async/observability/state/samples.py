@@ -47,8 +47,6 @@ class SampleLog:
                 if entry is not None and event.after == GroupState.DROPPED:
                     entry.dropped = event.reason
                     self.revision += 1
-            case _:
-                pass
 
     def _add(self, sample: SampleDisplayed) -> None:
         self._remove(sample.sequence)

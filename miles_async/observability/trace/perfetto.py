@@ -12,20 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from miles_async.events import (
-    AdmissionBlocked,
-    Evaluated,
-    Event,
-    GroupMoved,
-    PublishEnded,
-    PublishStarted,
-    QueueChanged,
-    RequestEnded,
-    RunStarted,
-    StepEnded,
-    StepStarted,
-    TrainerPhaseChanged,
-)
+from miles_async import events
 from miles_async.observability.state.groups import ENDED, Group
 from miles_async.observability.trace.trace_file import TraceFile
 from miles_async.observability.view import RunView
@@ -80,7 +67,7 @@ class WrittenTrace:
     """The row of each live group, by sequence number."""
     request_ends: list[float] = field(default_factory=list)
     """When the last request in each row ended."""
-    phase: TrainerPhaseChanged | None = None
+    phase: events.TrainerPhaseChanged | None = None
     counted_at: float = 0.0
 
 
@@ -115,34 +102,34 @@ class PerfettoTrace:
         self.flush()
         return replace(self._written, end=self._file.end)
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
-            case RunStarted() if not self._written.began:
+            case events.RunStarted() if not self._written.began:
                 self._written.began = event.time
                 for process, name in _NAMES.items():
                     self._describe("process_name", process, name=name)
                     self._describe("process_sort_index", process, sort_index=process)
-            case GroupMoved():
+            case events.GroupMoved():
                 self._moved(event)
-            case RequestEnded():
+            case events.RequestEnded():
                 self._request(event)
-            case QueueChanged() if abs(event.time - self._written.counted_at) >= COUNTER_SECONDS:
+            case events.QueueChanged() if abs(event.time - self._written.counted_at) >= COUNTER_SECONDS:
                 self._written.counted_at = event.time
                 counts = {"queued": event.depth, "held back by the window": event.blocked}
                 entry = {"ph": "C", "name": "groups", "pid": QUEUE, "tid": 0, "ts": self._microseconds(event.time)}
                 self._file.write({**entry, "args": counts}, detail=True)
-            case TrainerPhaseChanged():
+            case events.TrainerPhaseChanged():
                 self._finish_phase(event.time)
                 self._written.phase = event
-            case StepEnded():
+            case events.StepEnded():
                 self._stepped(event)
-            case PublishEnded():
+            case events.PublishEnded():
                 self._published(event)
-            case AdmissionBlocked():
+            case events.AdmissionBlocked():
                 self._slice(
                     ADMISSION, 0, f"blocked: {event.cause}", event.time - event.seconds, event.time, detail=True
                 )
-            case Evaluated():
+            case events.Evaluated():
                 facts: dict[str, Any] = {
                     "accuracy": event.accuracy,
                     "missing": event.missing,
@@ -150,8 +137,6 @@ class PerfettoTrace:
                     "versions": list(event.versions),
                 }
                 self._slice(EVALUATION, 0, event.name, event.time - event.seconds, event.time, **facts)
-            case _:
-                pass
 
     def flush(self) -> None:
         self._file.flush()
@@ -163,7 +148,7 @@ class PerfettoTrace:
             self._write_group(group, self._view.time, "unfinished at the end of the run")
         self._file.close()
 
-    def _moved(self, event: GroupMoved) -> None:
+    def _moved(self, event: events.GroupMoved) -> None:
         groups = self._view.groups
         if event.after not in ENDED:
             if event.sequence not in self._written.row_of:
@@ -193,7 +178,7 @@ class PerfettoTrace:
             self._slice(GROUPS, row, "generate", generated.started, generated.generated, detail=True)
             self._slice(GROUPS, row, "reward and filter", generated.generated, generated.time, detail=True)
 
-    def _request(self, event: RequestEnded) -> None:
+    def _request(self, event: events.RequestEnded) -> None:
         # Slices in one row must not overlap, so a request goes to the first row whose last request has ended.
         free = (row for row, ended in enumerate(self._written.request_ends) if ended <= event.started)
         row = next(free, len(self._written.request_ends))
@@ -211,14 +196,14 @@ class PerfettoTrace:
             self._slice(LEARNER, 0, name, self._written.phase.time, now)
             self._written.phase = None
 
-    def _stepped(self, event: StepEnded) -> None:
+    def _stepped(self, event: events.StepEnded) -> None:
         facts: dict[str, Any] = {"tokens": event.tokens, "reward": event.reward, "finite": event.finite}
-        if (step := self._view.last(StepStarted)) is not None:
+        if (step := self._view.last(events.StepStarted)) is not None:
             facts |= {"version": step.version, "staleness": step.staleness, "groups": step.groups}
         self._slice(LEARNER, 0, f"rollout {event.rollout}", event.started, event.time, **facts)
 
-    def _published(self, event: PublishEnded) -> None:
-        started = self._view.last(PublishStarted)
+    def _published(self, event: events.PublishEnded) -> None:
+        started = self._view.last(events.PublishStarted)
         if started is None or started.version != event.version:
             return
         start = started.time

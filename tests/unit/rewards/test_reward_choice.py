@@ -61,7 +61,7 @@ def chosen_here(record: dict[str, Any], folder: Path, monkeypatch: pytest.Monkey
     names = []
 
     async def score(rewarder: Rewarder, group: Group) -> None:
-        names.append(rewarder._name)
+        names.append(rewarder.name)
 
     monkeypatch.setattr(Rewarder, "score", score)
     row = {} if record["row"] is None else {"metadata": {"rm_type": record["row"]}}

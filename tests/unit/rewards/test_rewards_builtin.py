@@ -287,7 +287,7 @@ def test_the_number_of_concurrent_remote_reward_requests_is_limited() -> None:
         args=None,
     )
     [rewarder] = rewards._opened.values()
-    assert rewarder._function._permits._value == 2
+    assert rewarder.function._permits._value == 2
 
 
 def ranks(args: Any, samples: list[Sample], **kwargs: Any) -> list[float]:

@@ -106,7 +106,7 @@ async def test_a_generate_function_that_takes_evaluation_is_told_whether_it_gene
     settings = {"custom_generate_function_path": f"{__name__}.says_whether"}
     seen = []
     async with generators(eval_interval=1, eval_size=1, **settings) as made:
-        for generator in made.training(), made.evaluation(greedy_of(made._config)):
+        for generator in made.training(), made.evaluation(greedy_of(made.config)):
             group = Group([Sample(index=0, prompt="a")])
             await generator.generate(group)
             seen.append(group[0].metadata["evaluation"])
@@ -138,15 +138,15 @@ async def test_no_port_is_opened_in_a_run_without_agents() -> None:
 
 async def test_an_external_generator_finds_the_key_of_the_endpoint_in_a_file_of_the_user_alone() -> None:
     async with generators(rollout_function_path=External.function) as made:
-        assert made._agent_key_file.read_text() == made._endpoint.key
-        assert made._agent_key_file.stat().st_mode & 0o777 == 0o600
+        assert made.agent_key_file.read_text() == made._endpoint.key
+        assert made.agent_key_file.stat().st_mode & 0o777 == 0o600
     async with generators(custom_generate_function_path=f"{__name__}.hangs") as made:
-        assert not made._agent_key_file.exists()
+        assert not made.agent_key_file.exists()
 
 
 async def test_the_key_of_the_endpoint_stays_the_same_when_the_rollout_worker_is_replaced() -> None:
     async with generators(agent_key="left", rollout_function_path=External.function) as made:
-        assert (made._endpoint.key, made._agent_key_file.read_text()) == ("left", "left")
+        assert (made._endpoint.key, made.agent_key_file.read_text()) == ("left", "left")
 
 
 async def test_a_user_defined_generate_function_has_the_configured_timeout() -> None:
