@@ -200,8 +200,9 @@ class GeneratorFactory:
 
     def evaluation(self, sampling: SamplingParams) -> RunGenerator:
         """A generator for evaluations with the given sampling settings."""
-        # Responses of evaluations are not trained, so they have no sampling masks.
-        engine, limits = self._evaluation.with_sampling(sampling), replace(self.limits, sampling_masks=None)
+        # Responses of evaluations are not trained, so they have no sampling masks, and any log-probabilities suffice.
+        limits = replace(self.limits, sampling_masks=None, scores_missing=True)
+        engine = self._evaluation.with_sampling(sampling)
         return self._with_hooks(self._with_user_function(engine, limits, evaluation=True), limits, evaluation=True)
 
     def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:

@@ -79,6 +79,8 @@ def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
         vocabulary=(shape.vocabulary or None) if shape is not None else None,
         longest=None if config.debug.debug_rollout_only else longest,
         sampling_masks=config.trains_on_sampling_masks,
+        # Log-probabilities at temperature 0 are those at 1, and supervised losses use none.
+        scores_missing=config.rollout.rollout_temperature in (0, 1) or config.learner.loss_type == "sft_loss",
     )
 
 

@@ -7,8 +7,8 @@ A list holds the segments of one trajectory, in the order in which they ended.
 tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
 `args.agents` (`adapters/agents/endpoint.py`) provides an address for an agent that speaks the protocol of OpenAI or
 Anthropic. A function that sends requests to the router itself must fill the sample itself. Without spans, its samples
-get the weight version that was live when their generation began; missing log-probabilities are computed by the engines
-afterwards.
+get the weight version that was live when their generation began. Missing log-probabilities are computed by the engines
+afterwards, which needs `rollout_temperature` 1.
 
 A sample that fails for reasons of infrastructure, such as a tool server that is down, is generated again at once, while
 the other samples of its group go on. The function reports such a failure with an `InfrastructureError`, an error of a

@@ -211,9 +211,7 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
     if any(of_datasets.values()):
         further["datasets"] = of_datasets
     if (adapter := config.learner.lora_load) is not None:
-        further["lora_load"] = (
-            adapter if folder is None else _fingerprint(Path(adapter).expanduser(), CONFIG, TENSORS)
-        )
+        further["lora_load"] = adapter if folder is None else _fingerprint(Path(adapter).expanduser(), CONFIG, TENSORS)
     return {
         "model": str(config.model.hf_checkpoint)
         if folder is None
