@@ -39,7 +39,7 @@ from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
-from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of
+from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of, seed_of_requests
 
 RunGenerator = SGLangGenerator | FunctionGenerator | HookedGenerator
 """A generator of a run; it takes sampling parameters."""
@@ -148,6 +148,7 @@ class GeneratorFactory:
             engines=fleet.engines,
             router_key=handles.router_key,
             adapters=adapters,
+            seed=seed_of_requests(config),
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=journal.emit if config.observability.trace else None,
         )
@@ -263,6 +264,7 @@ class GeneratorFactory:
             timeout_seconds=self._config.rollout.generate_timeout_seconds,
             max_attempts=self._config.rollout.max_attempts,
             engines_abort=self._config.weights.pause_generation_mode == "abort",
+            seed=seed_of_requests(self._config),
             limits=limits,
             on_discarded=on_discarded,
         )

@@ -129,12 +129,13 @@ def engine_spec(
     devices: tuple[int, ...] = (),
     nodes: int = 1,
     node_rank: int = 0,
+    number: int = 0,
     key: str | None = None,
 ) -> EngineSpec:
     """Return the specification of one server of an engine; an engine has one server per node.
 
-    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `key` is
-    the API key of the server; by default a random one.
+    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `number`
+    is that of the engine in the run. `key` is the API key of the server; by default a random one.
     """
     engine, adapters = config.engine, adapter_versions_of(config)
     return EngineSpec(
@@ -149,7 +150,8 @@ def engine_spec(
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
         evaluation_concurrency=config.evaluation_concurrency,
-        seed=config.data.rollout_seed,
+        # Engines with one seed that get equal requests in equal batches would draw equal samples.
+        seed=config.data.rollout_seed + number,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
@@ -165,6 +167,14 @@ def engine_spec(
         health_timeout=engine.engine_health_timeout_seconds,
         key=key or new_key(),
     )
+
+
+def seed_of_requests(config: RunConfig) -> int | None:
+    """Return the seed of the run if engines sample with a seed per request, else None; see `sampling_seed`."""
+    arguments = config.engine.sglang_server_args
+    # SGLang turns the first argument on if the second one is set.
+    by_request = arguments.get("enable_deterministic_inference") or arguments.get("rl_on_policy_target")
+    return config.data.rollout_seed if by_request else None
 
 
 def external_router(config: RunConfig) -> str | None:

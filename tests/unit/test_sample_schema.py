@@ -93,7 +93,7 @@ def test_missing_log_probabilities_are_refused_at_a_temperature_at_which_engines
     limits = sample_limits(run_config(**settings), str(tmp_path))
     check_sample(finished(), limits, NEWEST)
     check_sample(finished(rollout_log_probs=[], loss_mask=[0, 0]), limits, NEWEST)
-    refusal: Any = pytest.raises(TrajectoryError, match="at temperature 1: use args.turns")
+    refusal: Any = pytest.raises(TrajectoryError, match=r"at temperature 1: use args\.turns")
     with refusal if is_refused else nullcontext():
         check_sample(finished(rollout_log_probs=[]), limits, NEWEST)
 

@@ -35,6 +35,7 @@ from workers.specs import (
     ray_arguments,
     router_spec,
     sampling_of,
+    seed_of_requests,
 )
 
 LOGS = Path("/logs")
@@ -103,6 +104,27 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
 
     assert (dtype(), dtype(precision="bf16"), dtype(precision="fp32")) == dtypes
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
+
+
+def test_each_engine_draws_other_samples(checkpoint: str) -> None:
+    """Their first requests may be for the same prompt, and their batches may be equal."""
+    seeds = [engine_spec(run_config(rollout_seed=5), "e", checkpoint, LOGS, number=number).seed for number in range(3)]
+    assert seeds == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "arguments, seed",
+    [
+        ({}, None),
+        ({"enable_deterministic_inference": False}, None),
+        ({"enable_deterministic_inference": True}, 5),
+        ({"rl_on_policy_target": "fsdp"}, 5),
+    ],
+)
+def test_requests_have_seeds_if_engines_sample_with_a_seed_per_request(
+    arguments: dict[str, Any], seed: int | None
+) -> None:
+    assert seed_of_requests(run_config(rollout_seed=5, sglang_server_args=arguments)) == seed
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
