@@ -138,6 +138,8 @@ def engine_spec(
     is that of the engine in the run. `key` is the API key of the server; by default a random one.
     """
     engine, adapters = config.engine, adapter_versions_of(config)
+    arguments = dict(arguments_of_engines(config))
+    seed = arguments.pop("random_seed", None)
     return EngineSpec(
         name=name,
         model_path=checkpoint,
@@ -151,7 +153,7 @@ def engine_spec(
         concurrency=engine.sglang_server_concurrency,
         evaluation_concurrency=config.evaluation_concurrency,
         # Engines with one seed that get equal requests in equal batches would draw equal samples.
-        seed=config.data.rollout_seed + number,
+        seed=(config.data.rollout_seed if seed is None else int(seed)) + number,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
@@ -161,7 +163,7 @@ def engine_spec(
         lora_rank=config.learner.lora_rank,
         lora_modules=() if adapters is None else config.learner.lora_modules,
         lora_versions=0 if adapters is None else adapters.resident,
-        server_args=arguments_of_engines(config),
+        server_args=arguments,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
         health_timeout=engine.engine_health_timeout_seconds,

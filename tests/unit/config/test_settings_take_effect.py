@@ -106,10 +106,15 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
 
 
-def test_each_engine_draws_other_samples(checkpoint: str) -> None:
+@pytest.mark.parametrize("arguments, seeds", [({}, ["5", "6", "7"]), ({"random_seed": 9}, ["9", "10", "11"])])
+def test_each_engine_draws_other_samples(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], seeds: list[str]
+) -> None:
     """Their first requests may be for the same prompt, and their batches may be equal."""
-    seeds = [engine_spec(run_config(rollout_seed=5), "e", checkpoint, LOGS, number=number).seed for number in range(3)]
-    assert seeds == [5, 6, 7]
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    run = run_config(rollout_seed=5, sglang_server_args=arguments)
+    commands = [launch.command(engine_spec(run, "e", checkpoint, LOGS, number=n), 1, MEETING) for n in range(3)]
+    assert [words[words.index("--random-seed") + 1] for words in commands] == seeds
 
 
 @pytest.mark.parametrize(
