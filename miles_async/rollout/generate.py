@@ -304,7 +304,7 @@ class FunctionGenerator:
 
     async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:
         try:
-            body = sampling_seed(self._seed, sample) | sampling.body(sampling.max_new_tokens)
+            body = sampling_seed(self._seed, sample.index) | sampling.body(sampling.max_new_tokens)
             return await self._function(self._args, sample, body)
         except MilesError:
             raise

@@ -94,13 +94,13 @@ class SamplingParams:
         return {**named, **stops, "max_new_tokens": budget, **self.other}
 
 
-def sampling_seed(seed: int | None, sample: Sample) -> dict[str, int]:
-    """The sampling parameter with which engines draw a sample that sample with a seed per request; `seed` is the run's.
+def sampling_seed(seed: int | None, index: int | None) -> dict[str, int]:
+    """The sampling parameter of the sample with this index at engines that sample with a seed per request.
 
-    SGLang gives all requests without this parameter the same seed, so all samples of a prompt would be equal. Empty for
-    other engines, where `seed` is None.
+    `seed` is that of the run. SGLang gives requests without this parameter the same seed, so all samples of a prompt
+    would be equal. Empty for other engines, for which `seed` is None, and for a sample without an index.
     """
-    return {} if seed is None else {"sampling_seed": seed + (sample.index or 0)}
+    return {} if seed is None or index is None else {"sampling_seed": seed + index}
 
 
 class TokenLimits(NamedTuple):
@@ -390,12 +390,13 @@ class SGLangGenerator:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED
                 return
-            request = f"{self._id_prefix}-{next(self._request_numbers)}"
+            number, index = next(self._request_numbers), samples[0].index
+            request = f"{self._id_prefix}-{number}"
             call.request_ids.append(request + EACH_SAMPLE)
             body = {
                 "rid": request,
                 "input_ids": [np.asarray(sample.tokens) for sample in samples],
-                "sampling_params": sampling_seed(self._seed, samples[0]) | sampling_params,
+                "sampling_params": sampling_seed(self._seed, number if index is None else index) | sampling_params,
                 "return_logprob": True,
                 **self._priority,
             }

@@ -148,9 +148,12 @@ def test_an_engine_aborts_the_samples_of_the_request_and_no_others() -> None:
     assert aborted == [("a-3_", False), ("a-2_0", False), ("", True)]
 
 
-@pytest.mark.parametrize("seed, requested", [(None, [None]), (40, [47, 48, 49])])
+@pytest.mark.parametrize(
+    "seed, indices, requested",
+    [(None, (7, 8, 9), [None]), (40, (7, 8, 9), [47, 48, 49]), (40, (None, None, None), [40, 41, 42])],
+)
 async def test_each_sample_has_a_seed_of_its_own_at_engines_that_sample_with_a_seed_per_request(
-    seed: int | None, requested: list[int | None]
+    seed: int | None, indices: tuple[int | None, ...], requested: list[int | None]
 ) -> None:
     """SGLang gives requests without a seed the same one, and the samples of a group would be equal."""
     seeds: list[int | None] = []
@@ -168,7 +171,7 @@ async def test_each_sample_has_a_seed_of_its_own_at_engines_that_sample_with_a_s
         url = str(server.make_url("")).rstrip("/")
         sampling = SamplingParams(max_new_tokens=9)
         generator = SGLangGenerator(url, Bytes(), sampling, limit=lambda: 4, engines=list, seed=seed)
-        group = Group([Sample(index=index, tokens=[1]) for index in (7, 8, 9)])
+        group = Group([Sample(index=index, tokens=[1]) for index in indices])
         await generator.generate(group)
         await generator.close()
     assert sorted(seeds, key=str) == requested
