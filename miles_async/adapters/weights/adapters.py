@@ -90,7 +90,8 @@ class AdapterSource:
 
     def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
         """Write the adapter as `version`, and remove the files of versions that no engine may load any more."""
-        changes, tensors = self._changes, {}
+        changes = self._changes
+        tensors: dict[str, torch.Tensor] = {}
         # On all ranks: they export the tensors together, and compute the log-probabilities to compare together.
         for name, tensor in named_tensors:
             changes = changes or ("lora_B" in name and bool(tensor.any()))

@@ -298,7 +298,7 @@ async def test_a_function_written_for_slime_gets_versions_and_log_probabilities_
 
 
 async def test_a_function_gets_the_seed_of_its_sample_if_engines_sample_with_a_seed_per_request() -> None:
-    seeds = []
+    seeds: list[int | None] = []
 
     async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
         seeds.append(sampling_params.get("sampling_seed"))

@@ -277,7 +277,11 @@ def test_limits_and_templates_of_data_sets_are_part_of_the_identity_of_a_recordi
         return identity_of(run_config(datasets=datasets))
 
     assert differences(identity(weight=2.0), identity_of(run_config())) == {}
-    for settings in ({"max_response_len": 7}, {"apply_chat_template_kwargs": {"enable_thinking": True}}):
+    changes: list[dict[str, Any]] = [
+        {"max_response_len": 7},
+        {"apply_chat_template_kwargs": {"enable_thinking": True}},
+    ]
+    for settings in changes:
         assert [*differences(identity(), identity(**settings))] == ["datasets"]
 
 
