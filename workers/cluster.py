@@ -369,9 +369,10 @@ class Cluster:
         Raises UserError if the Ray cluster has no free devices for another engine.
         """
         while len(self._engine_actors) < engines:
-            name = f"engine-{len(self._engine_actors)}"
+            number = len(self._engine_actors)
+            name = f"engine-{number}"
             devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
-            actors = self._create_engine(devices, name, self.handles.checkpoint)
+            actors = self._create_engine(devices, name, number, self.handles.checkpoint)
             self._engine_actors[name] = actors
             await _unless_lost(self.rollout.current.add_engine.remote(name, actors))
             log.info("engine is being added", engine=name)
@@ -478,13 +479,13 @@ class Cluster:
         return url
 
     async def _start_engines(self, placement: Placement, checkpoint: str) -> list[EngineInfo]:
-        engines = {f"engine-{number}": bundles for number, bundles in enumerate(placement.plan.engines)}
-        for name, bundles in engines.items():
-            self._engine_actors[name] = self._create_engine(EngineDevices(placement, bundles), name, checkpoint)
-        return await _gather(*map(self._start_engine, engines))
+        names = [f"engine-{number}" for number in range(len(placement.plan.engines))]
+        for number, (name, bundles) in enumerate(zip(names, placement.plan.engines, strict=True)):
+            self._engine_actors[name] = self._create_engine(EngineDevices(placement, bundles), name, number, checkpoint)
+        return await _gather(*map(self._start_engine, names))
 
-    def _create_engine(self, devices: EngineDevices, name: str, checkpoint: str) -> list[ActorHandle[Any]]:
-        """Create the actors of one engine, one per node, without starting their servers."""
+    def _create_engine(self, devices: EngineDevices, name: str, number: int, checkpoint: str) -> list[ActorHandle[Any]]:
+        """Create the actors of engine `number`, one per node, without starting their servers."""
         self._engine_devices[name] = devices
         placement = devices.placement
         nodes, actors = by_node(devices.bundles), []
@@ -498,6 +499,7 @@ class Cluster:
                 devices=placement.devices(node_bundles),
                 nodes=len(nodes),
                 node_rank=rank,
+                number=number,
                 key=self._key,
             )
             options = placement.actor_options(node_bundles[0], ENGINE_GPU_FRACTION)

@@ -39,7 +39,7 @@ from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
-from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of
+from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of, seed_of_requests
 
 RunGenerator = SGLangGenerator | FunctionGenerator | HookedGenerator
 """A generator of a run; it takes sampling parameters."""
@@ -141,6 +141,7 @@ class GeneratorFactory:
             engines=self.fleet.engines,
             router_key=handles.router_key,
             adapters=self.adapters,
+            seed=seed_of_requests(config),
             request_timeout=config.engine.sglang_router_request_timeout_secs,
             on_request=self.journal.emit if config.observability.trace else None,
         )
@@ -193,8 +194,9 @@ class GeneratorFactory:
 
     def evaluation(self, sampling: SamplingParams) -> RunGenerator:
         """A generator for evaluations with the given sampling settings."""
-        # Responses of evaluations are not trained, so they have no sampling masks.
-        engine, limits = self._evaluation.with_sampling(sampling), replace(self.limits, sampling_masks=None)
+        # Responses of evaluations are not trained, so they have no sampling masks, and any log-probabilities suffice.
+        limits = replace(self.limits, sampling_masks=None, scores_missing=True)
+        engine = self._evaluation.with_sampling(sampling)
         return self._with_hooks(self._with_user_function(engine, limits, evaluation=True), limits, evaluation=True)
 
     def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:
@@ -255,6 +257,7 @@ class GeneratorFactory:
             timeout_seconds=self.config.rollout.generate_timeout_seconds,
             max_attempts=self.config.rollout.max_attempts,
             engines_abort=self.config.weights.pause_generation_mode == "abort",
+            seed=seed_of_requests(self.config),
             limits=limits,
             on_discarded=on_discarded,
         )

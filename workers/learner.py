@@ -237,9 +237,7 @@ class LearnerRank:
         def stage() -> list[float] | None:
             from miles_async.adapters.weights.engine import TOKENS
 
-            trains_adapter = self._config.learner.lora_rank > 0
-            tensors = self._learner.adapter().items() if trains_adapter else self._learner.engine_weights()
-            source.stage(version, tensors, transports)
+            source.stage(version, self._learner.engine_weights(), transports)
             return self._learner.logprobs([TOKENS])[0] if source.compared else None
 
         self._logprobs = await self._run(self._model_thread, stage)

@@ -79,6 +79,8 @@ def sample_limits(config: RunConfig, checkpoint: str) -> SampleLimits:
         vocabulary=(shape.vocabulary or None) if shape is not None else None,
         longest=None if config.debug.debug_rollout_only else longest,
         sampling_masks=config.trains_on_sampling_masks,
+        # Log-probabilities at temperature 0 are those at 1, and supervised losses use none.
+        scores_missing=config.rollout.rollout_temperature in (0, 1) or config.learner.loss_type == "sft_loss",
     )
 
 
@@ -127,14 +129,17 @@ def engine_spec(
     devices: tuple[int, ...] = (),
     nodes: int = 1,
     node_rank: int = 0,
+    number: int = 0,
     key: str | None = None,
 ) -> EngineSpec:
     """Return the specification of one server of an engine; an engine has one server per node.
 
-    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `key` is
-    the API key of the server; by default a random one.
+    `checkpoint` is the folder of the Hugging Face checkpoint, and `devices` are the GPU numbers on the node. `number`
+    is that of the engine in the run. `key` is the API key of the server; by default a random one.
     """
     engine, adapters = config.engine, adapter_versions_of(config)
+    arguments = dict(arguments_of_engines(config))
+    seed = arguments.pop("random_seed", None)
     return EngineSpec(
         name=name,
         model_path=checkpoint,
@@ -147,7 +152,8 @@ def engine_spec(
         cpus=tuple(engine.engine_cpus) if engine.engine_cpus else None,
         concurrency=engine.sglang_server_concurrency,
         evaluation_concurrency=config.evaluation_concurrency,
-        seed=config.data.rollout_seed,
+        # Engines with one seed that get equal requests in equal batches would draw equal samples.
+        seed=(config.data.rollout_seed if seed is None else int(seed)) + number,
         # With `auto`, SGLang serves a float32 checkpoint in float16, which cannot represent all bfloat16 weights.
         # Engines on CPUs compute in float32, whatever this says.
         dtype="auto" if config.learner.precision == "fp32" else "bfloat16",
@@ -157,12 +163,20 @@ def engine_spec(
         lora_rank=config.learner.lora_rank,
         lora_modules=() if adapters is None else config.learner.lora_modules,
         lora_versions=0 if adapters is None else adapters.resident,
-        server_args=arguments_of_engines(config),
+        server_args=arguments,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,
         health_timeout=engine.engine_health_timeout_seconds,
         key=key or new_key(),
     )
+
+
+def seed_of_requests(config: RunConfig) -> int | None:
+    """Return the seed of the run if engines sample with a seed per request, else None; see `sampling_seed`."""
+    arguments = config.engine.sglang_server_args
+    # SGLang turns the first argument on if the second one is set.
+    by_request = arguments.get("enable_deterministic_inference") or arguments.get("rl_on_policy_target")
+    return config.data.rollout_seed if by_request else None
 
 
 def external_router(config: RunConfig) -> str | None:

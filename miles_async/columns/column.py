@@ -49,6 +49,8 @@ class SampleLimits:
     sampling_masks: bool | None = None
     """True if every trained token needs a sampling mask, because the run samples with top-p or top-k. False if no
     sample may have a mask, because its log-probabilities would be those of another distribution than the learner's."""
+    scores_missing: bool = True
+    """Whether engines can compute missing log-probabilities: they compute them at temperature 1."""
     newest_version: int | None = None
     """The newest weight version of the run."""
 

@@ -50,6 +50,11 @@ class RolloutLogProbs(Column):
         # An engine may compute missing ones later.
         if len(value):
             super().check(sample, value, limits, name)
+        elif sample.has_trained_tokens and not limits.scores_missing:
+            raise TrajectoryError(
+                f"{name} is empty, and engines can compute missing log-probabilities only at temperature 1: use "
+                "args.turns, copy the engine's output_token_logprobs into it, or set rollout_temperature to 1"
+            )
 
 
 class LossMask(Column):

@@ -25,6 +25,12 @@ def split_slice(prompt_data: str) -> tuple[str, slice | None]:
     return match["path"], slice(start, stop)
 
 
+def slice_text(prompt_data: str) -> str:
+    """`[10:20]` of `data.jsonl@[10:20]`; empty without a slice."""
+    match = _SLICED.fullmatch(prompt_data)
+    return "" if match is None else f"[{match['start']}:{match['stop']}]"
+
+
 def environment_split(prompt_data: str) -> str | None:
     """NAME of `environment:NAME`, also with a slice: the tasks of the run's environment by this name. Else None."""
     path, _ = split_slice(prompt_data)

@@ -141,7 +141,9 @@ def drafts_from_heads(config: RunConfig) -> bool:
     """Whether engines draft tokens from MTP heads that the learner trains, and get them with each publish."""
     arguments = config.engine.sglang_server_args
     is_own = not arguments.get("speculative_draft_model_path")
-    return config.learner.enable_mtp_training and is_own and arguments.get("speculative_algorithm") in _OF_HEADS
+    # SGLang takes the name in any case.
+    algorithm = str(arguments.get("speculative_algorithm")).upper()
+    return config.learner.enable_mtp_training and is_own and algorithm in _OF_HEADS
 
 
 def loaded_by_name(config: RunConfig) -> str | None:

@@ -7,8 +7,8 @@ A list holds the segments of one trajectory, in the order in which they ended.
 tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
 `args.agents` (`adapters/agents/endpoint.py`) provides an address for an agent that speaks the protocol of OpenAI or
 Anthropic. A function that sends requests to the router itself must fill the sample itself. Without spans, its samples
-get the weight version that was live when their generation began; missing log-probabilities are computed by the engines
-afterwards.
+get the weight version that was live when their generation began. Missing log-probabilities are computed by the engines
+afterwards, which needs `rollout_temperature` 1.
 
 A sample that fails for reasons of infrastructure, such as a tool server that is down, is generated again at once, while
 the other samples of its group go on. The function reports such a failure with an `InfrastructureError`, an error of a
@@ -26,7 +26,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
-from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
+from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator, sampling_seed
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.errors import (
@@ -72,6 +72,7 @@ class FunctionGenerator:
         timeout_seconds: float,
         max_attempts: int,
         engines_abort: bool = False,
+        seed: int | None = None,
         limits: SampleLimits = NO_LIMITS,
         on_discarded: OnDiscarded | None = None,
     ) -> None:
@@ -79,8 +80,8 @@ class FunctionGenerator:
         waits in line, for a place at the engines or at a reward, does not count.
 
         `engines_abort` means that engines abort all requests when weights are published. A function that sends its own
-        requests may then return ABORTED because of an engine. `on_discarded` is called for each response that is
-        discarded while the other samples of the group go on.
+        requests may then return ABORTED because of an engine. `seed` is as in `sampling_seed`. `on_discarded` is called
+        for each response that is discarded while the other samples of the group go on.
         """
         self._function = function
         self._args = args
@@ -92,6 +93,7 @@ class FunctionGenerator:
         self._max_attempts = max_attempts
         self._on_discarded = on_discarded
         self._engines_abort = engines_abort
+        self._seed = seed
         self._limits = limits
         self._running: IdentityMap[Group, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = IdentityMap()
         """The samples of each group that are being generated, and their tasks."""
@@ -302,7 +304,8 @@ class FunctionGenerator:
 
     async def _call(self, sample: Sample, sampling: SamplingParams) -> Any:
         try:
-            return await self._function(self._args, sample, sampling.body(sampling.max_new_tokens))
+            body = sampling_seed(self._seed, sample.index) | sampling.body(sampling.max_new_tokens)
+            return await self._function(self._args, sample, body)
         except MilesError:
             raise
         except USER_CODE_ERRORS as error:

@@ -14,13 +14,26 @@ import structlog
 from miles_async.adapters.storage.checksum import checksum
 from miles_async.adapters.storage.recording_store import RecordingDamagedError, RecordingStore, StoreFullError
 from miles_async.columns.column import NO_LIMITS, SampleLimits
+from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
+from miles_async.models.lora import CONFIG, TENSORS
 from miles_async.recording import Recording, SkipAction, Steps, choose_step, differences
 from miles_async.types import Group
 
 NEEDED_TO_REPEAT = ("tokenizer", "n_samples_per_prompt")
 """The action `repeat` accepts recordings with other settings, except for these: groups would not fit."""
+_RECORDED_IF_CHANGED = (
+    "apply_chat_template_kwargs",
+    "environment",
+    "environment_settings",
+    "rollout_sample_hook_path",
+    "tool_max_turns",
+    "tool_search_corpus",
+)
+"""Settings that are part of the identity only if they differ from the default: older recordings have none of them."""
+_OF_DATASETS = {"apply_chat_template_kwargs", "max_prompt_len", "max_response_len"}
+"""What a data set may set of this kind."""
 _FINGERPRINT_BYTES = 1 << 20
 """Bytes read from each end of a weight file: reading all of a large checkpoint would take minutes."""
 
@@ -189,6 +202,16 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
     """
     rollout = config.rollout
     folder = None if checkpoint is None else Path(checkpoint)
+    changed = values_of(config, _RECORDED_IF_CHANGED).items()
+    further = {name: value for name, value in changed if value != SETTINGS[name].default}
+    of_datasets = {
+        name: dataset.model_dump(include=_OF_DATASETS, exclude_none=True)
+        for name, dataset in config.data.datasets.items()
+    }
+    if any(of_datasets.values()):
+        further["datasets"] = of_datasets
+    if (adapter := config.learner.lora_load) is not None:
+        further["lora_load"] = adapter if folder is None else _fingerprint(Path(adapter).expanduser(), CONFIG, TENSORS)
     return {
         "model": str(config.model.hf_checkpoint)
         if folder is None
@@ -205,12 +228,15 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
         "rollout_skip_special_tokens": rollout.rollout_skip_special_tokens,
         "custom_generate_function_path": rollout.custom_generate_function_path,
         "rollout_seed": config.data.rollout_seed,
+        **further,
     }
 
 
 def prompt_hash(group: Group) -> str:
-    """Return the checksum of the prompt of a group."""
-    return checksum([orjson.dumps(group[0].prompt)])
+    """Return the checksum of the prompt of a group, and of the tools that the chat template shows with its messages."""
+    prompt, tools = group[0].prompt, group[0].metadata.get("tools")
+    parts = [prompt, tools] if tools and not isinstance(prompt, str) else [prompt]
+    return checksum(map(orjson.dumps, parts))
 
 
 def _fingerprint(folder: Path, *patterns: str) -> str:

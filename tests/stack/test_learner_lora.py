@@ -91,6 +91,9 @@ def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
     gradients = {batch: gradients_of(learner, one[0]) for batch, one in (("prompted", prompted), ("uneven", steps))}
     learner.train(0, steps)
     trained = learner.adapter()
+    # Every rank finds out whether a version changes the model.
+    changed = {tensor_name for tensor_name, tensor in learner.engine_weights() if tensor.any()}
+    assert changed == load_file(root / "adapter/adapter_model.safetensors").keys()
     save_state(learner, out / "state")
     learner.close()
     merging = config(root, layout, lora_load=None, lora_merge=True)

@@ -13,6 +13,7 @@ from miles_async.adapters.sglang.engine_weights import RankLayout, machine_id
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights import engine as weights_engine
 from miles_async.adapters.weights import source as weights_source
+from miles_async.adapters.weights.adapters import AdapterSource
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
 from miles_async.adapters.weights.source import WeightSource
@@ -20,6 +21,7 @@ from miles_async.adapters.weights.staging import Staging, describe
 from miles_async.adapters.weights.transports.ipc import IPCTransport
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
+from miles_async.models.lora import AdapterConfig, tensor_names
 from miles_async.transports import SourceOptions, Transport
 
 TENSORS = [("model.norm.weight", torch.arange(6.0)), ("model.embed.weight", torch.arange(12.0).view(3, 4))]
@@ -120,3 +122,16 @@ def test_an_engine_whose_layout_was_never_tried_loads_each_version_by_name(
     if by_name:
         with pytest.raises(EngineLostError, match=f"it writes into the engine's memory, but {by_name}"):
             source.connect([engine_on("here").info], {"e": "disk_delta"})
+
+
+def test_all_ranks_compare_the_same_versions_of_an_adapter_with_engines(tmp_path: Path) -> None:
+    """They compute the log-probabilities together, so a rank that computes them alone waits forever."""
+    config = AdapterConfig(2, 1.0, ("o_proj",))
+    ranks = [AdapterSource(tmp_path, config, Weights(), rank=rank, resident=3) for rank in range(2)]
+    of_a, of_b = tensor_names("model.layers.0.self_attn.o_proj")
+    compared = []
+    for version, value in enumerate((0.0, 0.0, 0.1, 0.2)):
+        for source in ranks:
+            source.stage(version, [(of_a, torch.ones(2, 8)), (of_b, torch.full((8, 2), value))], [])
+        compared.append([source.compared for source in ranks])
+    assert compared == [[True, True], [True, True], [True, True], [False, False]]

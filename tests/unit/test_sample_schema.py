@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,7 +24,9 @@ from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.sample_schema import check_group, check_sample, decode_answers
 from miles_async.types import Group, Prompt, Sample, VersionSpan
+from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
+from workers.specs import sample_limits
 
 LIMITS = SampleLimits(vocabulary=100, longest=8)
 NEWEST = 4
@@ -72,6 +76,26 @@ def test_arrays_and_flags_are_converted() -> None:
     check_sample(sample, LIMITS, NEWEST)
     assert (sample.tokens, sample.rollout_log_probs, sample.loss_mask) == ([1, 2, 3], [-0.1, -0.2], [1, 0])
     assert type(sample.tokens[0]) is int
+
+
+@pytest.mark.parametrize(
+    "settings, is_refused",
+    [
+        ({"rollout_temperature": 1.0}, False),
+        ({"rollout_temperature": 0.0}, False),
+        ({"rollout_temperature": 0.7, "loss_type": "sft_loss"}, False),
+        ({"rollout_temperature": 0.7}, True),
+    ],
+)
+def test_missing_log_probabilities_are_refused_at_a_temperature_at_which_engines_cannot_compute_them(
+    tmp_path: Path, settings: dict[str, Any], is_refused: bool
+) -> None:
+    limits = sample_limits(run_config(**settings), str(tmp_path))
+    check_sample(finished(), limits, NEWEST)
+    check_sample(finished(rollout_log_probs=[], loss_mask=[0, 0]), limits, NEWEST)
+    refusal: Any = pytest.raises(TrajectoryError, match=r"at temperature 1: use args\.turns")
+    with refusal if is_refused else nullcontext():
+        check_sample(finished(rollout_log_probs=[]), limits, NEWEST)
 
 
 def test_a_generated_group_of_a_future_version_or_of_too_many_tokens_is_refused() -> None:

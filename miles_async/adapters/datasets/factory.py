@@ -19,7 +19,7 @@ from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checksum import checksum, sampled_chunks
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, rollout_mode, trains_only
-from miles_async.config.prompt_files import split_slice, with_dataset
+from miles_async.config.prompt_files import slice_text, split_slice, with_dataset
 from miles_async.config.schema import Data, EvalDataset, RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import DataRowError, TemplateError, UserError
@@ -99,6 +99,7 @@ def _feed(
         shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
         seed=data.rollout_seed,
         content=_content(config) if first is None else "",
+        part=slice_text(data.prompt_data or ""),
         weight=weight,
         band=(low, high) if data.dataset_sampling == "difficulty" else None,
     )

@@ -24,7 +24,13 @@ CHECKED_PROMPTS = 64
 """How many prompts are tried before a run starts until one is found that can be used."""
 RECENT_GROUPS = 32
 """How many groups of a data set in a row without different rewards cause a warning, and how many its mean covers."""
-_SETTINGS = {"rows": "number of rows", "shuffle": "rollout_shuffle", "seed": "rollout_seed", "held_out": "eval_size"}
+_SETTINGS = {
+    "rows": "number of rows",
+    "part": "slice of prompt_data",
+    "shuffle": "rollout_shuffle",
+    "seed": "rollout_seed",
+    "held_out": "eval_size",
+}
 """Names of stored values for people."""
 
 
@@ -36,6 +42,8 @@ class FeedSettings:
     seed: int
     content: str
     """A checksum of the data."""
+    part: str = ""
+    """The slice of the file that is used, such as `[10:20]`; empty if it is the whole file."""
     weight: float = 1.0
     band: tuple[float, float] | None = None
     """The mean rewards between which a prompt is fed in each epoch; None if its rewards do not matter."""
@@ -268,6 +276,7 @@ class Feed:
         settings = self._settings
         return {
             "rows": len(self._problems),
+            "part": settings.part,
             "shuffle": settings.shuffle,
             "seed": settings.seed,
             "content": settings.content,

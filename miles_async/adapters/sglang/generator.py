@@ -94,6 +94,15 @@ class SamplingParams:
         return {**named, **stops, "max_new_tokens": budget, **self.other}
 
 
+def sampling_seed(seed: int | None, index: int | None) -> dict[str, int]:
+    """The sampling parameter of the sample with this index at engines that sample with a seed per request.
+
+    `seed` is that of the run. SGLang gives requests without this parameter the same seed, so all samples of a prompt
+    would be equal. Empty for other engines, for which `seed` is None, and for a sample without an index.
+    """
+    return {} if seed is None or index is None else {"sampling_seed": seed + index}
+
+
 class TokenLimits(NamedTuple):
     """The limits of a data set; None for those of the run."""
 
@@ -135,6 +144,7 @@ class SGLangGenerator:
         longest_sample: int | None = None,
         dataset_limits: Mapping[str, TokenLimits] | None = None,
         priority: int = 0,
+        seed: int | None = None,
         sampling_masks: bool = False,
         adapters: AdapterVersions | None = None,
         on_request: Callable[[RequestEnded], None] | None = None,
@@ -145,9 +155,10 @@ class SGLangGenerator:
         key of the router. `request_timeout` is in seconds. A prompt of more than `max_prompt_tokens` tokens is refused,
         and one that leaves no room for a response in the `longest_sample` tokens that the learner can train. Samples of
         some data sets have other limits, `dataset_limits` by name, which are lower. Requests of a lower `priority` are
-        served only while no request of a higher one waits. With `sampling_masks` samples get the sampling mask that the
-        engines return (`plugin.py`) and the log-probabilities over the kept tokens. `adapters` are the versions that
-        requests name, if the run trains an adapter. `on_request` is called after each answered request.
+        served only while no request of a higher one waits. `seed` is as in `sampling_seed`. With `sampling_masks`
+        samples get the sampling mask that the engines return (`plugin.py`) and the log-probabilities over the kept
+        tokens. `adapters` are the versions that requests name, if the run trains an adapter. `on_request` is called
+        after each answered request.
         """
         self._url = f"{router_url}/generate"
         self._tokenizer = tokenizer
@@ -161,6 +172,7 @@ class SGLangGenerator:
         self._dataset_limits = dataset_limits or {}
         # Engines of a run without evaluations do not schedule by priority, so the default priority is not sent.
         self._priority = {"priority": priority} if priority else {}
+        self._seed = seed
         self._sampling_masks = sampling_masks
         self._adapters = adapters
         self._on_request = on_request
@@ -366,7 +378,8 @@ class SGLangGenerator:
                 for sample in alike:
                     sample.status = SampleStatus.TRUNCATED
                 continue
-            limit = min(self._limit(), max(1, REQUEST_TOKENS // budget))
+            # A request has one seed.
+            limit = 1 if self._seed is not None else min(self._limit(), max(1, REQUEST_TOKENS // budget))
             for start in range(0, len(alike), limit):
                 yield budget, alike[start : start + limit]
 
@@ -377,12 +390,13 @@ class SGLangGenerator:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED
                 return
-            request = f"{self._id_prefix}-{next(self._request_numbers)}"
+            number, index = next(self._request_numbers), samples[0].index
+            request = f"{self._id_prefix}-{number}"
             call.request_ids.append(request + EACH_SAMPLE)
             body = {
                 "rid": request,
                 "input_ids": [np.asarray(sample.tokens) for sample in samples],
-                "sampling_params": sampling_params,
+                "sampling_params": sampling_seed(self._seed, number if index is None else index) | sampling_params,
                 "return_logprob": True,
                 **self._priority,
             }

@@ -50,7 +50,7 @@ class _Base:
 
 
 class AdapterSource:
-    """Sends adapters as `source.WeightSource` sends weights. Only rank 0 of the learner has something to send."""
+    """Sends adapters as `source.WeightSource` sends weights. Only rank 0 of the learner sends something."""
 
     def __init__(
         self,
@@ -90,6 +90,14 @@ class AdapterSource:
 
     def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
         """Write the adapter as `version`, and remove the files of versions that no engine may load any more."""
+        changes = self._changes
+        tensors: dict[str, torch.Tensor] = {}
+        # On all ranks: they export the tensors together, and compute the log-probabilities to compare together.
+        for name, tensor in named_tensors:
+            changes = changes or ("lora_B" in name and bool(tensor.any()))
+            if self._rank == 0:
+                tensors[name] = tensor.to("cpu", copy=True)
+        self.compared, self._changes = not self._changes, changes
         if self._rank:
             return
         for old in self._versions():
@@ -98,11 +106,8 @@ class AdapterSource:
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        tensors = dict(named_tensors)
         write_adapter(unfinished, tensors, self._config, base=None, hash_of_base=None)
         unfinished.rename(self._path(version))
-        self.compared = not self._changes
-        self._changes = self._changes or any(bool(one.any()) for name, one in tensors.items() if "lora_B" in name)
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
         """Let an engine load all versions in the folder that it lacks, and drop the others.

@@ -174,6 +174,8 @@ def _mtp_heads(config: RunConfig) -> Iterator[str]:
         return
     if checkpoint is None:
         yield "enable_mtp_training: the tiny model has no MTP heads; set hf_checkpoint to a model that has them"
+    elif learner.lora_rank:
+        yield "enable_mtp_training: a run that trains an adapter trains no MTP heads; unset it, or set lora_rank to 0"
     elif has_plugin(checkpoint) and learner.megatron_to_hf_mode != "bridge":
         yield (
             f"enable_mtp_training: the model plug-in of hf_checkpoint {checkpoint} builds no MTP heads; unset it, or "

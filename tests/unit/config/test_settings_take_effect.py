@@ -35,6 +35,7 @@ from workers.specs import (
     ray_arguments,
     router_spec,
     sampling_of,
+    seed_of_requests,
 )
 
 LOGS = Path("/logs")
@@ -103,6 +104,32 @@ def test_on_a_gpu_the_engines_compute_in_the_learners_bfloat16(
 
     assert (dtype(), dtype(precision="bf16"), dtype(precision="fp32")) == dtypes
     assert dtype(precision="bf16", sglang_server_args={"dtype": "float16"}) == "float16"
+
+
+@pytest.mark.parametrize("arguments, seeds", [({}, ["5", "6", "7"]), ({"random_seed": 9}, ["9", "10", "11"])])
+def test_each_engine_draws_other_samples(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], seeds: list[str]
+) -> None:
+    """Their first requests may be for the same prompt, and their batches may be equal."""
+    monkeypatch.setattr(launch, "has_cuda", lambda: False)
+    run = run_config(rollout_seed=5, sglang_server_args=arguments)
+    commands = [launch.command(engine_spec(run, "e", checkpoint, LOGS, number=n), 1, MEETING) for n in range(3)]
+    assert [words[words.index("--random-seed") + 1] for words in commands] == seeds
+
+
+@pytest.mark.parametrize(
+    "arguments, seed",
+    [
+        ({}, None),
+        ({"enable_deterministic_inference": False}, None),
+        ({"enable_deterministic_inference": True}, 5),
+        ({"rl_on_policy_target": "fsdp"}, 5),
+    ],
+)
+def test_requests_have_seeds_if_engines_sample_with_a_seed_per_request(
+    arguments: dict[str, Any], seed: int | None
+) -> None:
+    assert seed_of_requests(run_config(rollout_seed=5, sglang_server_args=arguments)) == seed
 
 
 def test_engines_are_pinned_to_their_cores(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,13 @@ from miles_async.config.checks import notes, problems
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import build, read_yaml
 from miles_async.config.server_args import known_arguments
-from miles_async.config.untested import UNTESTED, loaded_by_name, untested_arguments, weight_transport
+from miles_async.config.untested import (
+    UNTESTED,
+    drafts_from_heads,
+    loaded_by_name,
+    untested_arguments,
+    weight_transport,
+)
 from miles_async.observability.page.status import status
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import summarize, summary_text
@@ -248,3 +254,21 @@ def test_the_documentation_lists_every_group() -> None:
     _, _, section = text.partition("## Arguments that were never tried")
     rows = re.findall(r"^\| `(\w+)` \|", section.partition("\n## ")[0], re.MULTILINE)
     assert rows == list(UNTESTED)
+
+
+@pytest.mark.parametrize(
+    "arguments, drafts",
+    [
+        ({"speculative_algorithm": "EAGLE"}, True),
+        ({"speculative_algorithm": "nextn"}, True),
+        ({"speculative_algorithm": "EAGLE3"}, False),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "other"}, False),
+        ({}, False),
+    ],
+)
+def test_engines_that_draft_from_trained_heads_get_them_in_whatever_case_their_algorithm_is_written(
+    arguments: dict[str, Any], drafts: bool
+) -> None:
+    run = run_config(**RUNNABLE, sglang_server_args=arguments, enable_mtp_training=True)
+    assert drafts_from_heads(run) is drafts
+    assert (loaded_by_name(run) == "only SGLang's loader brings trained MTP heads to the draft model") is drafts

@@ -83,7 +83,12 @@ class Script(SGLangGenerator):
 
 @asynccontextmanager
 async def generating_with(
-    function: Any, *lines: str | None, timeout_seconds: float = 60.0, max_attempts: int = 3, **settings: Any
+    function: Any,
+    *lines: str | None,
+    timeout_seconds: float = 60.0,
+    max_attempts: int = 3,
+    seed: int | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[FunctionGenerator, Script]]:
     """A generator that calls `function`, and its engine, which answers with `lines`."""
     engine = Script(*lines)
@@ -97,6 +102,7 @@ async def generating_with(
         live_version=lambda: LIVE,
         timeout_seconds=timeout_seconds,
         max_attempts=max_attempts,
+        seed=seed,
         on_discarded=engine.note_discarded,
     )
     try:
@@ -289,6 +295,19 @@ async def test_a_function_written_for_slime_gets_versions_and_log_probabilities_
         assert engine.rated == list(group)
         assert group[0].spans == [VersionSpan(LIVE, 0, 2)]
         assert group.oldest_version == LIVE
+
+
+async def test_a_function_gets_the_seed_of_its_sample_if_engines_sample_with_a_seed_per_request() -> None:
+    seeds: list[int | None] = []
+
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        seeds.append(sampling_params.get("sampling_seed"))
+        return await tool_use.generate(args, sample, sampling_params)
+
+    for seed in (None, 40):
+        async with generating_with(mine, seed=seed) as (generator, _):
+            await generator.generate(Group([Sample(index=7, prompt="1 + 1 ="), Sample(index=8, prompt="1 + 1 =")]))
+    assert seeds == [None, None, 47, 48]
 
 
 async def test_a_request_that_no_engine_can_serve_fails_before_it_is_sent() -> None:

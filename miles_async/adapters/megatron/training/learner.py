@@ -461,7 +461,12 @@ class MegatronLearner:
         return self._model.source.export(self._model.chunks)
 
     def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of `weights` that engines hold: MTP heads only if engines draft tokens from them."""
+        """Yield what a publish sends to engines, on every rank: an adapter, or those of `weights` that engines hold.
+
+        MTP heads are among these only if engines draft tokens from them.
+        """
+        if self._settings.lora_rank:
+            return export_adapter(self._model.chunks)
         if self._publishes_heads:
             return self.weights()
         return ((name, one) for name, one in self.weights() if not self._model.source.is_of_heads(name))
@@ -471,7 +476,7 @@ class MegatronLearner:
 
         Other ranks return nothing. All ranks must call it.
         """
-        return self._gather(export_adapter(self._model.chunks))
+        return self._gather(self.engine_weights())
 
     @property
     def adapter_config(self) -> AdapterConfig:

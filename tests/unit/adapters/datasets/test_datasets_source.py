@@ -285,6 +285,12 @@ def test_a_saved_position_of_changed_data_is_refused(rows: str) -> None:
         open_rows(rows).load_state_dict(state)
 
 
+def test_a_saved_position_of_another_slice_of_the_same_length_is_refused(rows: str) -> None:
+    state = open_rows(f"{rows}@[0:3]").state_dict()
+    with pytest.raises(UserError, match=r"slice of prompt_data was \[0:3\] and is \[1:4\]"):
+        open_rows(f"{rows}@[1:4]").load_state_dict(state)
+
+
 def test_a_position_that_an_earlier_version_saved_is_accepted(rows: str) -> None:
     state = open_rows(rows).state_dict()
     state["order"] = {"rows": 6, "shuffle": False, "seed": 42}

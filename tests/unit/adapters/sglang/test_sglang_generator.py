@@ -146,3 +146,33 @@ def test_an_engine_aborts_the_samples_of_the_request_and_no_others() -> None:
     for rid, everything in (("a-3_", False), ("a-2_0", False), ("", True)):
         abort_samples(abort, TokenizerManager(), rid=rid, abort_all=everything)
     assert aborted == [("a-3_", False), ("a-2_0", False), ("", True)]
+
+
+@pytest.mark.parametrize(
+    "seed, indices, requested",
+    [(None, (7, 8, 9), [None]), (40, (7, 8, 9), [47, 48, 49]), (40, (None, None, None), [40, 41, 42])],
+)
+async def test_each_sample_has_a_seed_of_its_own_at_engines_that_sample_with_a_seed_per_request(
+    seed: int | None, indices: tuple[int | None, ...], requested: list[int | None]
+) -> None:
+    """SGLang gives requests without a seed the same one, and the samples of a group would be equal."""
+    seeds: list[int | None] = []
+
+    async def generate(http: web.Request) -> web.Response:
+        asked = await http.json()
+        seeds.append(asked["sampling_params"].get("sampling_seed"))
+        spans = [{"version": "0", "start": 0, "end": 1}]
+        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]], "weight_versions": spans}
+        return web.json_response([{"output_ids": [5], "text": "x", "meta_info": meta}] * len(asked["input_ids"]))
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate)])
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        sampling = SamplingParams(max_new_tokens=9)
+        generator = SGLangGenerator(url, Bytes(), sampling, limit=lambda: 4, engines=list, seed=seed)
+        group = Group([Sample(index=index, tokens=[1]) for index in indices])
+        await generator.generate(group)
+        await generator.close()
+    assert sorted(seeds, key=str) == requested
+    assert all(sample.tokens == [1, 5] for sample in group)

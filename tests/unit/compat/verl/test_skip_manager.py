@@ -16,9 +16,9 @@ from miles_async.config.flags import parse_flags
 from miles_async.config.load import build, read_yaml
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
-from miles_async.rollout.recordings import identity_of
+from miles_async.rollout.recordings import identity_of, prompt_hash
 from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, SkipManagerConfig, base, register_skip
-from miles_async.types import Sample
+from miles_async.types import Group, Sample
 from tests.configuration import run_config
 
 DOCS = Path(__file__).parents[4] / "docs" / "how-to" / "replay.md"
@@ -255,6 +255,13 @@ def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
         ("rollout_stop_token_ids", "--rollout-stop-token-ids", "7"),
         ("rollout_skip_special_tokens", "--rollout-skip-special-tokens", None),
         ("custom_generate_function_path", "--custom-generate-function-path", "my.generate"),
+        ("rollout_sample_hook_path", "--rollout-sample-hook-path", "my.hook"),
+        ("apply_chat_template_kwargs", "--apply-chat-template-kwargs", '{"enable_thinking": true}'),
+        ("environment", "--environment", "verifiers:words"),
+        ("environment_settings", "--environment-settings", '{"max_turns": 3}'),
+        ("tool_max_turns", "--tool-max-turns", "7"),
+        ("tool_search_corpus", "--tool-search-corpus", "documents.jsonl"),
+        ("lora_load", "--lora-load", "adapter"),
     ],
 )
 def test_every_setting_that_affects_a_response_is_part_of_the_identity_of_a_recording(
@@ -262,6 +269,26 @@ def test_every_setting_that_affects_a_response_is_part_of_the_identity_of_a_reco
 ) -> None:
     words = [flag] if value is None else [flag, value]
     assert [*differences(identity_of(run_config()), identity_of(run_config(*words)))] == [setting]
+
+
+def test_limits_and_templates_of_data_sets_are_part_of_the_identity_of_a_recording() -> None:
+    def identity(**settings: Any) -> Mapping[str, Any]:
+        datasets = {"sums": {"prompt_data": "sums.jsonl", **settings}, "words": {"prompt_data": "words.jsonl"}}
+        return identity_of(run_config(datasets=datasets))
+
+    assert differences(identity(weight=2.0), identity_of(run_config())) == {}
+    changes: list[dict[str, Any]] = [
+        {"max_response_len": 7},
+        {"apply_chat_template_kwargs": {"enable_thinking": True}},
+    ]
+    for settings in changes:
+        assert [*differences(identity(), identity(**settings))] == ["datasets"]
+
+
+def test_a_group_with_other_tools_in_its_chat_is_another_prompt_than_the_recorded_one() -> None:
+    chat: Any = [{"role": "user", "content": "1 + 1"}]
+    hashes = {prompt_hash(Group([Sample(prompt=chat, metadata={"tools": tools})])) for tools in ([], [{"name": "add"}])}
+    assert len(hashes) == 2
 
 
 @pytest.mark.parametrize(
