@@ -147,11 +147,15 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[TableRow]:
 
 
 def _adapter_row(config: RunConfig) -> list[TableRow]:
-    elements, model, learner = adapter_elements(config), planned_model(config), config.learner
-    if elements is None:
+    learner = config.learner
+    if not learner.lora_rank:
         return []
-    fraction = "" if model is None else f", {elements / model.weights(Split()).total:.1%} of the model's"
     kind = f"rank {learner.lora_rank}, scale {learner.lora_scale:g}, {' '.join(learner.lora_modules)}"
+    elements, model = adapter_elements(config), planned_model(config)
+    if elements is None:
+        reason = f"the dimensions of {config.model.hf_checkpoint} are read when the run starts"
+        return [("adapters", "unknown", f"trainable parameters ({kind}); {reason}")]
+    fraction = "" if model is None else f", {elements / model.weights(Split()).total:.1%} of the model's"
     meaning = f"trainable parameters{fraction}; an adapter of {_size(4 * elements)} in float32 ({kind})"
     return [("adapters", f"{elements:,}", meaning)]
 

@@ -84,7 +84,7 @@ class EventSubscribers:
         # Only now: a counter that grows while old events are read would look as if all of it had just happened.
         self._server = HttpServer(registry, LivePage(view, folder.path), settings.metrics_port)
         self._stall = StallReport(view, config.observability.no_progress_warn_seconds)
-        self._log_tail = LogTail(folder.logs, settings.log_rotate_bytes)
+        self._log_tail = LogTail(folder.logs, settings.log_rotate_bytes, continued=continued)
         self._trackers = Trackers(view, config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
         self.update_scrape_targets({})

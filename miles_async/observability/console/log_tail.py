@@ -63,18 +63,23 @@ class LogTail:
     again when the size of the file has doubled.
     """
 
-    def __init__(self, logs: Path, rotate_bytes: int) -> None:
+    def __init__(self, logs: Path, rotate_bytes: int, *, continued: bool = False) -> None:
+        """`continued` is whether an earlier driver of the run has repeated the lines that the files already have."""
         self._logs = logs
         self._rotate_bytes = rotate_bytes
-        self._files: dict[str, _File] = {}
+        read = self._paths() if continued else []
+        self._files = {path.name: _File(path, rotate_bytes, read=_size(path)) for path in read}
         self._rotation_failed = False
 
     def poll(self) -> None:
-        for path in sorted(self._logs.glob("*.log")) + sorted(self._logs.glob("*.jsonl")):
+        for path in self._paths():
             file = self._files.setdefault(path.name, _File(path, self._rotate_bytes))
             self._show(file, path)
             if _size(path) >= file.rotate_bytes:
                 self._rotate(file)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._logs.glob("*.log")) + sorted(self._logs.glob("*.jsonl"))
 
     def _rotate(self, file: _File) -> None:
         earlier = file.path.with_name(f"{file.path.name}.1")

@@ -339,6 +339,17 @@ def test_the_table_shows_what_fills_the_memory(tmp_path: Path) -> None:
     assert rows.keys() >= {"weights", "gradients", "optimizer", "layers", "backward", "logits", "publish", "host"}
 
 
+def test_the_table_has_the_size_of_an_adapter_or_says_why_it_is_unknown(tmp_path: Path) -> None:
+    def row(config: RunConfig) -> str:
+        return next(line for line in table(config, "train_async.py").splitlines() if line.startswith("adapters"))
+
+    # 36 layers of 32 * (6,656 + 2 * 3,584 + 6,656 + 3 * 12,288): the widths of both sides of each linear layer.
+    assert row(job(tmp_path, "Qwen3-4B", lora_rank=32)).split()[1] == "66,060,288"
+    unread = row(run_config(hf_checkpoint="model.gguf", lora_rank=32))
+    assert unread.split()[1] == "unknown"
+    assert unread.endswith("; the dimensions of model.gguf are read when the run starts")
+
+
 def test_later_stages_of_a_pipeline_keep_fewer_micro_batches(tmp_path: Path) -> None:
     config = job(tmp_path, "Qwen3-32B", pipeline_model_parallel_size=4)
     model = planned_model(config)

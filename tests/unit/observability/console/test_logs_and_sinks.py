@@ -136,6 +136,17 @@ def test_errors_of_engines_and_router_are_logged_a_limited_number_of_times(tmp_p
     assert "only in its log file" in lines[-1]["event"]
 
 
+def test_a_continued_run_repeats_no_line_of_the_driver_before(tmp_path: Path, logged: Any) -> None:
+    router = tmp_path / "router.log"
+    router.write_text("ERROR a request failed when the run was stopped\n")
+    log_tail = LogTail(tmp_path, 2**20, continued=True)
+    with router.open("a") as file:
+        file.write("ERROR of the new router\n")
+    (tmp_path / "engine-1.log").write_text("ERROR of a new engine\n")
+    log_tail.poll()
+    assert [line["line"] for line in logged()] == ["ERROR of a new engine", "ERROR of the new router"]
+
+
 def test_a_log_of_the_maximum_size_is_rotated_and_its_process_continues_in_the_emptied_file(tmp_path: Path) -> None:
     log_tail = LogTail(tmp_path, 100)
     with (tmp_path / "engine-0.log").open("a") as engine:
