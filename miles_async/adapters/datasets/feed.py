@@ -200,17 +200,17 @@ class Feed:
             yield sample
             index += 1
 
-    def complaint(self, about: Callable[[Prompt, list[dict[str, Any]] | None], str | None]) -> str | None:
+    def complaint(self, about: Callable[[Sample], str | None]) -> str | None:
         """Look for a prompt that can be used among rows from all parts of the data. Return None if there is one.
 
-        `about` returns what is wrong with a prompt and its tools; None if nothing is.
+        `about` returns what is wrong with a new sample of a row; None if nothing is.
         """
         first = None
         rows = list(islice(Permutation(len(self._problems), "prompts"), CHECKED_PROMPTS))
         for row in rows:
             try:
                 problem = self._problems[row]
-                found = about(self._render(problem), problem.tools)
+                found = about(sample_of(row, problem, self._render(problem), "", {}))
             except DataRowError as error:
                 found = str(error)
             if found is None:

@@ -175,11 +175,8 @@ def test_a_data_set_that_teaches_nothing_is_said_once_until_its_rewards_differ_a
 
 def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> None:
     said: list[str] = []
-
-    def one_file() -> BufferedSource:
-        return open_data(run_config(prompt_data=rows_of(tmp_path, "math", 30), n_samples_per_prompt=2), warn=said.append)
-
-    source, resumed = one_file(), one_file()
+    config = run_config(prompt_data=rows_of(tmp_path, "math", 30), n_samples_per_prompt=2)
+    source, resumed = open_data(config, warn=said.append), open_data(config, warn=said.append)
     scored(source, source.get_samples(30), 1.0, 1.0)
     assert said == []
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
@@ -187,8 +184,8 @@ def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> 
     assert said.pop() == "the data set is exhausted: its 30 rows were used once, and are used again"
     scored(resumed, groups, 1.0, 1.0)
     assert said == [
-        "the data set: the samples of each of its last 32 prompts had the same reward (1 on average), so comparing them "
-        "teaches nothing: change its prompts"
+        "the data set: the samples of each of its last 32 prompts had the same reward (1 on average), so comparing "
+        "them teaches nothing: change its prompts"
     ]
     assert "from_dataset" not in groups[0][0].metadata
 
