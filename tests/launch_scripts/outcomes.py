@@ -16,9 +16,8 @@ from pathlib import Path
 
 from miles_async.config import model_source
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import checked_config
 from miles_async.rewards.functions import ifbench
-from tests.launch_scripts.replay import Script, scripts
+from tests.launch_scripts.replay import Script, refusals, scripts
 
 ENGINE = "actor_rollout_ref.rollout.name"
 SGLANG: Mapping[str, str] = {ENGINE: "sglang"}
@@ -63,11 +62,6 @@ class Result:
         return cls(**kinds)
 
 
-def refusals(script: Script, folder: Path, changed: Mapping[str, str] | None = None) -> Sequence[str]:
-    """The sentences with which `--check-config` refuses a script, with other values of the keys in `changed`."""
-    return checked_config(parse_flags(script.command(folder, changed)), entry=script.entry)[1]
-
-
 def main() -> None:
     # Models of Megatron-Bridge and rewards of IFBench are checked as if both were installed.
     model_source._bridge_complaint = lambda: None
@@ -76,10 +70,10 @@ def main() -> None:
     for script in (script for project in sys.argv[1:] for script in scripts(project)):
         with tempfile.TemporaryDirectory() as folder:
             result = Result.of(script, Path(folder))
-            ends = _end(refusals(script, Path(folder)))
+            ends = _end(refusals(script.command(Path(folder)), script.entry))
             if changed := edits(script):
                 words = " ".join(f"{key}={value}" for key, value in changed.items())
-                ends += f"; with {words} {_end(refusals(script, Path(folder), changed))}"
+                ends += f"; with {words} {_end(refusals(script.command(Path(folder), changed), script.entry))}"
         counts = map(len, (result.mapped, result.compared, result.without_effect, result.refused))
         keys = len({row[0].lstrip("+~") for row in script.arguments})
         print(" | ".join(map(str, (script.name, keys, *counts, ends))))

@@ -1,11 +1,11 @@
-"""Launch scripts of slime and Miles start with `--check-config` as they are, but for paths."""
+"""Launch scripts of slime and Miles pass `--check-config`, with the files that it reads, as they are but for paths."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,15 +20,15 @@ from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.flags import parse_flags
 from miles_async.config.guest_flags import shown
-from miles_async.config.load import checked_config
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Idle, Only
 from miles_async.config.user_functions import FORMS, load_function
 from miles_async.errors import collected
 from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
-from tests.launch_scripts.replay import Script, scripts
+from tests.launch_scripts.replay import Script, refusals, scripts
 from tests.unit.compat.slime_names import checkout, forget, names_of_slime
+from workers.check_config import read_files
 
 ALL = [*scripts("slime"), *scripts("miles")]
 WITHOUT_COUNTERPART = {
@@ -46,6 +46,7 @@ WITHOUT_COUNTERPART = {
     "a key that the environment of the recording did not have": "--wandb-key needs a value",
     "a delta for engines of a layout that was never tried": "disk_delta writes into the engines' memory",
     "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
+    "a reward that needs an answer, for rows without one": "needs the right answer",
 }
 """What remains to be refused, and a part of the sentence."""
 
@@ -60,13 +61,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget(before)
 
 
-def refusals(script: Script, folder: Path) -> Sequence[str]:
-    return checked_config(parse_flags(script.command(folder)), entry=script.program)[1]
-
-
 @pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
 def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tmp_path: Path) -> None:
-    for sentence in refusals(script, tmp_path):
+    for sentence in refusals(script.command(tmp_path), script.entry):
         assert any(part in sentence for part in WITHOUT_COUNTERPART.values()), sentence
 
 
@@ -114,7 +111,7 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
 )
 def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
     script = next(one for one in ALL if one.name == name)
-    assert refusals(script, tmp_path) == []
+    assert refusals(script.command(tmp_path), script.entry) == []
 
 
 @pytest.mark.parametrize(
@@ -134,7 +131,7 @@ def test_the_functions_of_a_script_are_those_of_this_project(
 ) -> None:
     script = next(one for one in ALL if one.name == name)
     with pytest.raises(SystemExit) as exited:
-        parse_or_exit([*script.command(tmp_path), "--check-config"], script.program)
+        parse_or_exit([*script.command(tmp_path), "--check-config"], script.entry, read_files=read_files)
     assert exited.value.code == 0, capsys.readouterr().err
 
 

@@ -14,8 +14,9 @@ from miles_async.compat.verl.rules import FLAGS, TABLE, rule_below
 from miles_async.config import model_source
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.translation import Combined, Idle, Only, Refused, Sets
-from tests.launch_scripts.outcomes import ENGINE, SGLANG, Result, edits, refusals
-from tests.launch_scripts.replay import Script, scripts
+from tests.launch_scripts.outcomes import ENGINE, SGLANG, Result, edits
+from tests.launch_scripts.replay import Script, refusals, scripts
+from workers.check_config import read_files
 
 ALL = {script.name: script for script in scripts("verl")}
 FULLY_ASYNC = "fully_async_policy-grpo_30b_a3b_base_math_megatron_96_32"
@@ -98,7 +99,7 @@ def reasons(problems: Sequence[str]) -> Sequence[str]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_script_ends_as_expected(name: str, tmp_path: Path) -> None:
     script = ALL[name]
-    found = reasons(refusals(script, tmp_path, edits(script)))
+    found = reasons(refusals(script.command(tmp_path, edits(script)), script.entry))
     assert found == EXPECTED[name] if runs_megatron(script) else "FSDP" in found
 
 
@@ -116,11 +117,12 @@ def test_the_fully_asynchronous_example_needs_only_another_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = ALL[FULLY_ASYNC]
-    [problem] = refusals(script, tmp_path)
+    [problem] = refusals(script.command(tmp_path), script.entry)
     assert problem == f"{ENGINE} 'vllm' is not supported: the engines run SGLang: set it to sglang"
     for preset in ([], ["--preset", "verl"]):
+        words = [*preset, *script.command(tmp_path, SGLANG), "--check-config"]
         with pytest.raises(SystemExit) as exited:
-            parse_or_exit([*preset, *script.command(tmp_path, SGLANG), "--check-config"], script.entry)
+            parse_or_exit(words, script.entry, read_files=read_files)
         assert exited.value.code == 0, capsys.readouterr().err
 
 
