@@ -7,6 +7,7 @@ of Parquet files.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,6 +15,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, first_epoch, open_data
 from miles_async.adapters.datasets.source import BufferedSource
@@ -24,12 +27,14 @@ from miles_async.batching.layout import longest_sequence
 from miles_async.columns.tokens import too_long
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, trains_only
-from miles_async.config.model_shape import context_limit
+from miles_async.config.model_shape import context_limit, hf_config
 from miles_async.config.prompt_files import environment_split, split_slice, with_dataset
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.models.mtp_heads import is_of_heads
+from miles_async.models.text_part import text_name
 from miles_async.modes.shipped import Supervised
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
@@ -90,6 +95,8 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
     for one in read:
         with collected(problems):
             rows.append(_data_row(one, tokenizer))
+    with collected(problems):
+        _check_mtp_heads(config)
     with collected(problems):
         rows += _load_rows(config, source)
     if full and config.data.environment is None and generates(config):
@@ -269,6 +276,42 @@ def _length_text(config: RunConfig, counted: _Counted, length: int) -> str:
     if counted is not _Counted.PROMPT:
         return f"{text}, in a context of {context}"
     return f"{text}, {length + config.rollout.rollout_max_response_len} with its response (context {context})"
+
+
+def _check_mtp_heads(config: RunConfig) -> None:
+    """Raises UserError if MTP heads would be trained, and the checkpoint has none.
+
+    The start of a run says what is wrong with a checkpoint whose tensors cannot be read.
+    """
+    checkpoint = config.model.hf_checkpoint
+    if not config.learner.enable_mtp_training or checkpoint is None:
+        return
+    shape = hf_config(checkpoint)
+    shape = shape.get("text_config") or shape
+    layers, heads = shape.get("num_hidden_layers", 0), shape.get("num_nextn_predict_layers") or 0
+    names = [text_name(name) for name in _tensor_names(Path(checkpoint).expanduser())]
+    if names and not any(is_of_heads(name, range(layers, layers + heads)) for name in names):
+        raise UserError(
+            f"enable_mtp_training: hf_checkpoint {checkpoint} has no MTP heads: unset it, or use a checkpoint that has "
+            "them"
+        )
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """The names of the tensors of a checkpoint; empty if they cannot be read."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        # Only the headers are read.
+        return [name for file in sorted(folder.glob("*.safetensors")) for name in _names_of_file(file)]
+    except (KeyError, OSError, SafetensorError, TypeError, ValueError):
+        return []
+
+
+def _names_of_file(file: Path) -> list[str]:
+    with safe_open(file, framework="numpy") as tensors:
+        return list(tensors.keys())
 
 
 def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRow]:

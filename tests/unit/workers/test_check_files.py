@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from safetensors.numpy import save_file
 
 from miles_async.adapters.sglang.light_tokenizer import LightTokenizer
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -306,6 +308,27 @@ def test_a_checkpoint_of_a_version_that_stored_no_model_is_accepted(tmp_path: Pa
     config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"))
     saved(tmp_path / "saved", config, model={})
     assert len(said(config, "load")) == 1
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["with an index", "in one file"])
+def test_a_checkpoint_without_mtp_heads_cannot_train_them(tmp_path: Path, indexed: bool) -> None:
+    config = job(tmp_path, [GOOD], enable_mtp_training=True)
+    weights, index = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "model.safetensors.index.json"
+
+    def holds(name: str) -> None:
+        save_file({name: np.zeros(1, np.float32)}, weights)
+        if indexed:
+            index.write_text(json.dumps({"weight_map": {name: weights.name}}))
+
+    # The model has one layer, so a second one is a head of families that number their heads.
+    holds("model.layers.1.mlp.down_proj.weight")
+    [refusal] = refusals(config)
+    assert refusal.endswith("has no MTP heads: unset it, or use a checkpoint that has them")
+    shape = tmp_path / "model" / "config.json"
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), "num_nextn_predict_layers": 1}))
+    assert len(said(config)) == 1
+    holds("mtp.layers.0.mlp.down_proj.weight")
+    assert len(said(config)) == 1
 
 
 @pytest.fixture
