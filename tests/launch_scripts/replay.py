@@ -147,6 +147,8 @@ _VERL_ROW = {
 class Recording:
     """One recorded launch script or configuration file."""
 
+    project: str
+    """The name of the folder of its recordings."""
     name: str
     repository: str
     path: str
@@ -292,6 +294,23 @@ def refusals(words: Sequence[str], entry: str) -> Sequence[str]:
     return found
 
 
+def reasons(sentences: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """The names of the reasons for refusals: `names` has a part of the sentence for each. A sentence that fits none is
+    a reason by itself."""
+    return sorted({next((name for name, part in names.items() if part in one), one) for one in sentences})
+
+
+def recorded_results(project: str) -> dict[str, list[str]]:
+    """Why each script or file of a project is refused, by its name; an empty list if it passes the check."""
+    results: dict[str, list[str]] = json.loads((FOLDER / f"{project}.json").read_text())
+    return results
+
+
+def record_results(project: str, results: Mapping[str, Sequence[str]]) -> None:
+    """Replace what `recorded_results` returns."""
+    (FOLDER / f"{project}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
 def _path(words: Sequence[str]) -> str:
     return " ".join(words).rstrip("/")
 
@@ -323,9 +342,12 @@ Recorded = TypeVar("Recorded", bound=Recording)
 
 def recordings(kind: type[Recorded], project: str) -> list[Recorded]:
     """The recordings of a project, in the order of their names."""
-    names = {one.name for one in fields(kind)} - {"name"}
+    names = {one.name for one in fields(kind)} - {"project", "name"}
     contents = {file.stem: json.loads(file.read_text()) for file in sorted((FOLDER / project).glob("*.json"))}
-    return [kind(name=stem, **{name: content[name] for name in names}) for stem, content in contents.items()]
+    return [
+        kind(project=project, name=stem, **{name: content[name] for name in names})
+        for stem, content in contents.items()
+    ]
 
 
 def scripts(project: str) -> list[Script]:

@@ -25,10 +25,16 @@ from miles_async.compat.roll.table import TABLE
 from miles_async.config import model_source
 from miles_async.config.hydra import composed
 from miles_async.config.translation import Only, Outcome, Sets, entries, translate
-from tests.launch_scripts.replay import FOLDER, MODELS, Recording, recordings, refusals, write_checkpoint
+from tests.launch_scripts.replay import (
+    MODELS,
+    Recording,
+    reasons,
+    record_results,
+    recordings,
+    refusals,
+    write_checkpoint,
+)
 
-EXPECTED = FOLDER / "roll.json"
-"""Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
 JUDGE = ("--rm-url", "http://judge:8000/v1/chat/completions")
 """The address of a judge, which ROLL starts itself."""
 KEYS = {"WANDB_API_KEY": "a key"}
@@ -109,13 +115,8 @@ class RollFile(Recording):
         return [sentence.removeprefix(f"{path}: ") for sentence in found]
 
     def reasons(self, folder: Path) -> list[str]:
-        """Why the file is refused, by the names in `REASONS`; a sentence that fits none is a reason by itself."""
-        return sorted(
-            {
-                next((name for name, part in REASONS.items() if part in sentence), sentence)
-                for sentence in self.refusals(folder)
-            }
-        )
+        """Why the file is refused, see `reasons`."""
+        return reasons(self.refusals(folder), REASONS)
 
     def _changed(self, content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         changed: dict[str, Any] = json.loads(json.dumps(content))
@@ -204,6 +205,6 @@ def results() -> dict[str, list[str]]:
 if __name__ == "__main__":
     model_source._bridge_complaint = lambda: None  # as with Megatron-Bridge, which some families need
     if "--write" in sys.argv:
-        EXPECTED.write_text(json.dumps(results(), indent=1) + "\n")
+        record_results("roll", results())
     else:
         sys.stdout.write(table() + "\n")
