@@ -28,6 +28,7 @@ from miles_async.columns.tokens import too_long
 from miles_async.config.fields import with_settings
 from miles_async.config.generation import generates, generates_by_user, trains_only
 from miles_async.config.model_shape import context_limit, hf_config
+from miles_async.config.model_source import has_plugin
 from miles_async.config.prompt_files import environment_split, split_slice, with_dataset
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
@@ -279,12 +280,15 @@ def _length_text(config: RunConfig, counted: _Counted, length: int) -> str:
 
 
 def _check_mtp_heads(config: RunConfig) -> None:
-    """Raises UserError if MTP heads would be trained, and the checkpoint has none.
+    """Raises UserError if MTP heads would be trained through Megatron-Bridge, and the checkpoint has none.
 
     The start of a run says what is wrong with a checkpoint whose tensors cannot be read.
     """
     checkpoint = config.model.hf_checkpoint
     if not config.learner.enable_mtp_training or checkpoint is None:
+        return
+    if has_plugin(checkpoint) and config.learner.megatron_to_hf_mode != "bridge":
+        # The settings are refused, because plug-ins build no heads.
         return
     shape = hf_config(checkpoint)
     shape = shape.get("text_config") or shape

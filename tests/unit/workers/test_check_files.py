@@ -312,7 +312,7 @@ def test_a_checkpoint_of_a_version_that_stored_no_model_is_accepted(tmp_path: Pa
 
 @pytest.mark.parametrize("indexed", [True, False], ids=["with an index", "in one file"])
 def test_a_checkpoint_without_mtp_heads_cannot_train_them(tmp_path: Path, indexed: bool) -> None:
-    config = job(tmp_path, [GOOD], enable_mtp_training=True)
+    config = job(tmp_path, [GOOD], enable_mtp_training=True, megatron_to_hf_mode="bridge")
     weights, index = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "model.safetensors.index.json"
 
     def holds(name: str) -> None:
