@@ -102,7 +102,10 @@ def test_the_results_are_those_of_the_recorded_scripts() -> None:
     ],
 )
 def test_a_script_starts_as_it_is(name: str) -> None:
-    assert [results[name] for results in RESULTS.values() if name in results] == [[]]
+    # Some examples of slime are in Miles, too.
+    found = [results[name] for results in RESULTS.values() if name in results]
+    assert found
+    assert not any(found)
 
 
 @pytest.mark.parametrize(
