@@ -21,7 +21,7 @@ import structlog
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.atomic_files import write_atomically
-from miles_async.config.model_shape import dimensions
+from miles_async.config.model_shape import dimensions, is_of_megatron
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import FatalError, UserError
@@ -79,16 +79,18 @@ def checkpoint_to_resume(config: RunConfig) -> LoadedCheckpoint | None:
 def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint | None:
     """Return the newest intact checkpoint in the folder `load`; None if `load` is unset or the folder is empty.
 
-    A folder that does not exist yet counts as empty if it is also `save`: the same command begins a job and continues
-    it. Without `checksums`, only the sizes of files are compared. Raises UserError if another folder is missing, if
-    the folder holds files but no intact checkpoint, or if the checkpoint was written after the last rollout or is of
-    another model.
+    A folder that does not exist yet counts as empty if it is also `save`, because the same command begins a job and
+    continues it, or if `ref_load` is set, because slime then begins with that model. A folder with the model that the
+    run begins with anyway counts as empty, too. Without `checksums`, only the sizes of files are compared. Raises
+    UserError if another folder is missing, if the folder holds files but no intact checkpoint, or if the checkpoint was
+    written after the last rollout or is of another model.
     """
     if config.learner.load is None:
         return None
     folder = Path(config.learner.load).expanduser().absolute()
     checkpoints = CheckpointFolder(folder, checksums=checksums)
-    if checkpoints.is_empty() or (folder == config.learner.save_folder and not folder.exists()):
+    may_be_missing = folder == config.learner.save_folder or config.algorithm.ref_load is not None
+    if checkpoints.is_empty() or (may_be_missing and not folder.exists()) or _is_of_model(folder, config):
         return None
     checkpoint = checkpoints.latest()
     done = checkpoint.rollout + 1
@@ -99,6 +101,15 @@ def newest_checkpoint(config: RunConfig, *, checksums: bool) -> LoadedCheckpoint
         )
     _check_model(config, checkpoint.folder)
     return checkpoint
+
+
+def _is_of_model(folder: Path, config: RunConfig) -> bool:
+    """Whether a folder has the model of `hf_checkpoint`: the checkpoint itself, or its conversion for slime."""
+    checkpoint, conversion = config.model.hf_checkpoint, config.algorithm.ref_load
+    if checkpoint is None:
+        return False
+    paths = [checkpoint] if conversion is None or not is_of_megatron(conversion) else [checkpoint, conversion]
+    return folder in (Path(path).expanduser().absolute() for path in paths)
 
 
 def _check_model(config: RunConfig, checkpoint: Path) -> None:

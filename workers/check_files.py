@@ -7,12 +7,16 @@ of Parquet files.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from miles_async.adapters.datasets.factory import eval_groups, first_epoch, open_data
 from miles_async.adapters.datasets.source import BufferedSource
@@ -22,16 +26,20 @@ from miles_async.adapters.storage.checkpoints import read_progress
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.tokens import too_long
 from miles_async.config.fields import with_settings
-from miles_async.config.generation import generates, generates_by_user
-from miles_async.config.model_shape import context_limit
+from miles_async.config.generation import generates, generates_by_user, trains_only
+from miles_async.config.model_shape import context_limit, hf_config
+from miles_async.config.model_source import has_plugin
 from miles_async.config.prompt_files import environment_split, split_slice, with_dataset
 from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.models.mtp_heads import is_of_heads
+from miles_async.models.text_part import text_name
+from miles_async.modes.shipped import Supervised
 from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
-from miles_async.types import Group, Prompt, SampleStatus
+from miles_async.types import Group, Sample, SampleStatus
 
 FIRST_ROWS = 64
 """Rows that are read of each file."""
@@ -85,7 +93,11 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
         # A saved position is that of all data sets together.
         comparable = config.learner.load is not None and not problems and not rows
         source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS) if comparable else None
-    rows += [_data_row(one, tokenizer) for one in read]
+    for one in read:
+        with collected(problems):
+            rows.append(_data_row(one, tokenizer))
+    with collected(problems):
+        _check_mtp_heads(config)
     with collected(problems):
         rows += _load_rows(config, source)
     if full and config.data.environment is None and generates(config):
@@ -105,42 +117,98 @@ def _training_data(config: RunConfig, full: bool) -> Iterator[tuple[str, RunConf
         yield title, config, config
 
 
+class _Counted(StrEnum):
+    """What of a row has to fit into the context of the model."""
+
+    PROMPT = "prompt"
+    FIRST_TURN = "prompt of a first turn"
+    """A generate function of the user adds further turns, and chooses the length of each response."""
+    EXAMPLE = "example"
+    """A supervised example with everything that is trained of it."""
+
+
+def _counted(config: RunConfig, *, evaluation: bool = False) -> _Counted | None:
+    """What counts of each row for training or for evaluation. None if a rollout function of the user may do anything
+    with the rows, or nothing is generated."""
+    supervised = config.rollout.rollout_function_path == Supervised.function and not trains_only(config)
+    if supervised and not evaluation:
+        return _Counted.EXAMPLE
+    if not generates(config):
+        return None
+    if not generates_by_user(config):
+        return _Counted.PROMPT
+    with_own_rollouts = generates_by_user(with_settings(config, custom_generate_function_path=None))
+    return None if with_own_rollouts else _Counted.FIRST_TURN
+
+
 def check_prompts(config: RunConfig, source: BufferedSource, tokenizer: CheckpointTokenizer | None) -> None:
-    """Raises UserError if neither engines nor the learner can use the prompts that are tried."""
-    if tokenizer is None or not _measures(config):
+    """Raises UserError if neither engines nor the learner can use the rows that are tried."""
+    counted = _counted(config)
+    if tokenizer is None or counted is None:
         return
     for name, feed in source.feeds.items():
         of_set = with_dataset(config, config.data.datasets[name]) if name else config
-        complaint = feed.complaint(partial(_prompt_complaint, of_set, tokenizer))
+        complaint = feed.complaint(partial(_complaint, of_set, counted, tokenizer))
         if complaint is not None:
             setting = "reasoning_gym_task" if of_set.data.prompt_data is None else "prompt_data"
             raise UserError(f"datasets.{name}: {complaint}" if name else f"{setting}: {complaint}")
 
 
-def _measures(config: RunConfig) -> bool:
-    """Whether engines get the prompts of the data. A function of the user may do anything with them."""
-    return generates(config) and not generates_by_user(config)
-
-
-def _prompt_complaint(
-    config: RunConfig, tokenizer: CheckpointTokenizer, prompt: Prompt, tools: list[dict[str, Any]] | None
-) -> str | None:
-    """Why neither engines nor the learner could use a prompt; None if they can."""
+def _complaint(config: RunConfig, counted: _Counted, tokenizer: CheckpointTokenizer, sample: Sample) -> str | None:
+    """Why neither engines nor the learner could use a sample; None if they can."""
     try:
-        return _length_complaint(config, len(tokenizer.encode(prompt, tools)))
+        length = _length(counted, tokenizer, sample)
     except (TemplateError, UserError) as error:
         return str(error)
+    return None if length is None else _length_complaint(config, counted, length)
 
 
-def _length_complaint(config: RunConfig, length: int) -> str | None:
+def _length(counted: _Counted, tokenizer: CheckpointTokenizer, sample: Sample) -> int | None:
+    """The tokens that count of a sample; None if a generate function has to say how they are rendered.
+
+    Raises TemplateError or UserError if the sample cannot be used.
+    """
+    if counted is _Counted.EXAMPLE:
+        # Its imports take a tenth of a second.
+        from miles_async.rollout.sft_rollout import fill_example
+
+        fill_example(example := replace(sample), tokenizer, version=0)
+        return len(example.tokens)
+    try:
+        return len(tokenizer.encode(sample.prompt, sample.metadata.get("tools")))
+    except (TemplateError, UserError):
+        if counted is _Counted.FIRST_TURN:
+            return None
+        raise
+
+
+def _length_complaint(config: RunConfig, counted: _Counted, length: int) -> str | None:
     response, context = config.rollout.rollout_max_response_len, context_limit(config)
+    longest = longest_sequence(config.learner)
+    if counted is _Counted.EXAMPLE:
+        if length > longest:
+            return (
+                f"the example has {length} tokens, and a micro-batch of the learner holds at most {longest}: raise "
+                "max_tokens_per_gpu, or shorten the examples"
+            )
+        if context is not None and length > context:
+            return f"the example has {length} tokens, more than the {context} tokens of the model's context: shorten it"
+        return None
     if not length:
         return "the prompt has no tokens: write a text"
     if (limit := config.rollout.rollout_max_prompt_len) is not None and length > limit:
         return f"the prompt has {length} tokens, more than rollout_max_prompt_len {limit}: raise it"
-    if length >= (longest := longest_sequence(config.learner)):
+    if length >= longest:
         return f"the prompt alone has {too_long(length, longest)}"
-    if context is not None and length + response > context:
+    if context is None:
+        return None
+    if counted is _Counted.FIRST_TURN:
+        if length >= context:
+            return (
+                f"the prompt has {length} tokens, and the model's context {context}, so a first turn has no room: "
+                "shorten the prompts"
+            )
+    elif length + response > context:
         return (
             f"the prompt has {length} tokens, and rollout_max_response_len is {response}, more than the {context} "
             "tokens of the model's context together: lower rollout_max_response_len, or shorten the prompts"
@@ -166,15 +234,16 @@ def _downloaded_later(path: str) -> TableRow | None:
 
 
 def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableRow:
-    """Say how long the prompts of the first rows are."""
+    """Say how long the first rows are. Raises UserError if a supervised example would end the run."""
     config = read.config
     of = "" if read.dataset is None else ", for evaluation"
     text = f"first rows of {read.title}{of}"
-    if not _measures(config):
+    counted = _counted(config, evaluation=read.dataset is not None)
+    if counted is None:
         return ("data", len(read.groups), text)
     if tokenizer is None:
         unread = config.model.hf_checkpoint
-        reason = "" if unread is None else f"; prompts are not measured, because {unread} is no folder with a tokenizer"
+        reason = "" if unread is None else f"; they are not measured, because {unread} is no folder with a tokenizer"
         return ("data", len(read.groups), f"{text}{reason}")
     if read.dataset is not None and read.dataset.max_response_len is not None:
         config = with_settings(config, rollout_max_response_len=read.dataset.max_response_len)
@@ -182,23 +251,71 @@ def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableR
     unusable: list[str] = []
     for group in read.groups:
         try:
-            lengths.append(len(tokenizer.encode(group[0].prompt, group[0].metadata.get("tools"))))
+            length = _length(counted, tokenizer, group[0])
         except (TemplateError, UserError) as error:
+            if counted is _Counted.EXAMPLE and isinstance(error, UserError):
+                # It would end the run as soon as the row is used.
+                raise UserError(f"prompt_data {read.title}: {error}") from error
             unusable.append(str(error))
-    unusable += [complaint for length in lengths if (complaint := _length_complaint(config, length)) is not None]
+        else:
+            lengths += [] if length is None else [length]
+    unusable += [sentence for length in lengths if (sentence := _length_complaint(config, counted, length)) is not None]
     if lengths:
-        text += f"; the longest prompt has {_length_text(config, max(lengths))}"
+        text += f"; the longest {counted} has {_length_text(config, counted, max(lengths))}"
     if unusable:
         text += f"; {len(unusable)} cannot be used: {unusable[0]}"
     return ("data", len(read.groups), text)
 
 
-def _length_text(config: RunConfig, length: int) -> str:
-    limit, response = config.rollout.rollout_max_prompt_len, config.rollout.rollout_max_response_len
-    text = f"{length} tokens" + ("" if limit is None else f" (rollout_max_prompt_len {limit})")
-    if (context := context_limit(config)) is not None:
-        text += f", {length + response} with its response (context {context})"
-    return text
+def _length_text(config: RunConfig, counted: _Counted, length: int) -> str:
+    limit, context = config.rollout.rollout_max_prompt_len, context_limit(config)
+    text = f"{length} tokens"
+    if limit is not None and counted is not _Counted.EXAMPLE:
+        text += f" (rollout_max_prompt_len {limit})"
+    if context is None:
+        return text
+    if counted is not _Counted.PROMPT:
+        return f"{text}, in a context of {context}"
+    return f"{text}, {length + config.rollout.rollout_max_response_len} with its response (context {context})"
+
+
+def _check_mtp_heads(config: RunConfig) -> None:
+    """Raises UserError if MTP heads would be trained through Megatron-Bridge, and the checkpoint has none.
+
+    The start of a run says what is wrong with a checkpoint whose tensors cannot be read.
+    """
+    checkpoint = config.model.hf_checkpoint
+    if not config.learner.enable_mtp_training or checkpoint is None:
+        return
+    if has_plugin(checkpoint) and config.learner.megatron_to_hf_mode != "bridge":
+        # The settings are refused, because plug-ins build no heads.
+        return
+    shape = hf_config(checkpoint)
+    shape = shape.get("text_config") or shape
+    layers, heads = shape.get("num_hidden_layers", 0), shape.get("num_nextn_predict_layers") or 0
+    names = [text_name(name) for name in _tensor_names(Path(checkpoint).expanduser())]
+    if names and not any(is_of_heads(name, range(layers, layers + heads)) for name in names):
+        raise UserError(
+            f"enable_mtp_training: hf_checkpoint {checkpoint} has no MTP heads: unset it, or use a checkpoint that has "
+            "them"
+        )
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """The names of the tensors of a checkpoint; empty if they cannot be read."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return list(json.loads(index.read_bytes())["weight_map"])
+        # Only the headers are read.
+        return [name for file in sorted(folder.glob("*.safetensors")) for name in _names_of_file(file)]
+    except (KeyError, OSError, SafetensorError, TypeError, ValueError):
+        return []
+
+
+def _names_of_file(file: Path) -> list[str]:
+    with safe_open(file, framework="numpy") as tensors:
+        return list(tensors.keys())
 
 
 def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRow]:

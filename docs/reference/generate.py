@@ -31,8 +31,8 @@ from miles_async.config.flag_text import meaning
 from miles_async.config.guest_flags import shown
 from miles_async.config.translation import Flag, entries
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
-from tests.launch_scripts.replay import Script, scripts
-from tests.launch_scripts.roll_files import EXPECTED, roll_files
+from tests.launch_scripts.replay import Recording, Script, recorded_results, scripts
+from tests.launch_scripts.roll_files import roll_files
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = (
@@ -134,8 +134,9 @@ def flags_page() -> str:
         "",
         f"The flags of {len(recorded)} launch scripts of slime and Miles, and what each means here. A flag is the",
         "setting of the same name, or is *mapped* to other settings, *compared* with the checkpoint or with what every",
-        "run does, *passed on* to Megatron-core, *without effect* for a reason, or *refused* with what to use. Tests",
-        "run `--check-config` on all of these scripts. `--help-slime` and `--help-megatron` print the whole tables.",
+        "run does, *passed on* to Megatron-core, *without effect* for a reason, or *refused* with what to use.",
+        "`--help-slime` and `--help-megatron` print the whole tables. Tests run `--check-config` on all of these",
+        "scripts, with a small checkpoint of their family and rows with their keys: see the [results](#scripts).",
         "",
         "| flag | scripts | | meaning |",
         "|---|---|---|---|",
@@ -161,8 +162,9 @@ def keys_of_verl_page() -> str:
         "",
         f"The keys of {len(recorded)} launch scripts of verl, and what each means here. A key is *mapped* to settings,",
         "*compared* with other keys or with what every run does, *passed on* to Megatron-core, *without effect* for a",
-        "reason, or *refused* with what to use. Tests run `--check-config` on all of these scripts.",
-        "[Move a job from verl](../how-to/from-verl.md) says how.",
+        "reason, or *refused* with what to use. [Move a job from verl](../how-to/from-verl.md) says how. Tests run",
+        "`--check-config` on all of these scripts with SGLang as the engine, and some with more GPUs: see the",
+        "[results](#scripts).",
         "",
         "| key | scripts | | meaning |",
         "|---|---|---|---|",
@@ -177,11 +179,22 @@ def keys_of_verl_page() -> str:
 
 def _script_lines(recorded: Sequence[Script], arguments: str) -> Iterator[str]:
     """A table of the scripts with the number of their arguments, which the project calls `arguments`."""
-    yield from ("", "## Scripts", "", f"| script | commit | model | {arguments} |", "|---|---|---|---|")
+    yield from ("", "## Scripts", "", f"| script | commit | model | {arguments} | `--check-config` |")
+    yield "|---|---|---|---|---|"
     for script in recorded:
-        address = f"https://github.com/{script.repository}/blob/{script.commit}/{script.path}"
-        row = (f"[{script.path}]({address})", script.commit[:8], script.family, len(script.arguments))
+        row = (_link(script), script.commit[:8], script.family, len(script.arguments), _result(script))
         yield "| " + " | ".join(map(str, row)) + " |"
+
+
+def _link(recording: Recording) -> str:
+    address = f"https://github.com/{recording.repository}/blob/{recording.commit}/{recording.path}"
+    return f"[{recording.path}]({address})"
+
+
+def _result(recording: Recording) -> str:
+    """Whether a script or a file passes `--check-config`, or why not in a few words."""
+    reasons = recorded_results(recording.project)[recording.name]
+    return f"refused: {_escaped(', '.join(reasons))}" if reasons else "passes"
 
 
 def keys_of_roll_page() -> str:
@@ -192,14 +205,13 @@ def keys_of_roll_page() -> str:
         for file in recorded
         for key in {key for content in file.files.values() for key, _ in entries(content, ROLL)}
     )
-    results: dict[str, list[str]] = json.loads(EXPECTED.read_text())
     lines = [
         "# Keys of ROLL",
         "",
         f"The keys of {len(recorded)} configuration files of ROLL, and what each means here. A key is *mapped* to",
         "settings, *compared* with what every run does, *without effect* for a reason, or *refused* with what to use.",
         "Keys that a file of [Hydra](https://hydra.cc) defines only to refer to them are left out. Tests run",
-        "`--check-config` on all of these files, with `--rm-url` if a judge scores.",
+        "`--check-config` on all of these files, with `--rm-url` if a judge scores: see the [results](#files).",
         "",
         "| key | files | | meaning |",
         "|---|---|---|---|",
@@ -212,11 +224,9 @@ def keys_of_roll_page() -> str:
     for name, rule in sorted(VLLM.items()):
         kind, text = meaning(name, Flag(rule))
         lines.append(f"| `{name}` | {kind} | {_escaped(text)} |")
-    lines += ["", "## Files", "", "| file | commit | model | refused for |", "|---|---|---|---|"]
+    lines += ["", "## Files", "", "| file | commit | model | `--check-config` |", "|---|---|---|---|"]
     for file in recorded:
-        address = f"https://github.com/{file.repository}/blob/{file.commit}/{file.path}"
-        reasons = ", ".join(results[file.name]) or "nothing: it starts"
-        lines.append(f"| [{file.path}]({address}) | {file.commit[:8]} | {file.checkpoint} | {reasons} |")
+        lines.append(f"| {_link(file)} | {file.commit[:8]} | {file.checkpoint} | {_result(file)} |")
     return "\n".join([*lines, ""])
 
 

@@ -63,7 +63,7 @@ def parse_or_exit(
         # The preflight of a run checks the functions again. After a refusal there is none.
         with collected(found):
             check_functions(config)
-    read = _read(config, flags, read_files, found) if flags.check and read_files is not None else []
+    read = read_rows(config, flags, read_files, found) if flags.check and read_files is not None else []
     if found:
         for sentence in found:
             print(f"{program}: {sentence}", file=sys.stderr)
@@ -78,8 +78,8 @@ def parse_or_exit(
     return config
 
 
-def _read(config: RunConfig, flags: Flags, read_files: ReadFiles, found: list[str]) -> list[TableRow]:
-    """What the files of the run contain. Adds their problems to `found`."""
+def read_rows(config: RunConfig, flags: Flags, read_files: ReadFiles, found: list[str]) -> list[TableRow]:
+    """What the files of the run contain. Adds their problems to `found`, except those that follow from others."""
     problems: list[str] = []
     rows: list[TableRow] = []
     with collected(problems):

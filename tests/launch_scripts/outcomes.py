@@ -2,7 +2,8 @@
 
 Each row has the script, the number of its flags or keys, how many of them are mapped to settings, compared with what a
 run does, without effect and refused, and how `--check-config` ends: as the script is, but for paths, and with the edits
-that are named. `roll_files.py` prints that of ROLL's files.
+that are named. `--write` writes why each script is refused into `slime.json`, `miles.json` and `verl.json`, which tests
+and pages read. `roll_files.py` does the same for ROLL's files.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from pathlib import Path
 
 from miles_async.config import model_source
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import checked_config
 from miles_async.rewards.functions import ifbench
-from tests.launch_scripts.replay import Script, scripts
+from tests.launch_scripts.replay import Script, reasons, record_results, refusals, scripts
 
 ENGINE = "actor_rollout_ref.rollout.name"
 SGLANG: Mapping[str, str] = {ENGINE: "sglang"}
@@ -30,6 +30,45 @@ GPUS: Mapping[str, Mapping[str, str]] = {
     "grpo_trainer-run_qwen3_30b_a3b_megatron": {"trainer.nnodes": "2"},
 }
 """Numbers of GPUs for layouts that Megatron refuses on those of the script."""
+REASONS: Mapping[str, str] = {
+    "FP8": "computes in bf16 or fp32",
+    "distillation": "on-policy distillation is not supported",
+    "images": "models are trained on text",
+    "LoRA of experts": "get no adapters",
+    "LoRA of layers by a pattern": "is no linear layer that can have an adapter",
+    "FSDP": "runs Megatron-core",
+    "a layout with wrong gradients in Megatron": "needs expert parallelism",
+    "kernels that engine and learner share": "engines and learner use kernels of their own",
+    "routing replay": "routing replay is not supported",
+    "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
+    "a router for engines of several kinds": "does not fit the router that the run starts",
+    "no key of Weights & Biases": "--wandb-key needs a value",
+    "a delta for an untried layout of engines": "disk_delta writes into the engines' memory",
+    "too few GPUs for the layout": "are not divisible by",
+    "rows without an answer": "needs the right answer",
+}
+"""Why scripts of slime and Miles are refused, and a part of the sentence."""
+REASONS_OF_VERL: Mapping[str, str] = {
+    "FSDP": "the learner runs Megatron-core",
+    "Megatron-FSDP": "the learner shards its optimizer only",
+    "float16": "has no counterpart: set it to bfloat16",
+    "FP8": "learner and engines compute in bf16",
+    "TensorRT-LLM": "trtllm",
+    "vLLM's arguments": "engine_kwargs.vllm",
+    "NPU": "needs CUDA GPUs or CPUs",
+    "images": "models are trained on text",
+    "Hydra's files": "files of Hydra are not read",
+    "Megatron-lite's optimizer": "megatron_args.offload_fraction",
+    "transport of verl": "delta_sharded",
+    "reward function": "write a function fn(args, sample)",
+    "normalized weights": "weights are not normalized",
+    "endless responses": "a response ends with the token",
+    "shortest response": "responses may end at any token",
+    "activations": "activations stay on the GPU",
+    "untried engines": "nobody has tried --sglang",
+    "small step": "is too small for",
+}
+"""Why scripts of verl are refused, and a part of the sentence."""
 
 
 def edits(script: Script) -> Mapping[str, str]:
@@ -63,23 +102,34 @@ class Result:
         return cls(**kinds)
 
 
-def refusals(script: Script, folder: Path, changed: Mapping[str, str] | None = None) -> Sequence[str]:
-    """The sentences with which `--check-config` refuses a script, with other values of the keys in `changed`."""
-    return checked_config(parse_flags(script.command(folder, changed)), entry=script.entry)[1]
+def results(project: str) -> dict[str, list[str]]:
+    """Why each script of a project is refused, see `reasons`; with `edits`."""
+    names = REASONS_OF_VERL if project == "verl" else REASONS
+    found = {}
+    for script in scripts(project):
+        with tempfile.TemporaryDirectory() as folder:
+            command = script.command(Path(folder), edits(script))
+            found[script.name] = reasons(refusals(command, script.entry), names)
+    return found
 
 
 def main() -> None:
     # Models of Megatron-Bridge and rewards of IFBench are checked as if both were installed.
     model_source._bridge_complaint = lambda: None
     ifbench.lacking = lambda: None
+    projects = [word for word in sys.argv[1:] if word != "--write"]
+    if "--write" in sys.argv:
+        for project in projects:
+            record_results(project, results(project))
+        return
     print("script | flags | mapped | compared | without effect | refused | --check-config")
-    for script in (script for project in sys.argv[1:] for script in scripts(project)):
+    for script in (script for project in projects for script in scripts(project)):
         with tempfile.TemporaryDirectory() as folder:
             result = Result.of(script, Path(folder))
-            ends = _end(refusals(script, Path(folder)))
+            ends = _end(refusals(script.command(Path(folder)), script.entry))
             if changed := edits(script):
                 words = " ".join(f"{key}={value}" for key, value in changed.items())
-                ends += f"; with {words} {_end(refusals(script, Path(folder), changed))}"
+                ends += f"; with {words} {_end(refusals(script.command(Path(folder), changed), script.entry))}"
         counts = map(len, (result.mapped, result.compared, result.without_effect, result.refused))
         keys = len({row[0].lstrip("+~") for row in script.arguments})
         print(" | ".join(map(str, (script.name, keys, *counts, ends))))

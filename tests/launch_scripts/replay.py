@@ -1,7 +1,8 @@
 """Recorded launch scripts of other projects as command lines of this project.
 
 A recording (`record.py`) has the flags of a script. Nothing is changed but paths: each one names a file or folder that
-exists here. The checkpoint is a `config.json` with the dimensions that the flags of the script describe.
+exists here. The checkpoint has a `config.json` with the dimensions that the flags of the script describe, and a
+tokenizer with a chat template. Rows of data have the keys that the script names.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
+from miles_async.config.cli import read_rows
+from miles_async.config.fields import SETTINGS
+from miles_async.config.flags import parse_flags
+from miles_async.config.load import checked_config
 from miles_async.config.yaml_text import parse_yaml
+from workers.check_config import read_files
 
 FOLDER = Path(__file__).parent
 MODELS: Mapping[str, tuple[str, str]] = {
@@ -66,12 +76,18 @@ _SHAPE = {
 }
 """Of a script that leaves the shape to the checkpoint."""
 _PATHS = {
+    "--hf-checkpoint": "model",
     "--ref-load": "torch_dist",
-    "--load": "save",
     "--save": "save",
+    "--load": "load",
     "--prompt-data": "rows.jsonl",
 }
-
+"""Files and folders of scripts. Those of `--save` and `--load` do not exist before the first start."""
+_PROMPTS: Mapping[str, Any] = {"index": 7, "problem": "1 + 1"}
+"""Prompts by the key of a row: an index of a task, and a text. Other prompts are chats."""
+_LABELS: Mapping[str, Any] = {"reward_model": {"style": "rule", "ground_truth": {"target": ["2"]}}}
+"""Labels by the key of a row. Other labels are texts."""
+_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}</s>\n{% endfor %}"
 
 _ENTRIES = {
     "verl.trainer.main_ppo": "train.py",
@@ -131,6 +147,8 @@ _VERL_ROW = {
 class Recording:
     """One recorded launch script or configuration file."""
 
+    project: str
+    """The name of the folder of its recordings."""
     name: str
     repository: str
     path: str
@@ -169,7 +187,8 @@ class Script(Recording):
             return self._overrides(folder, changed or {})
         (folder / "torch_dist").mkdir(exist_ok=True)
         (folder / "torch_dist" / "latest_checkpointed_iteration.txt").write_text("release")
-        (folder / "rows.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n' * 64)
+        (folder / "rows.jsonl").write_text(self._rows("--input-key", "--label-key"))
+        (folder / "evaluation.jsonl").write_text(self._rows("--eval-input-key", "--eval-label-key"))
         self._checkpoint(folder / "model")
         return [word for flag, *values in self.arguments for word in (flag, *self._changed(flag, values, folder))]
 
@@ -197,8 +216,7 @@ class Script(Recording):
         return words
 
     def _checkpoint_of_verl(self, folder: Path) -> None:
-        """Write a `config.json` of the family with as many layers as the checkpoint of the script."""
-        folder.mkdir(exist_ok=True)
+        """Write a checkpoint of the family with as many layers as the checkpoint of the script."""
         kind, architecture = MODELS[self.family]
         layers = next((count for name, count in _LAYERS.items() if self.checkpoint.startswith(name)), 48)
         config: dict[str, Any] = {**_VERL_SHAPE, "num_hidden_layers": layers}
@@ -207,27 +225,39 @@ class Script(Recording):
         if self.family == "DeepSeek-V3":
             config |= _VERL_LATENT
         whole = {"text_config": {**config, "model_type": f"{kind}_text"}} if "images" in self.family else config
-        whole |= {"model_type": kind, "architectures": [architecture]}
-        (folder / "config.json").write_text(json.dumps(whole))
+        write_checkpoint(folder, {**whole, "model_type": kind, "architectures": [architecture]})
+
+    def _rows(self, input_flag: str, label_flag: str) -> str:
+        """Rows with the keys that these flags name, or else those for training."""
+        input_key, *_ = self.words(input_flag) or self.words("--input-key") or ["prompt"]
+        chat = [{"role": "user", "content": "1 + 1"}]
+        if "sft_rollout" in " ".join(self.words("--rollout-function-path")):
+            chat.append({"role": "assistant", "content": "2"})
+        row = {input_key: _PROMPTS.get(input_key, chat)}
+        row |= {key: _LABELS.get(key, "2") for key in self.words(label_flag) or self.words("--label-key")}
+        if (default := SETTINGS["label_key"].default) is not None:
+            # As long as label_key has another default than slime's, rows without a label need an entry.
+            row.setdefault(default, None)
+        row |= {key: {"task": "sum"} for key in self.words("--metadata-key")}
+        return f"{json.dumps(row)}\n" * 8
 
     def _changed(self, flag: str, values: Sequence[str], folder: Path) -> Iterator[str]:
         for position, value in enumerate(values):
-            if flag == "--hf-checkpoint":
-                yield str(folder / "model")
-            elif flag in _PATHS:
-                yield str(folder / _PATHS[flag])
-            elif flag == "--eval-prompt-data" and position % 2:
-                yield str(folder / "rows.jsonl")
+            if flag in _PATHS:
+                # Flags with the same path have the same folder.
+                same = next((other for other in _PATHS if _path(self.words(other)) == _path(values)), flag)
+                yield str(folder / _PATHS[same])
+            elif flag == "--eval-prompt-data" and (position % 2 or len(values) == 1):
+                yield str(folder / "evaluation.jsonl")
             elif value in self.files:
                 path = folder / Path(value).name
-                path.write_text(yaml.safe_dump(_with_paths(self.files[value], str(folder / "rows.jsonl"))))
+                path.write_text(yaml.safe_dump(_with_paths(self.files[value], str(folder / "evaluation.jsonl"))))
                 yield str(path)
             else:
                 yield value
 
     def _checkpoint(self, folder: Path) -> None:
-        """Write a `config.json` with the dimensions of the script's flags."""
-        folder.mkdir(exist_ok=True)
+        """Write a checkpoint with the dimensions of the script's flags."""
         kind, architecture = MODELS[self.family]
         numbers = {key: json.loads(self.words(flag)[0]) for flag, key in _KEYS.items() if self.words(flag)}
         config = {
@@ -253,8 +283,51 @@ class Script(Recording):
         whole: dict[str, Any] = config
         if "images" in self.family:
             whole = {"text_config": {**config, "model_type": f"{kind}_text"}}
-        whole |= {"model_type": kind, "architectures": [architecture]}
-        (folder / "config.json").write_text(json.dumps(whole))
+        write_checkpoint(folder, {**whole, "model_type": kind, "architectures": [architecture]})
+
+
+def refusals(words: Sequence[str], entry: str) -> Sequence[str]:
+    """The sentences with which `--check-config` refuses a command line. Functions that it names are not imported."""
+    flags = parse_flags(words)
+    config, found = checked_config(flags, entry=entry)
+    read_rows(config, flags, read_files, found)
+    return found
+
+
+def reasons(sentences: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """The names of the reasons for refusals: `names` has a part of the sentence for each. A sentence that fits none is
+    a reason by itself."""
+    return sorted({next((name for name, part in names.items() if part in one), one) for one in sentences})
+
+
+def recorded_results(project: str) -> dict[str, list[str]]:
+    """Why each script or file of a project is refused, by its name; an empty list if it passes the check."""
+    results: dict[str, list[str]] = json.loads((FOLDER / f"{project}.json").read_text())
+    return results
+
+
+def record_results(project: str, results: Mapping[str, Sequence[str]]) -> None:
+    """Replace what `recorded_results` returns."""
+    (FOLDER / f"{project}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _path(words: Sequence[str]) -> str:
+    return " ".join(words).rstrip("/")
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the `config.json` of a checkpoint, and a tokenizer with a chat template."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(_tokenizer())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": _TEMPLATE}))
+
+
+@cache
+def _tokenizer() -> str:
+    tokenizer = Tokenizer(WordLevel({"?": 0, "</s>": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return str(tokenizer.to_str())
 
 
 def _with_paths(content: Any, rows: str) -> Any:
@@ -269,9 +342,12 @@ Recorded = TypeVar("Recorded", bound=Recording)
 
 def recordings(kind: type[Recorded], project: str) -> list[Recorded]:
     """The recordings of a project, in the order of their names."""
-    names = {one.name for one in fields(kind)} - {"name"}
+    names = {one.name for one in fields(kind)} - {"project", "name"}
     contents = {file.stem: json.loads(file.read_text()) for file in sorted((FOLDER / project).glob("*.json"))}
-    return [kind(name=stem, **{name: content[name] for name in names}) for stem, content in contents.items()]
+    return [
+        kind(project=project, name=stem, **{name: content[name] for name in names})
+        for stem, content in contents.items()
+    ]
 
 
 def scripts(project: str) -> list[Script]:

@@ -1,8 +1,9 @@
 """Recorded configuration files of ROLL, and what each means here.
 
 `python -m tests.launch_scripts.roll_files` prints a table of all files, and `--write` writes `roll.json`. Nothing is
-changed but paths, and files with a judge get its address: the model is a `config.json` with the dimensions of the
-checkpoint, and each file of rows has rows with a tag of the file's domain. A key of Weights & Biases is set.
+changed but paths, and files with a judge get its address: the model has a `config.json` with the dimensions of the
+checkpoint and a tokenizer, and each file of rows has rows with a tag of the file's domain. A key of Weights & Biases is
+set.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ import yaml
 
 from miles_async.compat.roll.table import TABLE
 from miles_async.config import model_source
-from miles_async.config.flags import parse_flags
 from miles_async.config.hydra import composed
-from miles_async.config.load import checked_config
 from miles_async.config.translation import Only, Outcome, Sets, entries, translate
-from tests.launch_scripts.replay import FOLDER, MODELS, Recording, recordings
+from tests.launch_scripts.replay import (
+    MODELS,
+    Recording,
+    reasons,
+    record_results,
+    recordings,
+    refusals,
+    write_checkpoint,
+)
 
-EXPECTED = FOLDER / "roll.json"
-"""Why each file is refused. `python -m tests.launch_scripts.roll_files --write` writes it."""
 JUDGE = ("--rm-url", "http://judge:8000/v1/chat/completions")
 """The address of a judge, which ROLL starts itself."""
 KEYS = {"WANDB_API_KEY": "a key"}
@@ -106,17 +111,12 @@ class RollFile(Recording):
         """What `--check-config` refuses, without the path of the file."""
         path = self.written(folder)
         judge = JUDGE if "LLMJudgeRewardWorker" in json.dumps(self.files) else ()
-        found = checked_config(parse_flags(["--config", str(path), *judge]), entry=self.entry)[1]
+        found = refusals(["--config", str(path), *judge], self.entry)
         return [sentence.removeprefix(f"{path}: ") for sentence in found]
 
     def reasons(self, folder: Path) -> list[str]:
-        """Why the file is refused, by the names in `REASONS`; a sentence that fits none is a reason by itself."""
-        return sorted(
-            {
-                next((name for name, part in REASONS.items() if part in sentence), sentence)
-                for sentence in self.refusals(folder)
-            }
-        )
+        """Why the file is refused, see `reasons`."""
+        return reasons(self.refusals(folder), REASONS)
 
     def _changed(self, content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         changed: dict[str, Any] = json.loads(json.dumps(content))
@@ -134,11 +134,10 @@ class RollFile(Recording):
         messages = json.dumps([{"role": "user", "content": "1 + 1"}])
         answers = {"ground_truth": "2", "test_cases": '[{"assert_code": "assert True"}]'}
         row = {"id": "1", "prompt": "1 + 1", "messages": messages, **answers, "tag": tag}
-        path.write_text((json.dumps(row) + "\n") * 64)
+        path.write_text((json.dumps(row) + "\n") * 8)
         return str(path)
 
     def _checkpoint(self, folder: Path) -> Path:
-        folder.mkdir(exist_ok=True)
         kind, architecture = MODELS[self.family]
         size = next(dimensions for name, dimensions in _DIMENSIONS.items() if re.match(rf"{name}\b", self.checkpoint))
         names = "num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size".split()
@@ -152,8 +151,7 @@ class RollFile(Recording):
         }
         if "images" in self.family:
             config = {"text_config": {**config, "model_type": f"{kind}_text"}}
-        config |= {"model_type": kind, "architectures": [architecture]}
-        (folder / "config.json").write_text(json.dumps(config))
+        write_checkpoint(folder, {**config, "model_type": kind, "architectures": [architecture]})
         return folder
 
 
@@ -207,6 +205,6 @@ def results() -> dict[str, list[str]]:
 if __name__ == "__main__":
     model_source._bridge_complaint = lambda: None  # as with Megatron-Bridge, which some families need
     if "--write" in sys.argv:
-        EXPECTED.write_text(json.dumps(results(), indent=1) + "\n")
+        record_results("roll", results())
     else:
         sys.stdout.write(table() + "\n")

@@ -181,7 +181,8 @@ def _problems(
         blank = data.reasoning_gym_task is None and (data.disable_rollout_global_dataset or trains_only(config))
         return (BlankProblems(), BlankProblems(), []) if blank else _gym(data)
     rows = open_rows(data.prompt_data, cache_dir=config.warm_start.cache_dir, first=first)
-    problems = FileProblems(rows, data, complaint=_reward_complaint(config, rows_choose_reward))
+    complaint = _reward_complaint(config, rows_choose_reward)
+    problems = FileProblems(rows, data, complaint=complaint, indices=generates_by_user(config))
     # The first rows of a file alone may be too few to hold problems out.
     holds_out = data.eval_size and (first is None or len(rows) < first)
     return problems, problems, problems.hold_out(data.eval_size) if holds_out else []

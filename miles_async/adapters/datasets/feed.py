@@ -139,7 +139,7 @@ class Feed:
         if not rewards or not all(map(isfinite, rewards)):
             return
         mean, origin = fmean(rewards), group[0].origin
-        if (band := self._settings.band) is not None:
+        if (band := self._settings.band) is not None and origin:
             row, epoch = origin["row"], int(origin["epochs"])
             if not band[0] <= mean <= band[1]:
                 self._outside[row] = epoch
@@ -153,7 +153,7 @@ class Feed:
             self._warned = True
             self._warn(
                 f"{self._title}: the samples of each of its last {RECENT_GROUPS} prompts had the same reward "
-                f"({self.reward:g} on average), so they teach nothing: lower its weight, or change its prompts"
+                f"({self.reward:g} on average), so comparing them teaches nothing: {self._remedy}"
             )
 
     @property
@@ -208,17 +208,17 @@ class Feed:
             yield sample
             index += 1
 
-    def complaint(self, about: Callable[[Prompt, list[dict[str, Any]] | None], str | None]) -> str | None:
+    def complaint(self, about: Callable[[Sample], str | None]) -> str | None:
         """Look for a prompt that can be used among rows from all parts of the data. Return None if there is one.
 
-        `about` returns what is wrong with a prompt and its tools; None if nothing is.
+        `about` returns what is wrong with a new sample of a row; None if nothing is.
         """
         first = None
         rows = list(islice(Permutation(len(self._problems), "prompts"), CHECKED_PROMPTS))
         for row in rows:
             try:
                 problem = self._problems[row]
-                found = about(self._render(problem), problem.tools)
+                found = about(sample_of(row, problem, self._render(problem), "", {}))
             except DataRowError as error:
                 found = str(error)
             if found is None:
@@ -234,11 +234,15 @@ class Feed:
 
         The order of the rows is not stored, because it follows from the seed.
         """
-        position = {"epoch_id": self.epoch_id, "sample_offset": self.sample_offset, "order": self._order_of_data}
-        if not self._is_traced:
-            return position
-        known = {"outside": list(self._outside.items()), "recent": list(self._recent), "warned": self._warned}
-        return {**position, "prompts": self.prompts, **known}
+        return {
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "order": self._order_of_data,
+            "prompts": self.prompts,
+            "outside": list(self._outside.items()),
+            "recent": list(self._recent),
+            "warned": self._warned,
+        }
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Restore the result of `position`. Raises UserError if the data or its order differ."""
@@ -264,12 +268,16 @@ class Feed:
 
     @property
     def _is_traced(self) -> bool:
-        """Whether the groups have to be recognised when they have their rewards."""
+        """Whether data set and row of a group have to be known when it has its rewards."""
         return bool(self.name) or self._settings.band is not None
 
     @property
     def _title(self) -> str:
-        return f"data set {self.name}" if self.name else "the data"
+        return f"data set {self.name}" if self.name else "the data set"
+
+    @property
+    def _remedy(self) -> str:
+        return "lower its weight, or change its prompts" if self.name else "change its prompts"
 
     @property
     def _order_of_data(self) -> dict[str, Any]:
@@ -284,7 +292,7 @@ class Feed:
         }
 
     def _begin_epoch(self) -> None:
-        if self.name and not self.epoch_id:
+        if not self.epoch_id:
             self._warn(f"{self._title} is exhausted: its {len(self)} rows were used once, and are used again")
         self.epoch_id, self.sample_offset = self.epoch_id + 1, 0
         self._order = self._epoch_order()

@@ -51,15 +51,18 @@ class FileProblems:
         data: Data,
         *,
         complaint: Callable[[Mapping[str, Any], Any], str | None] = lambda metadata, label: None,
+        indices: bool = False,
     ) -> None:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
         A later invalid row raises DataRowError when it is read. `data` names the keys of a row, which may lack those of
-        metadata and tools. `complaint` returns what is wrong with the metadata and the label of a row.
+        metadata and tools. `complaint` returns what is wrong with the metadata and the label of a row. `indices` means
+        that a prompt may be a whole number, which becomes its text: a function of the user finds the task by it.
         """
         self._rows = rows
         self._data = data
         self._complaint = complaint
+        self._indices = indices
         self.has_chats = False
         """Whether a prompt of the first `CHECKED_AT_START` rows is a list of messages."""
         for row in range(min(len(rows), CHECKED_AT_START)):
@@ -78,6 +81,8 @@ class FileProblems:
         if missing := [f"key {keys[setting]!r} ({setting})" for setting in keys if found[setting] is _MISSING]:
             raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
         prompt, label = _with_messages(found["input_key"]), found.get("label_key")
+        if self._indices and type(prompt) is int:
+            prompt = str(prompt)
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):

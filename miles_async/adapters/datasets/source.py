@@ -95,8 +95,7 @@ class BufferedSource:
 
     def observe(self, group: Group) -> None:
         """Take note of the rewards of a group. Raises TrajectoryError if one has no numeric reward."""
-        feed = self.feeds.get(group.dataset)
-        if feed is not None and group[0].origin:
+        if (feed := self.feeds.get(group.dataset)) is not None:
             with self._lock:
                 feed.observe(group)
 

@@ -35,6 +35,10 @@ class LightTokenizer(CheckpointTokenizer):
     def has_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def _end(self) -> str | None:
+        return self._special_tokens.get("eos_token")
+
     def _apply_template(
         self, messages: list[dict[str, Any]], chat_template: str | None = None, **variables: Any
     ) -> object:

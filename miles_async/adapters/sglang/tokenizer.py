@@ -83,11 +83,16 @@ class CheckpointTokenizer:
     @property
     def end(self) -> str:
         """The end-of-sequence token as text. Raises UserError if the tokenizer defines none."""
-        if self.transformers.eos_token is None:
+        if (end := self._end) is None:
             raise UserError(
                 f"the tokenizer in {self.folder} has no eos_token, which has to end every supervised example; set it"
             )
-        return str(self.transformers.eos_token)
+        return end
+
+    @property
+    def _end(self) -> str | None:
+        token = self.transformers.eos_token
+        return None if token is None else str(token)
 
     @property
     def has_template(self) -> bool:

@@ -490,7 +490,11 @@ class _Keys(CombinedKeys):
                 "custom_generate_function_path to a function that runs the agent"
             )
         elif key in self.values:
-            self.note("has no effect: without tools and an interaction, each response is one turn of the model", key)
+            self.note(
+                "has no effect: without tools and an interaction, each response is one turn of the model, also for "
+                "rows whose agent_name asks for tools",
+                key,
+            )
 
     def _reference(self) -> None:
         """The learner runs the reference model in its own layout."""

@@ -1,11 +1,11 @@
-"""Launch scripts of slime and Miles start with `--check-config` as they are, but for paths."""
+"""Launch scripts of slime and Miles pass `--check-config`, with the files that it reads, as they are but for paths."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,34 +20,19 @@ from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.flags import parse_flags
 from miles_async.config.guest_flags import shown
-from miles_async.config.load import checked_config
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Idle, Only
 from miles_async.config.user_functions import FORMS, load_function
 from miles_async.errors import collected
 from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
-from tests.launch_scripts.replay import Script, scripts
+from tests.launch_scripts.outcomes import REASONS
+from tests.launch_scripts.replay import Script, reasons, recorded_results, refusals, scripts
 from tests.unit.compat.slime_names import checkout, forget, names_of_slime
+from workers.check_config import read_files
 
 ALL = [*scripts("slime"), *scripts("miles")]
-WITHOUT_COUNTERPART = {
-    "FP8": "computes in bf16 or fp32",
-    "distillation": "on-policy distillation is not supported",
-    "images": "models are trained on text",
-    "LoRA": "get no adapters",
-    "LoRA of layers by a pattern": "is no linear layer that can have an adapter",
-    "FSDP": "runs Megatron-core",
-    "a layout whose gradients Megatron adds up wrongly": "needs expert parallelism",
-    "kernels that engine and learner share": "engines and learner use kernels of their own",
-    "routing replay": "routing replay is not supported",
-    "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
-    "a router for engines of several kinds": "does not fit the router that the run starts",
-    "a key that the environment of the recording did not have": "--wandb-key needs a value",
-    "a delta for engines of a layout that was never tried": "disk_delta writes into the engines' memory",
-    "too few GPUs for the layout, which Megatron refuses too": "are not divisible by",
-}
-"""What remains to be refused, and a part of the sentence."""
+RESULTS = {project: recorded_results(project) for project in ("slime", "miles")}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +45,18 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget(before)
 
 
-def refusals(script: Script, folder: Path) -> Sequence[str]:
-    return checked_config(parse_flags(script.command(folder)), entry=script.program)[1]
-
-
 @pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
-def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tmp_path: Path) -> None:
-    for sentence in refusals(script, tmp_path):
-        assert any(part in sentence for part in WITHOUT_COUNTERPART.values()), sentence
+def test_a_script_passes_or_is_refused_for_the_recorded_reasons(script: Script, tmp_path: Path) -> None:
+    found = reasons(refusals(script.command(tmp_path), script.entry), REASONS)
+    assert found == RESULTS[script.project][script.name]
+
+
+def test_the_results_are_those_of_the_recorded_scripts() -> None:
+    assert {project: list(results) for project, results in RESULTS.items()} == {
+        project: [script.name for script in scripts(project)] for project in RESULTS
+    }
+    named = {reason for results in RESULTS.values() for found in results.values() for reason in found}
+    assert named == REASONS.keys()
 
 
 @pytest.mark.parametrize(
@@ -112,9 +101,11 @@ def test_a_script_is_refused_only_for_what_has_no_counterpart(script: Script, tm
         "lora-run-qwen3-4b-megatron-lora-result",
     ],
 )
-def test_a_script_starts_as_it_is(name: str, tmp_path: Path) -> None:
-    script = next(one for one in ALL if one.name == name)
-    assert refusals(script, tmp_path) == []
+def test_a_script_starts_as_it_is(name: str) -> None:
+    # Some examples of slime are in Miles, too.
+    found = [results[name] for results in RESULTS.values() if name in results]
+    assert found
+    assert not any(found)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +125,7 @@ def test_the_functions_of_a_script_are_those_of_this_project(
 ) -> None:
     script = next(one for one in ALL if one.name == name)
     with pytest.raises(SystemExit) as exited:
-        parse_or_exit([*script.command(tmp_path), "--check-config"], script.program)
+        parse_or_exit([*script.command(tmp_path), "--check-config"], script.entry, read_files=read_files)
     assert exited.value.code == 0, capsys.readouterr().err
 
 

@@ -24,12 +24,13 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.translation import translate
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample
-from tests.launch_scripts.roll_files import EXPECTED, REASONS, RollFile, kinds, roll_files
+from tests.launch_scripts.replay import recorded_results
+from tests.launch_scripts.roll_files import REASONS, RollFile, kinds, roll_files
 from tests.sim.world import Trace
 from workers.functions import BatchPreparation, reward_post_process
 
 ALL = roll_files()
-RESULTS: dict[str, list[str]] = json.loads(EXPECTED.read_text())
+RESULTS = recorded_results("roll")
 ASYNC = "qwen2.5-7B-rlvr_megatron-rlvr_config_async"
 FROZEN_LAKE = "qwen2.5-0.5B-agentic-agent_val_frozen_lake_async"
 

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from safetensors.numpy import save_file
 
 from miles_async.adapters.sglang.light_tokenizer import LightTokenizer
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
@@ -21,6 +23,7 @@ from miles_async.config.flags import parse_flags
 from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TemplateError, UserError
+from miles_async.modes.shipped import Supervised
 from tests.configuration import run_config
 from tests.wrong_inputs.builders import checkpoint
 from workers.check_config import read_files
@@ -115,6 +118,70 @@ def test_prompts_that_are_too_long_are_counted_as_long_as_others_can_be_used(tmp
     assert refusal.startswith("prompt_data: none of 2 prompts that were tried can be used")
 
 
+SUPERVISED = {
+    "rollout_function_path": Supervised.function,
+    "loss_type": "sft_loss",
+    "rm_type": None,
+    "n_samples_per_prompt": 1,
+}
+
+
+def conversation(answer: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": "one"}, {"role": "assistant", "content": f"{answer}</s>"}]}
+
+
+def supervised(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
+    """A run on supervised examples, with a tokenizer that has a token for their end."""
+    (folder / "model").mkdir(exist_ok=True)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "model" / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "eos_token": "</s>"})
+    )
+    return job(folder, rows, **{**SUPERVISED, "label_key": None, **settings})
+
+
+def test_a_supervised_example_counts_as_a_whole(tmp_path: Path) -> None:
+    [row] = said(supervised(tmp_path, [conversation("one"), conversation("one one one one")]))
+    # Role, colon and text of two messages, and the token for the end.
+    assert row.endswith("; the longest example has 10 tokens, in a context of 256")
+    [row] = said(supervised(tmp_path, [{"prompt": "one one", "label": "one"}], label_key="label"))
+    assert "the longest example has 4 tokens" in row
+
+
+def test_supervised_examples_that_do_not_fit_are_said(tmp_path: Path) -> None:
+    short, long = conversation("one"), conversation("one " * 300)
+    [row] = said(supervised(tmp_path, [short, long], max_tokens_per_gpu=512))
+    assert "; 1 cannot be used: the example has 306 tokens, more than the 256 tokens of the model's context" in row
+    [row] = said(supervised(tmp_path, [short, long], max_tokens_per_gpu=128))
+    assert "the example has 306 tokens, and a micro-batch of the learner holds at most 128: raise" in row
+    [refusal] = refusals(supervised(tmp_path, [long]))
+    assert refusal.startswith("prompt_data: none of 1 prompts that were tried can be used")
+
+
+def test_a_supervised_example_without_an_answer_is_refused(tmp_path: Path) -> None:
+    asks = {"prompt": [{"role": "user", "content": "one"}]}
+    [refusal] = refusals(supervised(tmp_path, [conversation("one"), asks]))
+    assert refusal.endswith("sample 1: its example has no text to train on; add an assistant turn or a label")
+
+
+def test_with_a_generate_function_the_prompt_of_the_first_turn_counts(tmp_path: Path) -> None:
+    own = {"custom_generate_function_path": "agents.generate", "rollout_max_response_len": 250}
+    [row] = said(job(tmp_path, [GOOD, {**GOOD, "prompt": "one " * 9}], **own))
+    assert row.endswith("; the longest prompt of a first turn has 9 tokens, in a context of 256")
+    [row] = said(job(tmp_path, [GOOD, {**GOOD, "prompt": "one " * 256}], **own))
+    assert "; 1 cannot be used: the prompt has 256 tokens, and the model's context 256, so a first turn has no" in row
+    [refusal] = refusals(job(tmp_path, [{**GOOD, "prompt": "one " * 9}], rollout_max_prompt_len=8, **own))
+    assert "the prompt has 9 tokens, more than rollout_max_prompt_len 8" in refusal
+
+
+def test_a_generate_function_may_render_chats_for_which_the_checkpoint_has_no_template(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    chat = [{"role": "user", "content": "one one"}]
+    [row] = said(job(tmp_path, [{**GOOD, "prompt": chat}], custom_generate_function_path="agents.generate"))
+    assert row.endswith("rows.jsonl")
+
+
 def test_a_data_set_for_evaluation_is_measured_with_its_own_response_length(tmp_path: Path) -> None:
     rows = str(tmp_path / "rows.jsonl")
     evaluation, training = said(job(tmp_path, [GOOD], eval_datasets={"aime": {"path": rows, "max_response_len": 100}}))
@@ -166,7 +233,7 @@ def test_everything_that_is_wrong_is_in_one_list(tmp_path: Path) -> None:
 def test_what_is_downloaded_later_is_not_read(tmp_path: Path) -> None:
     config = job(tmp_path, [GOOD], hf_checkpoint="owner/model", apply_chat_template=True)
     [row] = said(config)
-    assert "prompts are not measured, because owner/model is no folder with a tokenizer" in row
+    assert "they are not measured, because owner/model is no folder with a tokenizer" in row
     [row] = said(with_settings(config, prompt_data="owner/name:train"))
     assert row == "0 rows read of owner/name:train, which is downloaded when the run starts"
 
@@ -241,6 +308,27 @@ def test_a_checkpoint_of_a_version_that_stored_no_model_is_accepted(tmp_path: Pa
     config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"))
     saved(tmp_path / "saved", config, model={})
     assert len(said(config, "load")) == 1
+
+
+@pytest.mark.parametrize("indexed", [True, False], ids=["with an index", "in one file"])
+def test_a_checkpoint_without_mtp_heads_cannot_train_them(tmp_path: Path, indexed: bool) -> None:
+    config = job(tmp_path, [GOOD], enable_mtp_training=True, megatron_to_hf_mode="bridge")
+    weights, index = tmp_path / "model" / "model.safetensors", tmp_path / "model" / "model.safetensors.index.json"
+
+    def holds(name: str) -> None:
+        save_file({name: np.zeros(1, np.float32)}, weights)
+        if indexed:
+            index.write_text(json.dumps({"weight_map": {name: weights.name}}))
+
+    # The model has one layer, so a second one is a head of families that number their heads.
+    holds("model.layers.1.mlp.down_proj.weight")
+    [refusal] = refusals(config)
+    assert refusal.endswith("has no MTP heads: unset it, or use a checkpoint that has them")
+    shape = tmp_path / "model" / "config.json"
+    shape.write_text(json.dumps({**json.loads(shape.read_text()), "num_nextn_predict_layers": 1}))
+    assert len(said(config)) == 1
+    holds("mtp.layers.0.mlp.down_proj.weight")
+    assert len(said(config)) == 1
 
 
 @pytest.fixture

@@ -65,6 +65,15 @@ def test_messages_may_be_text_in_json(prompt: str, read: Any, tmp_path: Path) ->
     assert prompts(source.get_samples(1)) == [read]
 
 
+def test_a_prompt_may_be_the_index_of_a_task_for_a_generate_function(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [{"index": 0}, {"index": 12}])
+    own = {"prompt_data": path, "input_key": "index", "label_key": None}
+    source = open_data(run_config(**own, custom_generate_function_path="agents.generate"))
+    assert prompts(source.get_samples(2)) == ["0", "12"]
+    with pytest.raises(UserError, match="'index' is a int, not a string or a list of messages"):
+        open_data(run_config(**own))
+
+
 def test_a_group_holds_the_samples_of_one_prompt_with_rising_indices(rows: str) -> None:
     first, second = open_rows(rows).get_samples(2)
     assert [sample.prompt for sample in first] == ["q0", "q0"]

@@ -173,6 +173,23 @@ def test_a_data_set_that_teaches_nothing_is_said_once_until_its_rewards_differ_a
     assert "(0 on average)" in said[1]
 
 
+def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = run_config(prompt_data=rows_of(tmp_path, "math", 30), n_samples_per_prompt=2)
+    source, resumed = open_data(config, warn=said.append), open_data(config, warn=said.append)
+    scored(source, source.get_samples(30), 1.0, 1.0)
+    assert said == []
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    groups = resumed.get_samples(35)
+    assert said.pop() == "the data set is exhausted: its 30 rows were used once, and are used again"
+    scored(resumed, groups, 1.0, 1.0)
+    assert said == [
+        "the data set: the samples of each of its last 32 prompts had the same reward (1 on average), so comparing "
+        "them teaches nothing: change its prompts"
+    ]
+    assert "from_dataset" not in groups[0][0].metadata
+
+
 @pytest.mark.parametrize("settings", [{"datasets": True}, {"prompt_data": True}], ids=["data sets", "one file"])
 def test_prompts_outside_of_the_band_are_left_out_of_the_next_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
     path = rows_of(tmp_path, "math", 4)

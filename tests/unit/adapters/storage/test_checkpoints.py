@@ -8,8 +8,10 @@ from structlog.testing import capture_logs
 
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.config.checks import problems
+from miles_async.config.fields import with_settings
 from miles_async.errors import UserError
 from tests.configuration import run_config
+from tests.wrong_inputs.builders import checkpoint
 from workers.beginning import checkpoint_to_resume, newest_checkpoint
 from workers.preflight import lock_checkpoints
 
@@ -102,6 +104,24 @@ def test_the_same_command_begins_a_job_and_continues_it(tmp_path: Path, colocate
         found = checkpoint_to_resume(config)
     assert found is not None
     assert found.folder == newest
+
+
+def test_a_folder_to_load_may_be_missing_where_slime_would_begin_with_ref_load(tmp_path: Path) -> None:
+    config = run_config(load=str(tmp_path / "later"), save=str(tmp_path / "saved"), ref_load=str(tmp_path / "model"))
+    assert newest_checkpoint(config, checksums=False) is None
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        newest_checkpoint(with_settings(config, ref_load=None), checksums=False)
+
+
+@pytest.mark.parametrize("load", ["model", "model_torch_dist"])
+def test_the_model_itself_and_its_conversion_begin_a_run(tmp_path: Path, load: str) -> None:
+    checkpoint(tmp_path)
+    (tmp_path / "model_torch_dist").mkdir()
+    (tmp_path / "model_torch_dist" / "latest_checkpointed_iteration.txt").write_text("release")
+    model: dict[str, Any] = {"hf_checkpoint": str(tmp_path / "model"), "ref_load": str(tmp_path / "model_torch_dist")}
+    assert newest_checkpoint(run_config(load=str(tmp_path / load), **model), checksums=False) is None
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        newest_checkpoint(run_config(load=str(tmp_path), **model), checksums=False)
 
 
 def test_resume_auto_tells_a_colocated_job_what_to_use_instead(tmp_path: Path) -> None:

@@ -253,3 +253,4 @@ def test_keys_of_agents_have_no_effect_without_agents() -> None:
     content = {f"{section}.enable": False, f"{section}.format": "hermes", f"{section}.tool_config_path": "tools.yaml"}
     assert settings(content) == {}
     assert translate(content).idle[f"{section}.format"] == "belongs to multi_turn.enable"
+    assert "also for rows whose agent_name asks for tools" in translate(content).idle[f"{section}.enable"]
