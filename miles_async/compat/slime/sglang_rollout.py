@@ -63,7 +63,7 @@ class GenerateState:
     remaining_batch_size: int
     """Number of groups that were submitted since `reset`. The caller subtracts those that it drops."""
     aborted: bool
-    """Whether `abort` was called since `reset`. Nothing is generated meanwhile."""
+    """Whether `abort` was called since `reset`. No training samples are generated meanwhile."""
 
     def __new__(cls, args: Arguments) -> GenerateState:
         service: SampleService = args.sample_service
@@ -242,7 +242,7 @@ async def _generate_and_score(
     args: Arguments, group: Group, sampling_params: dict[str, Any], evaluation: bool, *, score: bool
 ) -> None:
     service: SampleService = args.sample_service
-    if GenerateState(args).aborted:
+    if GenerateState(args).aborted and not evaluation:
         for sample in group:
             if sample.status is SampleStatus.PENDING:
                 sample.status = SampleStatus.ABORTED
