@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from miles_async.compat.miles.forms import in_slimes_form
-from miles_async.config.user_functions import load_function
-from miles_async.errors import UserError
 from miles_async.modes.mode import mode_of
 from miles_async.modes.shipped import Stream
 from miles_async.rollout import fully_async
@@ -209,33 +207,3 @@ def test_the_mode_of_a_class_is_that_of_the_function() -> None:
         pass
 
     assert mode_of(rollout(Mine)).keeps_groups
-
-
-class Uncallable:
-    def __init__(self, input: Any) -> None: ...
-
-
-class WithoutInput:
-    async def __call__(self, input: Any) -> Any: ...
-
-
-class OfCheckpoints(Remembers):
-    async def evaluate_checkpoint(self, folder: str, input: Any) -> Any: ...
-
-
-@pytest.mark.parametrize(
-    "setting, name, sentence",
-    [
-        ("rollout_function_path", "Uncallable", r"define __init__\(self, input\) and __call__\(self, input\)"),
-        ("eval_function_path", "WithoutInput", r"define __init__\(self, input\) and __call__\(self, input\)"),
-        ("eval_function_path", "OfCheckpoints", "evaluates exported checkpoints"),
-        ("custom_generate_function_path", "Uncallable", r"define __init__\(self\) and __call__\(self, input\)"),
-        ("custom_generate_function_path", "without_await", "define it with async def"),
-    ],
-)
-def test_a_class_that_cannot_be_called_is_refused(setting: str, name: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=f"{setting} .*{name}.*{sentence}"):
-        load_function(f"{__name__}.{name}", setting=setting)
-
-
-def without_await(input: Any) -> Any: ...

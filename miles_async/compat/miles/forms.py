@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 def in_slimes_form(function: Function, name: str, setting: str) -> Function | None:
     """A function with slime's arguments that calls one of Miles; None if `function` is not one.
 
-    `name` begins error messages. Raises UserError for a class or function that cannot be called.
+    `name` begins error messages. Raises UserError for a class whose objects cannot be called.
     """
     is_class = inspect.isclass(function)
     if setting in ("rollout_function_path", "eval_function_path") and is_class:
@@ -40,11 +40,10 @@ def in_slimes_form(function: Function, name: str, setting: str) -> Function | No
     if setting == "custom_generate_function_path" and (is_class or _takes_input(function)):
         if is_class:
             _check_class(function, name, created_with=0)
-        if not inspect.iscoroutinefunction(function.__call__ if is_class else function):
-            raise UserError(f"{name} is not an async function: define it with async def")
-        from miles_async.compat.miles.functions import generate_function
+        if inspect.iscoroutinefunction(function.__call__ if is_class else function):
+            from miles_async.compat.miles.functions import generate_function
 
-        return generate_function(function)
+            return generate_function(function)
     return None
 
 
