@@ -6,7 +6,7 @@
 
     async def generate(input) -> GenerateFnOutput: ...    # custom_generate_function_path, or a class
 
-A rollout class has one object per run. If it both generates and evaluates, it is the same object.
+A rollout class has one object per rollout worker. If it both generates and evaluates, it is the same object.
 """
 
 from __future__ import annotations

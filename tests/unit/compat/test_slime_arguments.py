@@ -41,8 +41,15 @@ def test_a_flag_has_the_value_of_the_setting_that_it_sets() -> None:
 
 
 def test_a_flag_that_accepts_only_what_a_run_does_has_this_value() -> None:
-    args = of()
-    assert (args.train_backend, args.async_unused_samples_handler) == ("megatron", "retry")
+    assert of().train_backend == "megatron"
+
+
+def test_groups_that_are_not_used_are_generated_again_unless_a_flag_or_the_preset_of_miles_drops_them() -> None:
+    handlers = [([], "retry"), (["--async-unused-samples-handler", "drop"], "drop"), (["--preset", "miles"], "drop")]
+    for flags, handler in handlers:
+        args = of(*flags)
+        assert (args.async_unused_samples_handler, args.max_attempts) == (handler, 1 if handler == "drop" else 3)
+    assert of("--preset", "miles", "--async-unused-samples-handler", "retry").max_attempts == 3
 
 
 def test_the_flags_of_evaluations_are_those_of_the_data_sets(tmp_path: Path) -> None:
