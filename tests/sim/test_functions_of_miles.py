@@ -78,10 +78,11 @@ class Remembers:
 
 async def test_one_object_generates_the_batches_of_a_run_and_evaluates() -> None:
     Remembers.created = 0
-    args, source, metrics = Run().args(rollout_batch_size=3), Source(), dict[str, Any]()
+    source: Any = Source()
+    args, metrics = Run().args(rollout_batch_size=3), dict[str, Any]()
     batches, evaluations = rollout(Remembers), rollout(Remembers)
-    groups: Any = await call_rollout_function(batches, args, 4, source, evaluation=False)  # type: ignore[arg-type]
-    scores = await call_rollout_function(evaluations, args, 4, source, evaluation=True)  # type: ignore[arg-type]
+    groups: Any = await call_rollout_function(batches, args, 4, source, evaluation=False)
+    scores = await call_rollout_function(evaluations, args, 4, source, evaluation=True)
     assert (len(groups), scores) == (3, {"mine": {"rewards": [1.0], "truncated": [False]}})
     fewer = args.with_values(rollout_batch_size=1)
     groups = await call_rollout_function(
@@ -90,12 +91,12 @@ async def test_one_object_generates_the_batches_of_a_run_and_evaluates() -> None
         4,
         source,
         evaluation=False,
-        metrics=metrics,  # type: ignore[arg-type]
+        metrics=metrics,
     )
     assert len(groups) == 1, "a call that replaces groups asks for fewer"
     assert metrics["seen"] == [(4, False, 7), (4, True, None), (4, False, 7)]
     assert Remembers.created == 1
-    await call_rollout_function(batches, Run().args(), 0, source, evaluation=False)  # type: ignore[arg-type]
+    await call_rollout_function(batches, Run().args(), 0, source, evaluation=False)
     assert Remembers.created == 2, "another run has another object"
 
 
@@ -107,7 +108,8 @@ async def test_a_class_derived_from_that_of_miles_generates_a_batch_and_adds_met
             output.metrics = {**output.metrics, "groups": len(output.samples)}
             return output
 
-    run, source, metrics = Run(), Source(), dict[str, Any]()
+    source: Any = Source()
+    run, metrics = Run(), dict[str, Any]()
     args = run.args(rollout_batch_size=2, over_sampling_batch_size=4)
     called = rollout(WithMetrics)
     groups: Any = await call_rollout_function(
@@ -116,7 +118,7 @@ async def test_a_class_derived_from_that_of_miles_generates_a_batch_and_adds_met
         0,
         source,
         evaluation=False,
-        metrics=metrics,  # type: ignore[arg-type]
+        metrics=metrics,
     )
     assert [sample.reward for group in groups for sample in group] == [1.0] * 4
     assert metrics["groups"] == 2
@@ -127,13 +129,13 @@ async def test_a_class_derived_from_that_of_miles_generates_a_batch_and_adds_met
 
 async def test_a_class_derived_from_that_of_miles_evaluates_as_the_run_does() -> None:
     base = of_miles("inference_rollout.inference_rollout_common").InferenceRolloutFn
-    source = Source()
+    source: Any = Source()
     scores = await call_rollout_function(
         rollout(base),
         Run().args(),
         5,
         source,
-        evaluation=True,  # type: ignore[arg-type]
+        evaluation=True,
     )
     assert scores == {"held_out": {"rewards": [5.0], "truncated": [False]}}
     assert source.loops == [asyncio.get_running_loop()]

@@ -20,7 +20,7 @@ from miles_async.errors import UserError
 Function = Callable[..., Any]
 
 
-def in_slimes_form(function: Function, name: str, setting: str) -> Function | None:
+def in_slimes_form(function: Any, name: str, setting: str) -> Function | None:
     """A function with slime's arguments that calls one of Miles; None if `function` is not one.
 
     `name` begins error messages. Raises UserError for a class whose objects cannot be called.
@@ -47,7 +47,7 @@ def in_slimes_form(function: Function, name: str, setting: str) -> Function | No
     return None
 
 
-def _check_class(function: Function, name: str, *, created_with: int) -> None:
+def _check_class(function: Any, name: str, *, created_with: int) -> None:
     """Raises UserError unless objects are created with this number of arguments, and called with one."""
     if not (_takes(function, created_with) and _has(function, "__call__") and _takes(function.__call__, 2)):
         parameters = ", ".join(["self", *["input"] * created_with])

@@ -57,10 +57,11 @@ def rollout_function(rollout_class: type) -> Function:
             output = rollout(RolloutFnTrainInput(rollout_id, data_source.live_version))
         return run(output) if inspect.iscoroutine(output) else output
 
-    return mode_of(rollout_class)(call)
+    mode_of(rollout_class)(call)
+    return call
 
 
-def generate_function(function: Function) -> Function:
+def generate_function(function: Any) -> Function:
     """A generate function with slime's arguments that calls one of Miles, or an object of a class."""
 
     @cache

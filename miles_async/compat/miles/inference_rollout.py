@@ -93,12 +93,12 @@ async def generate_and_rm_group(
     An entry of the result is a sample, or the list of the segments of a trajectory. `sample_done_callback` is called
     once per sample, when the group is finished, because the samples of a group may be one request.
     """
-    count = len(group)
     try:
         finished = await of_slime.generate_and_rm_group(state.args, group, sampling_params, evaluation)
     finally:
-        for _ in range(count if sample_done_callback else 0):
-            sample_done_callback()  # type: ignore[misc]
+        if sample_done_callback is not None:
+            for _ in group:
+                sample_done_callback()
     trajectories = Group.of(finished).trajectories
     if len(trajectories) == len(finished):
         return finished

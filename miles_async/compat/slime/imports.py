@@ -97,8 +97,8 @@ def _install(project: str) -> None:
     if project == "miles":
         names["rollout.base_types"] = _names_of(types_of_miles)
         folder = "inference_rollout.inference_rollout"
-        for module in (f"{folder}_common", f"{folder}_train", "fully_async_rollout"):
-            names[f"rollout.{module}"] = _names_of(inference_rollout)
+        for path in (f"{folder}_common", f"{folder}_train", "fully_async_rollout"):
+            names[f"rollout.{path}"] = _names_of(inference_rollout)
         for name, function in generate_hub.FUNCTIONS.items():
             names[f"rollout.generate_hub.{name}"] = {"generate": function}
     stand_ins: dict[str, ModuleType] = {

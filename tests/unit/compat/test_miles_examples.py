@@ -46,14 +46,15 @@ async def test_the_rollout_class_of_an_example_adds_the_metrics_of_its_agents(
 
     monkeypatch.syspath_prepend(str(folder / "examples" / "swe-agent-harbor-docker"))
     function = load_function("generate.RolloutFn", setting="rollout_function_path")
-    args, source, metrics = Run().args(rollout_batch_size=2), Agents(), dict[str, Any]()
+    source: Any = Agents()
+    args, metrics = Run().args(rollout_batch_size=2), dict[str, Any]()
     groups: Any = await call_rollout_function(
         function,
         args,
         0,
         source,
         evaluation=False,
-        metrics=metrics,  # type: ignore[arg-type]
+        metrics=metrics,
     )
     assert [sample.reward for group in groups for sample in group] == [1.0] * 4
     assert (metrics["agent/turns_mean"], metrics["agent/total_time_max"]) == (3.0, 2.0)
