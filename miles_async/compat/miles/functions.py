@@ -35,7 +35,7 @@ class _Created(NamedTuple):
 def rollout_function(rollout_class: type) -> Function:
     """A plain function that calls the object of a class, which all such functions of a run share.
 
-    As in Miles, coroutines of all objects run in one event loop in a thread of its own.
+    As in Miles, coroutines of all objects run in one event loop in a separate thread.
     """
 
     def created(args: Arguments, source: RolloutSource) -> _Created:
@@ -65,7 +65,7 @@ def generate_function(function: Any) -> Function:
     """A generate function with slime's arguments that calls one of Miles, or an object of a class."""
 
     @cache
-    def called() -> Function:
+    def called() -> Any:
         return function() if inspect.isclass(function) else function
 
     async def generate(
