@@ -78,6 +78,14 @@ class Guest(Plugin):
         A second call in the same process does nothing.
         """
 
+    def adapt_function(self, function: Callable[..., Any], name: str, setting: str) -> Callable[..., Any] | None:
+        """Return a function that the run can call for `setting`, if `function` has another form of the project.
+
+        Called when a setting of `config.user_functions.FORMS` names the function. `name` begins error messages. Raises
+        UserError if the run cannot call a function of this form.
+        """
+        return None
+
     def use_router(self, url: str, key: str) -> None:
         """Called in the rollout worker before functions of users are called, with the address of the run's router.
 

@@ -71,8 +71,8 @@ class CombinedKeys:
         return value if isinstance(value, int) and value > 0 else 1
 
     def set(self, setting: str, value: Any, *keys: str) -> None:
-        """Set one of our settings, which follows from these keys."""
-        self.translator.set(setting, value, " ".join(keys))
+        """Set one of our settings, which follows from those of the keys that are given."""
+        self.translator.set(setting, value, " ".join(self.given(*keys) or keys))
 
     def note(self, why: str, *keys: str) -> None:
         """Say why those of the keys that are given have no effect."""

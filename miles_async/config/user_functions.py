@@ -142,13 +142,17 @@ def _is_defined_here(path: str) -> bool:
 def load_function(path: str, *, setting: str) -> Callable[..., Any]:
     """Import the function at `path`, which is written as `module.function`.
 
-    `setting` is the setting that holds the path: its function has the form in `FORMS`.
+    `setting` is the setting that holds the path: its function has the form in `FORMS`, or a form of a guest.
     Raises UserError as `load_named`, and if the run cannot call the function in this way.
     """
     function = load_named(path, setting=setting)
     if not callable(function):
         raise UserError(f"{setting} {path!r} is a {type(function).__name__}, not a function: name one")
-    _check_form(function, f"{setting} {path!r}", setting.rpartition(".")[2])
+    name, kind = f"{setting} {path!r}", setting.rpartition(".")[2]
+    if kind in FORMS:
+        adapted = GUESTS.ask("adapt a function", lambda guest: guest.adapt_function(function, name, kind))
+        function = next(filter(None, adapted.values()), function)
+    _check_form(function, name, kind)
     return function  # type: ignore[no-any-return]
 
 

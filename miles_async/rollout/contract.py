@@ -67,6 +67,11 @@ class Arguments:
         values, own = self._parts()
         return Arguments({**values, **runtime}, own)
 
+    def take_values(self, other: Arguments) -> None:
+        """Have the values of `other` from now on, which are those of a later call."""
+        values, _ = other._parts()
+        object.__setattr__(self, "_values", values)
+
     def __reduce__(self) -> tuple[type[Arguments], tuple[Mapping[str, Any], dict[str, Any]]]:
         return Arguments, self._parts()
 

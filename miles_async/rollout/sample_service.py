@@ -75,23 +75,23 @@ class SampleService:
         """
         generator = self._evaluator if evaluation else self._generator
         work = _when_reachable(generator, group, SamplingParams.of(sampling_params))
-        await self._in_pipeline(_marking_failures(group, work))
+        await self.in_pipeline(_marking_failures(group, work))
 
     async def score(self, group: Group) -> None:
         """Set the rewards of all samples of the group. If that fails, the samples have status FAILED, as above."""
-        await self._in_pipeline(_marking_failures(group, self._score(group)))
+        await self.in_pipeline(_marking_failures(group, self._score(group)))
 
     async def rewards_of(self, samples: list[Sample]) -> list[Any]:
         """Return the rewards of the samples, which stay as they are. Raises TrajectoryError if the reward fails."""
         copies = Group(replace(sample, reward=None, trajectory=None) for sample in samples)
-        await self._in_pipeline(self._score(copies))
+        await self.in_pipeline(self._score(copies))
         return [sample.reward for sample in copies]
 
     async def abort(self) -> None:
         """Abort all requests of training samples. Returns when they have ended."""
-        await self._in_pipeline(self._generator.abort())
+        await self.in_pipeline(self._generator.abort())
 
-    async def _in_pipeline(self, work: Coroutine[Any, Any, T]) -> T:
+    async def in_pipeline(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the pipeline's event loop, from any loop."""
         if asyncio.get_running_loop() is self._loop:
             return await work

@@ -1,5 +1,10 @@
-"""An agent and tools as users write them for Miles."""
+"""An agent, tools and functions as users write them for Miles."""
 
+from dataclasses import replace
+
+from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput, RolloutFnTrainInput, RolloutFnTrainOutput
+from miles.rollout.generate_hub import single_turn
+from miles.rollout.inference_rollout.inference_rollout_common import InferenceRolloutFn
 from miles.utils.http_utils import post
 from miles.utils.types import Sample
 
@@ -35,3 +40,21 @@ tool_specs = [
 
 async def execute_tool(name, params):
     return str(2 * params["x"])
+
+
+class Rollout(InferenceRolloutFn):
+    """Generates a batch as Miles does, and adds a metric."""
+
+    async def _call_train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
+        output = await super()._call_train(input)
+        samples = [sample for group in output.samples for sample in group]
+        metrics = {"agent/turns_mean": sum(sample.metadata["turns"] for sample in samples) / len(samples)}
+        return RolloutFnTrainOutput(output.samples, {**(output.metrics or {}), **metrics})
+
+
+async def generate(input: GenerateFnInput) -> GenerateFnOutput:
+    params = {**input.sampling_params, "max_new_tokens": 20}
+    output = await single_turn.generate(replace(input, sampling_params=params))
+    assert input.state.tokenizer.decode(output.samples.tokens)
+    output.samples.metadata["turns"] = 1
+    return output

@@ -114,6 +114,21 @@ def test_tools_of_miles_are_called_in_several_turns_of_a_trained_sample(stack: S
     assert step.metrics["loss_tokens"] < step.response_length * 4 * run.config.rollout.n_samples_per_prompt
 
 
+def test_classes_of_miles_generate_the_batches_of_a_run_and_evaluate(stack: Stack) -> None:
+    rollout = f"{OF_MILES}.Rollout"
+    run = stack.play(
+        "train.py",
+        *(*SHORT, "--eval-size", "4", "--slime-imports", "--custom-generate-function-path", f"{OF_MILES}.generate"),
+        *("--rollout-function-path", rollout, "--eval-function-path", rollout),
+    )
+    steps = run.of(StepEnded)
+    assert [step.finite for step in steps] == [True, True]
+    assert all(0 < step.response_length <= 20 for step in steps)
+    assert max(step.metrics["logprob_gap_max"] for step in steps) < 1e-4
+    assert [(event.rollout, event.problems) for event in run.of(Evaluated)] == [(-1, 4), (1, 4)]
+    assert run.violations == []
+
+
 def test_engine_and_trainer_agree_on_an_agents_tokens(stack: Stack) -> None:
     """In a synchronous run each step starts from the weights that sampled all of its tokens."""
     run = stack.play(

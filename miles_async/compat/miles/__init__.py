@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Miles(Guest):
-    """Gives the flags that Miles adds to slime's their meaning, and calls agents and tools of Miles as Miles does."""
+    """Gives the flags that Miles adds to slime's their meaning, and calls functions, agents and tools as Miles does."""
 
     name = "miles"
 
@@ -59,6 +59,11 @@ class Miles(Guest):
         from miles_async.compat.slime.arguments import of_flags
 
         return of_flags(self.flags(), settings)
+
+    def adapt_function(self, function: Callable[..., Any], name: str, setting: str) -> Callable[..., Any] | None:
+        from miles_async.compat.miles.forms import in_slimes_form
+
+        return in_slimes_form(function, name, setting)
 
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.miles.resolution import resolve

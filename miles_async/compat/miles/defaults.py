@@ -14,4 +14,6 @@ DEFAULTS: Mapping[str, Any] = {
     **OF_SLIME,
     "sglang_router_args": {"balance_abs_threshold": 64, "balance_rel_threshold": 1.5},
     "pause_generation_mode": "retract",
+    # `--async-unused-samples-handler drop`.
+    "max_attempts": 1,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from miles_async.config.translation import Flag, Idle, Only, Refused, Rule, converts, sets
+from miles_async.config.translation import Flag, Idle, Refused, Rule, converts, sets
 
 _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
 _EXPERTS_LORA = Refused("experts get no adapters: remove it")
@@ -14,6 +14,7 @@ _SESSIONS = Idle("has no effect: the endpoint for agents keeps the tokens of eac
 _EVALUATION = Idle("has no effect: the engines evaluate beside training samples, which have priority")
 _MODEL = Idle("describes a part of the model, which hf_checkpoint defines")
 _TEST = Idle("belongs to Miles' own tests")
+_REPLAY = Refused("indexer replay is not supported: remove it")
 
 _SWITCHES: Mapping[str, Rule] = {
     "fully_async": converts("rollout.rollout_function_path", {True: _FULLY_ASYNC}),
@@ -27,11 +28,17 @@ _SWITCHES: Mapping[str, Rule] = {
     "true_on_policy_mode": Refused("engines and learner use kernels of their own: remove it"),
     "recompute_logprobs_via_prefill": Refused("log-probabilities come from decoding: remove it"),
     "eval_drop_on_overflow": _EVALUATION,
+    "use_indexer_replay": _REPLAY,
+    "use_rollout_indexer_replay": _REPLAY,
+    "use_miles_router": Idle("has no effect: the run starts sglang-router"),
 }
 _VALUES: Mapping[str, Rule] = {
-    "async_unused_samples_handler": Only(("retry",), "a group that is too old is generated again, as with retry"),
+    # A group that is too old or failed has no further attempt with drop. Our default is that of retry.
+    "async_unused_samples_handler": converts("rollout.max_attempts", {"drop": 1, "retry": 3}),
     "async_max_concurrent_samples": Refused("set over_sampling_batch_size to this number / n_samples_per_prompt"),
     "custom_async_data_buffer_path": Refused("groups wait in the queue of the run: set queue_capacity"),
+    "chat_template_path": Refused("set apply_chat_template_kwargs to {chat_template: TEXT} with the text of the file"),
+    "rollout_submission_granularity": Idle("has no effect: over_sampling_batch_size limits the groups in flight"),
     "update_weight_transfer_mode": converts(
         "weights.weight_transfer", {"broadcast": "broadcast", "p2p": "p2p", "disk-delta": "disk_delta"}
     ),

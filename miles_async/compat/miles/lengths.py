@@ -16,5 +16,5 @@ def limits_of(args: Any, sample: Sample, sampling_params: Mapping[str, Any]) -> 
     limit: int = sampling_params["max_new_tokens"]
     if args.max_seq_len is None:
         return limit, min(limit, args.max_answer_len or limit)
-    answer = limit if limit != args.rollout_max_response_len else args.max_answer_len
+    answer = limit if limit != args.rollout_max_response_len else args.max_answer_len or limit
     return max(1, args.max_seq_len - sample.prompt_length), answer

@@ -66,6 +66,12 @@ def trains_steps(keys: CombinedKeys) -> bool:
     return any(manager_of(tag) in STEP_MANAGERS for tag in trained_tags(keys))
 
 
+def whole_number_in(keys: CombinedKeys, section: Mapping[str, Any], prefix: str, name: str) -> int | None:
+    """A number of 1 or more in a section; None without it."""
+    key = f"{prefix}.{name}"
+    return CombinedKeys(keys.translator, {key: section.get(name)}).whole_number(key)
+
+
 def evaluates(keys: CombinedKeys) -> bool:
     """Whether the run evaluates. As in ROLL, environments are evaluated only if they are trained."""
     if trains_agents(keys) and "debug.debug_rollout_only" in keys.translator.translation:
@@ -79,8 +85,7 @@ def sizes(keys: CombinedKeys) -> None:
     batch = keys.whole_number("rollout_batch_size")
     if trains_agents(keys):
         key = "train_env_manager.group_size"
-        group_size = keys.section("train_env_manager").get("group_size")
-        trajectories = CombinedKeys(keys.translator, {key: group_size}).whole_number(key) or 1
+        trajectories = whole_number_in(keys, keys.section("train_env_manager"), "train_env_manager", "group_size") or 1
         keys.set("rollout.n_samples_per_prompt", trajectories, key)
         if batch is not None and batch % trajectories:
             keys.refuse(

@@ -12,6 +12,7 @@ from miles_async.compat.roll.data import (
     trained_tags,
     trains_agents,
     trains_steps,
+    whole_number_in,
 )
 from miles_async.config.combined_keys import CombinedKeys
 
@@ -46,7 +47,7 @@ def environments(keys: CombinedKeys) -> None:
         if name in sampling:
             keys.set(f"rollout.rollout_{name}", sampling[name], _TRAIN)
     longest = "actor_infer.generating_args.max_new_tokens" if shared else _TRAIN
-    limit = keys.whole_number(longest) if shared else _whole_number(keys, sampling, _TRAIN, "max_new_tokens")
+    limit = keys.whole_number(longest) if shared else whole_number_in(keys, sampling, _TRAIN, "max_new_tokens")
     keys.set("data.environment_settings", {"tags": tags, "max_new_tokens": limit}, f"custom_envs {longest}")
     for setting, value in _SETTINGS.items():
         keys.set(setting, value, "custom_envs")
@@ -78,7 +79,7 @@ def _evaluation(keys: CombinedKeys, evaluated: Mapping[str, int], sampling: Mapp
     if not evaluated:
         keys.note("has no effect without eval_steps, val_env_manager and training", _EVAL, "val_batch_size")
         return {}
-    samples = _whole_number(keys, keys.section(_EVAL), _EVAL, "group_size") or 1
+    samples = whole_number_in(keys, keys.section(_EVAL), _EVAL, "group_size") or 1
     rounds = (keys.whole_number("val_batch_size") or 1) // (sum(evaluated.values()) * samples)
     sizes = {tag: groups * max(1, rounds) for tag, groups in evaluated.items()}
     chosen = {name: sampling[name] for name in _SAMPLING if name in sampling}
@@ -124,7 +125,7 @@ def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
             f"{', '.join(known)}, or set custom_generate_function_path"
         )
     for name in ("max_steps", "max_tokens_per_step"):
-        _whole_number(keys, found, f"custom_envs.{tag}", name)
+        whole_number_in(keys, found, f"custom_envs.{tag}", name)
     if missing := [name for name in _NEEDED if name not in found]:
         keys.refuse(f"custom_envs.{tag} has no {', '.join(missing)}: add what is missing")
     by_step = {"env_manager_cls": manager} if manager in STEP_MANAGERS else {}
@@ -134,9 +135,3 @@ def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
 def _sampling(keys: CombinedKeys, manager: str) -> Mapping[str, Any]:
     found = keys.section(manager).get("generating_args")
     return found if isinstance(found, Mapping) else {}
-
-
-def _whole_number(keys: CombinedKeys, section: Mapping[str, Any], prefix: str, name: str) -> int | None:
-    """A number of 1 or more in a section; None without it."""
-    key = f"{prefix}.{name}"
-    return CombinedKeys(keys.translator, {key: section.get(name)}).whole_number(key)

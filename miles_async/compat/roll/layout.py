@@ -31,7 +31,7 @@ def environment(keys: CombinedKeys) -> None:
         # The reference runs in the learner's processes, which have the shared variables.
         variables = {**({} if role == "reference" else shared), **keys.section(key)}
         if variables:
-            keys.set(setting, variables, key if key in keys.values else "system_envs")
+            keys.set(setting, variables, key, "system_envs")
 
 
 def devices(keys: CombinedKeys) -> None:
@@ -150,7 +150,7 @@ def recomputation(keys: CombinedKeys) -> None:
     if granularity == "selective" and experts:
         modules = sorted({*(modules or ["core_attn"]), "moe"})
     if granularity == "selective" and modules:
-        keys.set("learner.recompute_modules", modules, modules_key if modules_key in keys.values else experts_key)
+        keys.set("learner.recompute_modules", modules, modules_key, experts_key)
     if granularity != "selective":
         keys.note("has no effect without recompute_granularity selective", modules_key)
     if granularity != "selective" or not experts or modules_key in keys.values:

@@ -147,7 +147,7 @@ def _own_function(keys: CombinedKeys, chosen: Mapping[str, Any], key: str, funct
     for name, value in chosen.items():
         normalizes = name.startswith(("norm_", "state_norm_")) and "reward_normalization" in keys.values
         source = "reward_normalization" if normalizes else name
-        keys.set(f"rollout.custom_args.{name}", value, source if source in keys.values else key)
+        keys.set(f"rollout.custom_args.{name}", value, *keys.given(source, key)[:1])
 
 
 def _critic(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
@@ -158,14 +158,13 @@ def _critic(keys: CombinedKeys, chosen: Mapping[str, Any]) -> None:
         keys.set("algorithm.critic_load", keys.values["reward_pretrain"], "reward_pretrain")
     else:
         keys.note("has no effect: the critic starts from pretrain", "reward_pretrain")
-    source = "whiten_advantages"
-    keys.set("algorithm.normalize_advantages", chosen[source], source if source in keys.values else key)
+    keys.set("algorithm.normalize_advantages", chosen["whiten_advantages"], "whiten_advantages", key)
     for name in ("gamma", "lambd"):
         if (value := keys.number(name)) is not None:
             keys.set(f"algorithm.{name}", value, name)
     # Without a clip in ROLL, the critic's values may move as far as they want.
     clip = keys.number("value_clip") or 1e6
-    keys.set("algorithm.value_clip", clip, "value_clip" if "value_clip" in keys.values else key)
+    keys.set("algorithm.value_clip", clip, "value_clip", key)
     if not chosen["advantage_clip"]:
         keys.note("has no effect: it is null", "advantage_clip")
     if chosen["reward_clip"] or any(chosen[name] for name in ("norm_mean_type", "norm_std_type")):
@@ -184,12 +183,10 @@ def masks(keys: CombinedKeys) -> None:
     if difficult:
         keys.set("rollout.rollout_sample_filter_path", f"{_FUNCTIONS}.mask", "difficulty_mask")
         keys.set("rollout.custom_args.difficulty_mask", True, "difficulty_mask")
-        source = "max_len_mask" if "max_len_mask" in keys.values else "difficulty_mask"
-        keys.set("rollout.custom_args.max_len_mask", too_long, source)
+        keys.set("rollout.custom_args.max_len_mask", too_long, *names)
         for name, default in zip(thresholds, (0.0, 1.0), strict=True):
             limit = keys.number(name)
-            source = name if name in keys.values else "difficulty_mask"
-            keys.set(f"rollout.custom_args.{name}", default if limit is None else limit, source)
+            keys.set(f"rollout.custom_args.{name}", default if limit is None else limit, name, "difficulty_mask")
         return
     keys.note("has no effect: it is false", "difficulty_mask")
     keys.note("has no effect without difficulty_mask", *thresholds)
@@ -261,8 +258,7 @@ def _clipping(keys: CombinedKeys) -> None:
     if keys.switch("use_pg_clip_range"):
         for name, setting in zip(ranges, ("eps_clip", "eps_clip_high"), strict=True):
             limit = keys.number(name)
-            source = name if name in keys.values else "use_pg_clip_range"
-            keys.set(f"algorithm.{setting}", _PG_CLIP if limit is None else limit, source)
+            keys.set(f"algorithm.{setting}", _PG_CLIP if limit is None else limit, name, "use_pg_clip_range")
         if not keys.switch("dual_clip_loss"):
             keys.note("has no effect with use_pg_clip_range", "pg_clip")
     else:

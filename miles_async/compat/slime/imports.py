@@ -15,8 +15,15 @@ the modules that it imports are these:
     utils.misc                load_function
     utils.processing_utils    load_tokenizer
 
-They are found below `slime` and below `miles`. Every other module comes from a checkout, including those in its folder
-`rollout/rm_hub`. So do the other names of the modules below `utils` and `filter_hub` and of `base_types`.
+They are found below `slime` and below `miles`. Only `miles` has these:
+
+    rollout.base_types                    miles/base_types.py
+    rollout.inference_rollout             miles/inference_rollout.py, as inference_rollout_common and _train
+    rollout.fully_async_rollout           FullyAsyncRolloutFn
+    rollout.generate_hub                  miles/generate_hub.py, as agentic_tool_call, multi_turn and single_turn
+
+Every other module comes from a checkout, including those in its folder `rollout/rm_hub`. So do the other names of the
+modules that contain several names of this project.
 """
 
 from __future__ import annotations
@@ -30,6 +37,8 @@ from types import ModuleType
 from typing import Any
 
 from miles_async import types
+from miles_async.compat.miles import base_types as types_of_miles
+from miles_async.compat.miles import generate_hub, inference_rollout
 from miles_async.compat.slime import (
     async_utils,
     base_types,
@@ -65,18 +74,17 @@ def _install(project: str) -> None:
         _require_checkout(project, checkout)
     scores = _package(f"{project}.rollout.rm_hub")
     vars(scores).update(
-        {name: getattr(rewards, name) for name in rewards.__all__},
+        _names_of(rewards),
         async_rm=rm_hub.async_rm,
         batched_async_rm=rm_hub.batched_async_rm,
         remote_rm=rm_hub.remote_rm,
         compute_score_dapo=rewards.compute_score,
         extract_boxed_answer=rewards.extract_answer,
     )
-    filter_names = {name: getattr(filters, name) for name in filters.__all__}
     names: dict[str, dict[str, Any]] = {
-        "rollout.base_types": {name: getattr(base_types, name) for name in base_types.__all__},
-        "rollout.filter_hub.base_types": filter_names,
-        "rollout.filter_hub.dynamic_sampling_filters": filter_names,
+        "rollout.base_types": _names_of(base_types),
+        "rollout.filter_hub.base_types": _names_of(filters),
+        "rollout.filter_hub.dynamic_sampling_filters": _names_of(filters),
         "utils.types": {"Sample": types.Sample},
         "utils.http_utils": {
             "get": http_utils.get,
@@ -86,6 +94,13 @@ def _install(project: str) -> None:
         "utils.misc": {"load_function": load_by_path},
         "utils.processing_utils": {"load_tokenizer": load_tokenizer},
     }
+    if project == "miles":
+        names["rollout.base_types"] = _names_of(types_of_miles)
+        folder = "inference_rollout.inference_rollout"
+        for path in (f"{folder}_common", f"{folder}_train", "fully_async_rollout"):
+            names[f"rollout.{path}"] = _names_of(inference_rollout)
+        for name, function in generate_hub.FUNCTIONS.items():
+            names[f"rollout.generate_hub.{name}"] = {"generate": function}
     stand_ins: dict[str, ModuleType] = {
         "rollout.sglang_rollout": sglang_rollout,
         "rollout.rm_hub": scores,
@@ -98,17 +113,14 @@ def _install(project: str) -> None:
         if hidden is not None:
             # Python calls this function for names that the module does not have.
             vars(stand_ins[name])["__getattr__"] = _Hidden(hidden).attribute
+    for name in (project, *sorted({f"{project}.{name.rpartition('.')[0]}" for name in stand_ins})):
+        if _find(name) is None:
+            sys.modules[name] = _package(name)
     if checkout is None:
-        for package in ("", ".rollout", ".rollout.filter_hub", ".utils"):
-            sys.modules[project + package] = _package(project + package)
         for name in ("deepscaler", "f1", "gpqa", "math_dapo_utils", "math_utils"):
             stand_ins[f"rollout.rm_hub.{name}"] = rewards
-    else:
-        if _find(f"{project}.rollout.filter_hub") is None:
-            sys.modules[f"{project}.rollout.filter_hub"] = _package(f"{project}.rollout.filter_hub")
-        found = _find(f"{project}.rollout.rm_hub")
-        if found is not None:
-            scores.__path__ = list(found.submodule_search_locations or ())
+    elif (found := _find(f"{project}.rollout.rm_hub")) is not None:
+        scores.__path__ = list(found.submodule_search_locations or ())
     sys.modules |= {f"{project}.{name}": module for name, module in stand_ins.items()}
     if checkout is not None:
         _add_examples(next(iter(checkout.submodule_search_locations or ())))
@@ -188,6 +200,10 @@ def _find(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
+
+
+def _names_of(module: Any) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
 
 
 def _module(name: str, **names: Any) -> ModuleType:

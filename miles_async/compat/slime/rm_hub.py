@@ -28,15 +28,27 @@ async def async_rm(args: Arguments, sample: Sample, **kwargs: Any) -> Any:
     """
     if kwargs and args.custom_rm_path is not None:
         return await _called_here(args, sample, kwargs)
-    [reward] = await batched_async_rm(args, [sample])
+    [reward] = await _rewards(args, [sample], {})
     return reward
 
 
-async def batched_async_rm(args: Arguments, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(
+    args: Arguments, samples: Sequence[Sample], inplace_set_reward_field: bool = False, **kwargs: Any
+) -> list[Any] | None:
     """Return the rewards of several samples, in order. With `group_rm`, one call of the reward scores all of them.
 
-    `kwargs` are those of `async_rm`.
+    With Miles' `inplace_set_reward_field`, the samples get their rewards, and None is returned. `kwargs` are those of
+    `async_rm`.
     """
+    rewards = await _rewards(args, samples, kwargs)
+    if not inplace_set_reward_field:
+        return rewards
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+    return None
+
+
+async def _rewards(args: Arguments, samples: Sequence[Sample], kwargs: dict[str, Any]) -> list[Any]:
     if kwargs and args.custom_rm_path is not None:
         if args.group_rm:
             return list(await _called_here(args, list(samples), kwargs))

@@ -63,7 +63,7 @@ class GenerateState:
     remaining_batch_size: int
     """Number of groups that were submitted since `reset`. The caller subtracts those that it drops."""
     aborted: bool
-    """Whether `abort` was called since `reset`. Nothing is generated meanwhile."""
+    """Whether `abort` was called since `reset`. No training samples are generated meanwhile."""
 
     def __new__(cls, args: Arguments) -> GenerateState:
         service: SampleService = args.sample_service
@@ -152,7 +152,7 @@ async def abort(args: Arguments, rollout_id: int) -> list[list[Sample]]:
     unfinished: list[list[Sample]] = []
     while state.pendings:
         done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
-        unfinished += [group for group in (task.result() for task in done) if _aborted(group)]
+        unfinished += [group for group in (task.result() for task in done) if _has(group, SampleStatus.ABORTED)]
     for group in unfinished:
         for sample in group:
             if not args.partial_rollout:
@@ -195,7 +195,9 @@ async def generate_rollout_async(
         done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
         for group in (task.result() for task in done):
             finished.append(group)
-            verdict = Verdict(True) if keep is None or _failed(group) else Verdict.of(keep(args, group))
+            verdict = (
+                Verdict(True) if keep is None or _has(group, SampleStatus.FAILED) else Verdict.of(keep(args, group))
+            )
             fallback = verdict.keep_when_insufficient and state.remaining_batch_size <= size
             if not verdict.keep and not fallback:
                 dropped[f"rollout/dynamic_filter/drop_{verdict.reason}"] += 1
@@ -204,7 +206,9 @@ async def generate_rollout_async(
                 (kept if len(kept) < size else unused).append(group)
     running = list(state.pendings)
     unused += await abort(args, rollout_id)
-    unused += [group for group in (task.result() for task in running) if not _pending(group)]
+    # The abort has returned those that it left unfinished, with or without their tokens.
+    finished_late = (task.result() for task in running)
+    unused += [group for group in finished_late if not _has(group, SampleStatus.ABORTED, SampleStatus.PENDING)]
     state.reset()
     if (path := args.rollout_all_samples_process_path) is not None:
         load_function(path, setting="rollout_all_samples_process_path")(args, _ordered(finished), data_source)
@@ -234,21 +238,21 @@ def _ordered(groups: Sequence[list[Sample]]) -> list[list[Sample]]:
     return sorted(groups, key=lambda group: group[0].index or 0)
 
 
-def _failed(group: list[Sample]) -> bool:
-    return any(sample.status is SampleStatus.FAILED for sample in group)
+def _has(group: list[Sample], *statuses: SampleStatus) -> bool:
+    return any(sample.status in statuses for sample in group)
 
 
 async def _generate_and_score(
     args: Arguments, group: Group, sampling_params: dict[str, Any], evaluation: bool, *, score: bool
 ) -> None:
     service: SampleService = args.sample_service
-    if GenerateState(args).aborted:
+    if GenerateState(args).aborted and not evaluation:
         for sample in group:
             if sample.status is SampleStatus.PENDING:
                 sample.status = SampleStatus.ABORTED
         return
     await service.generate(group, sampling_params, evaluation=evaluation)
-    if not score or _aborted(group):
+    if not score or _has(group, SampleStatus.ABORTED):
         return
     # A generate function may have set rewards. A reward for whole groups needs all samples that did not fail.
     group.share_rewards()
@@ -262,12 +266,3 @@ async def _generate_and_score(
 
 def _sample_or_segments(group: Group) -> Any:
     return group[0] if len(group) == 1 else list(group)
-
-
-def _pending(group: list[Sample]) -> bool:
-    """Whether an abort has left the group unfinished, with or without its tokens."""
-    return any(sample.status in (SampleStatus.ABORTED, SampleStatus.PENDING) for sample in group)
-
-
-def _aborted(group: list[Sample]) -> bool:
-    return any(sample.status is SampleStatus.ABORTED for sample in group)

@@ -150,10 +150,6 @@ class _Keys(CombinedKeys):
         """A whole number from 1 on; `default` if the key is not given, or if its value is reported as invalid."""
         return self.whole_number(key) or default
 
-    def _set(self, setting: str, value: Any, *keys: str) -> None:
-        """Set a setting that follows from the keys that are given among `keys`."""
-        self.set(setting, value, *self.given(*keys))
-
     def _batches(self) -> None:
         """Prompts per batch and samples per optimizer step. verl's sizes count prompts."""
         mini_key, n_key, batch_key = f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "data.train_batch_size"
@@ -167,15 +163,15 @@ class _Keys(CombinedKeys):
                 return
             self._steps = self._number("async_training.require_batches", 1)
             prompts = mini * self._steps
-            self._set("rollout.rollout_batch_size", prompts, mini_key, "async_training.require_batches")
+            self.set("rollout.rollout_batch_size", prompts, mini_key, "async_training.require_batches")
         elif batch_key in self.values:
             prompts = self._number(batch_key, 1)
-            self._set("rollout.rollout_batch_size", prompts, batch_key)
+            self.set("rollout.rollout_batch_size", prompts, batch_key)
             self._steps = max(1, prompts // mini) if mini is not None else 1
         if generated_key in self.values and not self._is_async:
-            self._set("rollout.over_sampling_batch_size", self._number(generated_key, 1), generated_key)
+            self.set("rollout.over_sampling_batch_size", self._number(generated_key, 1), generated_key)
         if mini is not None and n_key in self.values:
-            self._set("learner.global_batch_size", mini * self._number(n_key, 1), mini_key, n_key)
+            self.set("learner.global_batch_size", mini * self._number(n_key, 1), mini_key, n_key)
         elif mini is not None:
             self.refuse(f"{mini_key} counts prompts: set {n_key}, the samples per prompt, too")
 
@@ -187,10 +183,10 @@ class _Keys(CombinedKeys):
             prompts = self.translator.translation.get("rollout.rollout_batch_size")
             batches = self._number(prompts_key, 1) // (prompts.value if prompts else 1)
             keys = (prompts_key, f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
-            self._set("rollout.num_rollout", max(1, batches), *keys)
+            self.set("rollout.num_rollout", max(1, batches), *keys)
             self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
         elif steps_key in self.values:
-            self._set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
+            self.set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
             self.note(f"has no effect beside {steps_key}", epochs_key)
         elif epochs_key in self.values:
             self._epochs(epochs_key, "data.train_files")
@@ -201,25 +197,25 @@ class _Keys(CombinedKeys):
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
         if isinstance(files, list) and len(files) > 1 and prompts is not None:
             batches = epochs * sum(map(_rows, files)) // prompts.value
-            self._set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
+            self.set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
         else:
-            self._set("rollout.num_epoch", epochs, key)
+            self.set("rollout.num_epoch", epochs, key)
 
     def _schedule(self) -> None:
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
         if not self._is_async:
             return
         keys = [key for key in self.values if key.startswith("async_training.")]
-        self._set("rollout.rollout_function_path", _FULLY_ASYNC, *keys)
+        self.set("rollout.rollout_function_path", _FULLY_ASYNC, *keys)
         trigger, staleness = "async_training.trigger_parameter_sync_step", "async_training.staleness_threshold"
-        self._set("weights.update_weights_interval", self._syncs, trigger)
+        self.set("weights.update_weights_interval", self._syncs, trigger)
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
         share = self.values.get(staleness, 0.1)
         if not isinstance(share, int | float) or isinstance(share, bool) or share < 0:
             self.refuse(f"{staleness} {share!r} is not a number of 0 or more: write a share, such as 0.5")
         elif prompts is not None:
             capacity = int(prompts.value * (1 + share) * self._syncs)
-            self._set("rollout.queue_capacity", capacity, staleness, trigger, *self._mini_keys())
+            self.set("rollout.queue_capacity", capacity, staleness, trigger, *self._mini_keys())
 
     def _mini_keys(self) -> Sequence[str]:
         return self.given(f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
@@ -229,15 +225,15 @@ class _Keys(CombinedKeys):
         nodes, gpus = "trainer.nnodes", "trainer.n_gpus_per_node"
         own_nodes, own_gpus, hybrid = "rollout.nnodes", "rollout.n_gpus_per_node", "actor_rollout_ref.hybrid_engine"
         if nodes in self.values:
-            self._set("learner.actor_num_nodes", self._number(nodes, 1), nodes)
+            self.set("learner.actor_num_nodes", self._number(nodes, 1), nodes)
         if gpus in self.values:
-            self._set("learner.actor_num_gpus_per_node", self._number(gpus, 1), gpus)
+            self.set("learner.actor_num_gpus_per_node", self._number(gpus, 1), gpus)
         if self.given(own_nodes, own_gpus):
             engines = self._number(own_nodes, 1) * self._number(own_gpus, 8)
-            self._set("engine.rollout_num_gpus", engines, own_nodes, own_gpus)
+            self.set("engine.rollout_num_gpus", engines, own_nodes, own_gpus)
             self.note("has no effect: the engines have GPUs of their own", hybrid)
         elif self.given(nodes, gpus) and not self._is_async:
-            self._set("cluster.colocate", self.values.get(hybrid, True), hybrid, nodes, gpus)
+            self.set("cluster.colocate", self.values.get(hybrid, True), hybrid, nodes, gpus)
         else:
             self.note("has no effect: set rollout_num_gpus for the engines", hybrid)
 
@@ -245,7 +241,7 @@ class _Keys(CombinedKeys):
         """verl splits activations among tensor-parallel ranks unless it is told not to."""
         size = f"{_ACTOR}.megatron.tensor_model_parallel_size"
         if f"{_ACTOR}.megatron.sequence_parallel" not in self.values and self.values.get(size, 1) != 1:
-            self._set("learner.sequence_parallel", True, size)
+            self.set("learner.sequence_parallel", True, size)
 
     def _adapters(self) -> None:
         """LoRA. As in verl, the keys for Megatron count if their rank is above 0, and otherwise those for FSDP."""
@@ -262,24 +258,24 @@ class _Keys(CombinedKeys):
         self.note(f"has no effect beside {rank_key}", *others.values())
         for setting, key in chosen.items():
             if key in self.values:
-                self._set(f"learner.{setting}", self.values[key], key)
+                self.set(f"learner.{setting}", self.values[key], key)
         if alpha_key not in self.values:
-            self._set("learner.lora_alpha", alpha, rank_key)
+            self.set("learner.lora_alpha", alpha, rank_key)
 
     def _micro_batches(self) -> None:
         dynamic_key, tokens_key = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_max_token_len_per_gpu"
         samples_key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         dynamic = self.values.get(dynamic_key)
         if dynamic is not None:
-            self._set("learner.use_dynamic_batch_size", dynamic, dynamic_key)
+            self.set("learner.use_dynamic_batch_size", dynamic, dynamic_key)
         if dynamic is False:
             self.note(f"has no effect with {dynamic_key} false", tokens_key)
             if samples_key in self.values:
-                self._set("learner.micro_batch_size", self._number(samples_key, 1), samples_key)
+                self.set("learner.micro_batch_size", self._number(samples_key, 1), samples_key)
         else:
             self.note(f"has no effect: tokens limit a micro-batch, unless {dynamic_key} is false", samples_key)
             if tokens_key in self.values:
-                self._set("learner.max_tokens_per_gpu", self._number(tokens_key, 1), tokens_key)
+                self.set("learner.max_tokens_per_gpu", self._number(tokens_key, 1), tokens_key)
 
     def _optimizer(self) -> None:
         """verl keeps the learning rate for all optimizer steps of a batch, so its schedule counts batches."""
@@ -296,14 +292,14 @@ class _Keys(CombinedKeys):
                 ):
                     self.note("has no effect: the learning rate stays constant, as verl's default is", key)
                 else:
-                    self._set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
+                    self.set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
                 self.note("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
         overrides = f"{_ACTOR}.optim.override_optimizer_config"
         part_key, offload_key = f"{overrides}.optimizer_offload_fraction", f"{overrides}.optimizer_cpu_offload"
         if self.values.get(part_key) != 0:
             if part_key in self.values:
-                self._set("learner.optimizer_offload_fraction", self.values[part_key], part_key)
+                self.set("learner.optimizer_offload_fraction", self.values[part_key], part_key)
         elif self.values.get(offload_key) is True:
             self.refuse(f"{part_key} 0 offloads nothing, but {offload_key} is true: set it to false")
         else:
@@ -313,8 +309,8 @@ class _Keys(CombinedKeys):
             case None:
                 pass
             case [int() | float() as beta1, int() | float() as beta2]:
-                self._set("learner.adam_beta1", beta1, betas_key)
-                self._set("learner.adam_beta2", beta2, betas_key)
+                self.set("learner.adam_beta1", beta1, betas_key)
+                self.set("learner.adam_beta2", beta2, betas_key)
             case other:
                 self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
@@ -322,12 +318,12 @@ class _Keys(CombinedKeys):
         """Clip ranges: `clip_ratio` stands for both bounds unless they are set."""
         both, low, high = (f"{_ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high"))
         if given := self.given(low, both)[:1]:
-            self._set("algorithm.eps_clip", self.values[given[0]], given[0])
+            self.set("algorithm.eps_clip", self.values[given[0]], given[0])
         if given := self.given(high, both)[:1]:
-            self._set("algorithm.eps_clip_high", self.values[given[0]], given[0])
+            self.set("algorithm.eps_clip_high", self.values[given[0]], given[0])
         dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
         if mode == "vanilla" and dual in self.values:
-            self._set("algorithm.eps_clip_c", self.values[dual], dual)
+            self.set("algorithm.eps_clip_c", self.values[dual], dual)
         else:
             self.note(f"has no effect with policy_loss.loss_mode {mode}", dual)
 
@@ -343,11 +339,11 @@ class _Keys(CombinedKeys):
         bypass = self.values.get(bypass_key, self._is_async)
         if bypass is True and f"{prefix}.rollout_rs" in self.values:
             # Rejection needs the learner's own log-probabilities, so the ratio to the engines becomes a weight.
-            self._set("algorithm.off_policy_correction", "tis", bypass_key, f"{prefix}.rollout_rs")
+            self.set("algorithm.off_policy_correction", "tis", bypass_key, f"{prefix}.rollout_rs")
             self.note("has no effect beside rollout_rs: the ratio is a weight, off_policy_correction tis", bypass_key)
         elif bypass_key in self.values or bypass is True:
             keys = self.given(bypass_key) or [key for key in self.values if key.startswith("async_training.")]
-            self._set("algorithm.use_rollout_logprobs", bypass, *keys)
+            self.set("algorithm.use_rollout_logprobs", bypass, *keys)
         level, threshold = self.values.get(level_key), self.values.get(threshold_key, 2.0)
         corrections = {"token": "tis", "sequence": "sequence"}
         if bypass is True:
@@ -358,11 +354,11 @@ class _Keys(CombinedKeys):
         elif level not in corrections:
             self.refuse(f"{level_key} {level!r} has no counterpart: set it to token or sequence")
         elif (band := _band(threshold)) is not None and level == "token":
-            self._set("algorithm.off_policy_correction", "icepop", level_key, threshold_key)
-            self._set("algorithm.icepop_band", band, level_key, threshold_key)
+            self.set("algorithm.off_policy_correction", "icepop", level_key, threshold_key)
+            self.set("algorithm.icepop_band", band, level_key, threshold_key)
         elif isinstance(threshold, int | float):
-            self._set("algorithm.off_policy_correction", corrections[str(level)], level_key)
-            self._set("algorithm.tis_clip", threshold, *self.given(threshold_key) or [level_key])
+            self.set("algorithm.off_policy_correction", corrections[str(level)], level_key)
+            self.set("algorithm.tis_clip", threshold, threshold_key, level_key)
         else:
             self.refuse(f"{threshold_key} {threshold!r} has no counterpart: write a number")
         self._rejection(prefix)
@@ -385,8 +381,8 @@ class _Keys(CombinedKeys):
             if band is None:
                 self.refuse(f"{threshold_key} {threshold!r} is not a band: write two ratios, such as 0.5_2.0")
                 return
-            self._set("algorithm.rejection_level", levels[str(level)], key)
-            self._set("algorithm.rejection_band", band, key, threshold_key, low_key)
+            self.set("algorithm.rejection_level", levels[str(level)], key)
+            self.set("algorithm.rejection_band", band, key, threshold_key, low_key)
 
     def _kl(self) -> None:
         """The KL penalty on rewards, whose estimator is also that of the KL loss."""
@@ -394,15 +390,15 @@ class _Keys(CombinedKeys):
         kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
         if self.values.get(on_key) is not True:
             if on_key in self.values:
-                self._set("algorithm.kl_coef", 0.0, on_key)
+                self.set("algorithm.kl_coef", 0.0, on_key)
             self.note(f"has no effect without {on_key}", coef_key, kind_key)
             return
-        self._set("algorithm.kl_coef", self.values.get(coef_key, 0.001), on_key, coef_key)
+        self.set("algorithm.kl_coef", self.values.get(coef_key, 0.001), on_key, coef_key)
         kind = self.values.get(kind_key, "kl")
         if kind not in kinds:
             self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
         else:
-            self._set("algorithm.kl_loss_type", kinds[kind], *self.given(kind_key) or [on_key])
+            self.set("algorithm.kl_loss_type", kinds[kind], kind_key, on_key)
 
     def _filter(self) -> None:
         """Groups without differences in their rewards are dropped. verl's fully asynchronous trainer keeps them."""
@@ -414,11 +410,11 @@ class _Keys(CombinedKeys):
             return
         if not enable:
             if enable_key in self.values:
-                self._set("rollout.dynamic_sampling_filter_path", None, enable_key)
+                self.set("rollout.dynamic_sampling_filter_path", None, enable_key)
             self.note("has no effect: no groups are filtered", metric_key)
             return
         path = "miles_async.filters.check_reward_nonzero_std"
-        self._set("rollout.dynamic_sampling_filter_path", path, enable_key, metric_key)
+        self.set("rollout.dynamic_sampling_filter_path", path, enable_key, metric_key)
         if metric not in _METRICS:
             self.refuse(
                 f"{metric_key} {metric!r:.80} is not supported: groups are compared by their rewards: set it to acc, "
@@ -429,22 +425,22 @@ class _Keys(CombinedKeys):
         """Arguments of the engines whose values have other units or signs there."""
         chunked, prefix = f"{_ROLLOUT}.enable_chunked_prefill", "engine.sglang_server_args"
         if self.values.get(chunked) is False:
-            self._set(f"{prefix}.chunked_prefill_size", -1, chunked)
+            self.set(f"{prefix}.chunked_prefill_size", -1, chunked)
         else:
             self.note("has no effect: SGLang computes long prompts in chunks", chunked)
         for name, argument in (("data_parallel_size", "dp_size"), ("expert_parallel_size", "ep_size")):
             if self.values.get(f"{_ROLLOUT}.{name}", 1) == 1:
                 self.note("has no effect: 1 divides nothing", f"{_ROLLOUT}.{name}")
             else:
-                self._set(f"{prefix}.{argument}", self.values[f"{_ROLLOUT}.{name}"], f"{_ROLLOUT}.{name}")
+                self.set(f"{prefix}.{argument}", self.values[f"{_ROLLOUT}.{name}"], f"{_ROLLOUT}.{name}")
         for section in ("override_config", "override_config.model_config"):
             key = f"actor_rollout_ref.model.{section}.max_position_embeddings"
             if key in self.values:
-                self._set(f"{prefix}.context_length", self.values[key], key)
-                self._set("engine.engine_env_vars.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1", key)
+                self.set(f"{prefix}.context_length", self.values[key], key)
+                self.set("engine.engine_env_vars.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1", key)
         bucket = f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
         if bucket in self.values:
-            self._set("weights.update_weight_buffer_size", self._number(bucket, 2048) * _MiB, bucket)
+            self.set("weights.update_weight_buffer_size", self._number(bucket, 2048) * _MiB, bucket)
 
     def _heads(self) -> None:
         """MTP heads, which the learner trains, and from which engines draft tokens."""
@@ -458,8 +454,8 @@ class _Keys(CombinedKeys):
             self.note("has no effect: MTP heads are neither trained nor used", keys["enable"])
         if on["enable_train"]:
             trains = [keys[name] for name in ("enable", "enable_train", "detach_encoder")]
-            self._set("learner.enable_mtp_training", True, *trains)
-            self._set("learner.mtp_loss_scaling_factor", self.values.get(factor, 0.1), factor, keys["enable_train"])
+            self.set("learner.enable_mtp_training", True, *trains)
+            self.set("learner.mtp_loss_scaling_factor", self.values.get(factor, 0.1), factor, keys["enable_train"])
             if not on["detach_encoder"]:
                 self.refuse(
                     f"{keys['detach_encoder']} is not true, but the loss of MTP heads changes nothing but the heads "
@@ -478,7 +474,7 @@ class _Keys(CombinedKeys):
         else:
             for name, key in drafts.items():
                 value = self.values.get(key, _DRAFTS[name])
-                self._set(f"engine.sglang_server_args.{name}", value, keys["enable_rollout"], key)
+                self.set(f"engine.sglang_server_args.{name}", value, keys["enable_rollout"], key)
 
     def _turns(self) -> None:
         """verl takes a second turn only for tools or an interaction, and for rows whose `agent_name` asks for one."""
@@ -516,17 +512,17 @@ class _Keys(CombinedKeys):
                 self.note(f"has no effect without {files_key}: rm_type chooses the reward", *manager_keys)
                 return
             case str(file) | [str(file)]:
-                self._set("data.prompt_data", file, files_key)
+                self.set("data.prompt_data", file, files_key)
             case [*files] if all(isinstance(file, str) for file in files):
                 # verl shuffles the rows of all files together.
                 datasets = {name: {"prompt_data": file, "weight": _rows(file)} for name, file in _named(files).items()}
-                self._set("data.datasets", datasets, files_key)
+                self.set("data.datasets", datasets, files_key)
             case other:
                 self.refuse(f"{files_key} {other!r} is not a list of files: write [one.parquet, other.parquet]")
-        self._set("data.label_key", _LABEL_KEY, files_key)
-        self._set("data.metadata_key", "extra_info", files_key)
+        self.set("data.label_key", _LABEL_KEY, files_key)
+        self.set("data.metadata_key", "extra_info", files_key)
         if "reward.custom_reward_function.path" not in self.values:
-            self._set("rollout.rm_type", "data_source", *self.given(*manager_keys), files_key)
+            self.set("rollout.rm_type", "data_source", *manager_keys, files_key)
         self._overlong()
 
     def _overlong(self) -> None:
@@ -536,8 +532,8 @@ class _Keys(CombinedKeys):
             if self.values.get(enable) is not True:
                 self.note(f"has no effect without {enable}", enable, length, factor)
                 continue
-            self._set("algorithm.overlong_buffer_len", self._number(length, 4096), enable, length)
-            self._set("algorithm.overlong_penalty", self.values.get(factor, 1.0), enable, factor)
+            self.set("algorithm.overlong_buffer_len", self._number(length, 4096), enable, length)
+            self.set("algorithm.overlong_penalty", self.values.get(factor, 1.0), enable, factor)
         longest = self.values.get("data.max_response_length")
         for key in self.given("reward.reward_kwargs.max_resp_len", "reward_model.reward_kwargs.max_resp_len"):
             if longest is not None and self.values[key] != longest:
@@ -555,7 +551,7 @@ class _Keys(CombinedKeys):
         all_keys = (*sampling.values(), f"{_ROLLOUT}.val_kwargs.do_sample")
         frequency = self.values.get(frequency_key, -1)
         if isinstance(frequency, int) and frequency > 0:
-            self._set("rollout.eval_interval", frequency * self._syncs, frequency_key)
+            self.set("rollout.eval_interval", frequency * self._syncs, frequency_key)
         else:
             self.note("has no effect: no evaluation comes between the first and the last", frequency_key)
         self.note("has no effect: a run that evaluates does so before the first batch, too", before_key)
@@ -582,7 +578,7 @@ class _Keys(CombinedKeys):
         if self.values.get(f"{_ROLLOUT}.val_kwargs.do_sample") is False:
             fields["temperature"] = 0.0
         datasets = {name: {"path": path, **fields} for name, path in _named(files).items()}
-        self._set("rollout.eval_datasets", datasets, files_key, *all_keys)
+        self.set("rollout.eval_datasets", datasets, files_key, *all_keys)
 
     def _checkpoints(self) -> None:
         folder_key, frequency_key, mode_key = "trainer.default_local_dir", "trainer.save_freq", "trainer.resume_mode"
@@ -592,7 +588,7 @@ class _Keys(CombinedKeys):
         if mode not in ("auto", "disable", "resume_path"):
             self.refuse(f"{mode_key} {mode!r} has no counterpart: set it to auto, disable or resume_path")
         if mode == "resume_path" and path_key in self.values:
-            self._set("learner.load", self.values[path_key], mode_key, path_key)
+            self.set("learner.load", self.values[path_key], mode_key, path_key)
         else:
             self.note(f"has no effect: {mode_key} is {mode}", path_key)
         if frequency_key in self.values and not saves:
@@ -603,16 +599,16 @@ class _Keys(CombinedKeys):
             project, name = (self.values.get(f"trainer.{one}_name", "default") for one in ("project", "experiment"))
             folder = f"checkpoints/{project}/{name}"
         if folder:
-            self._set("learner.save", folder, *self.given(folder_key, frequency_key)[:1])
+            self.set("learner.save", folder, *self.given(folder_key, frequency_key)[:1])
         if saves and frequency is not None:
-            self._set("learner.save_interval", frequency * self._syncs, frequency_key)
+            self.set("learner.save_interval", frequency * self._syncs, frequency_key)
         if kept_key in self.values:
-            self._set("learner.save_keep", self._number(kept_key, 1), kept_key)
+            self.set("learner.save_keep", self._number(kept_key, 1), kept_key)
         if mode == "auto" and saves:
             # A colocated run is continued from its checkpoints alone.
             colocated = self.translator.translation.get("cluster.colocate")
             setting, value = ("load", folder) if colocated is not None and colocated.value else ("resume", "auto")
-            self._set(f"learner.{setting}", value, *self.given(mode_key) or [frequency_key])
+            self.set(f"learner.{setting}", value, mode_key, frequency_key)
         elif mode != "resume_path":
             self.note("has no effect: the run starts from hf_checkpoint", mode_key)
 
@@ -621,7 +617,7 @@ class _Keys(CombinedKeys):
         names = self.values.get(key, [])
         for name in [names] if isinstance(names, str) else names:
             if name in ("wandb", "tensorboard"):
-                self._set(f"observability.use_{name}", True, key)
+                self.set(f"observability.use_{name}", True, key)
             elif name != "console":
                 self.refuse(f"{key} {name!r} has no counterpart: use console, wandb or tensorboard")
         if names in ("console", ["console"]):

@@ -11,6 +11,7 @@ import pytest
 from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.fields import SETTINGS
+from miles_async.config.presets import preset
 from miles_async.rollout.contract import Arguments, flat_args
 from tests.configuration import run_config
 
@@ -41,8 +42,15 @@ def test_a_flag_has_the_value_of_the_setting_that_it_sets() -> None:
 
 
 def test_a_flag_that_accepts_only_what_a_run_does_has_this_value() -> None:
-    args = of()
-    assert (args.train_backend, args.async_unused_samples_handler) == ("megatron", "retry")
+    assert of().train_backend == "megatron"
+
+
+def test_groups_that_are_not_used_are_generated_again_unless_a_flag_or_the_preset_of_miles_drops_them() -> None:
+    for flags, expected in ([], ("retry", 3)), (["--async-unused-samples-handler", "drop"], ("drop", 1)):
+        args = of(*flags)
+        assert (args.async_unused_samples_handler, args.max_attempts) == expected
+    of_preset = flat_args(run_config(max_attempts=preset("miles")["max_attempts"]))
+    assert of_preset.async_unused_samples_handler == "drop"
 
 
 def test_the_flags_of_evaluations_are_those_of_the_data_sets(tmp_path: Path) -> None:

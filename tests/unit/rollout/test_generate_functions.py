@@ -18,6 +18,7 @@ from miles_async.errors import EngineLostError, TemplateError, TrajectoryError, 
 from miles_async.rollout import tool_use
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.rollout.sample_service import SampleService
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.scheduling.adapters import PinnedVersion
@@ -93,10 +94,12 @@ async def generating_with(
     """A generator that calls `function`, and its engine, which answers with `lines`."""
     engine = Script(*lines)
     turns = MultiTurnSampler(engine, Bytes())
+    sampling = SamplingParams(max_new_tokens=200)
+    service = SampleService(sampling, max_attempts=max_attempts)
     generator = FunctionGenerator(
         function,
-        flat_args(run_config(**settings)).with_values(turns=turns),
-        SamplingParams(max_new_tokens=200),
+        flat_args(run_config(**settings), turns=turns, sample_service=service),
+        sampling,
         engine,
         turns,
         live_version=lambda: LIVE,
