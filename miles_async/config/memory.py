@@ -13,9 +13,9 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
-from miles_async.models.lora import elements_of_head, elements_per_layer
+from miles_async.models.lora import elements_of_attention, elements_of_feed_forward, elements_of_head
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture, Experts, Split, parts_of
+from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -165,7 +165,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        adapters=_adapters_per_layer(config, learner.tensor_model_parallel_size),
+        adapters=_adapters_per_layer(config, split_of(learner)),
         head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
         heads=mtp_heads(config),
         # Without its adapters, the policy is its own reference model.
@@ -190,15 +190,22 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
 def adapter_elements(config: RunConfig) -> int | None:
     """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known."""
     shape = shape_of(config.model)
-    return None if shape is None else shape.layers * _adapters_per_layer(config, 1) + _head_adapter(config, 1) or None
+    if shape is None:
+        return None
+    return shape.layers * _adapters_per_layer(config, Split()).total + _head_adapter(config, 1) or None
 
 
-def _adapters_per_layer(config: RunConfig, tensor: int) -> int:
-    """Elements on each of `tensor` ranks that share a layer; 0 without adapters, or if no shape is known."""
+def _adapters_per_layer(config: RunConfig, split: Split) -> Weights:
+    """Elements of the adapters of a layer on a rank; 0 without adapters, or if no shape is known."""
     shape, learner = shape_of(config.model), config.learner
     if shape is None or not learner.lora_rank:
-        return 0
-    return elements_per_layer(shape, learner.lora_rank, learner.lora_modules, tensor)
+        return Weights()
+    rank, modules = learner.lora_rank, learner.lora_modules
+    attention = elements_of_attention(shape, rank, modules, split.tensor)
+    if shape.experts is None:
+        return Weights(attention + elements_of_feed_forward(shape, rank, modules, split.tensor))
+    of_expert = elements_of_feed_forward(shape, rank, modules, split.expert_tensor)
+    return Weights(attention, shape.experts // split.expert * of_expert)
 
 
 def _head_adapter(config: RunConfig, tensor: int) -> int:

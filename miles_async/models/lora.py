@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer."""
+"""The linear layers of a decoder layer. If it has experts, the last three are those of each expert."""
 HEAD = "lm_head"
 """The output layer. As in PEFT, `all-linear` leaves it out."""
 _HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "model.embed_tokens.weight"
@@ -46,6 +47,7 @@ LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj
 """The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Entries of `config.json` that do not determine what a model computes."""
@@ -89,14 +91,20 @@ def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tupl
     return left
 
 
-def elements_per_layer(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
-    """Elements of the adapters of a dense layer on each of `tensor` ranks that share it."""
+def elements_of_attention(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
+    """Elements of the adapters of a layer's attention on each of `tensor` ranks that share it."""
     query, key = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    outputs = {"q_proj": query, "k_proj": key, "v_proj": key}
-    outputs |= dict.fromkeys(("gate_proj", "up_proj"), shape.feed_forward)
-    inputs = {"o_proj": query, "down_proj": shape.feed_forward}
+    return _elements(shape, rank, modules, {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}, tensor)
+
+
+def elements_of_feed_forward(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
+    """Elements of the adapters of a feed-forward layer, or of an expert, on each of `tensor` ranks that share it."""
+    return _elements(shape, rank, modules, dict.fromkeys(FEED_FORWARD, shape.feed_forward), tensor)
+
+
+def _elements(shape: ModelShape, rank: int, modules: Sequence[str], widths: Mapping[str, int], tensor: int) -> int:
     # The other side of each of these layers is as wide as the model, and ranks do not divide it.
-    return sum(rank * (size // tensor + shape.hidden) for name, size in (outputs | inputs).items() if name in modules)
+    return sum(rank * (width // tensor + shape.hidden) for name, width in widths.items() if name in modules)
 
 
 def elements_of_head(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
@@ -285,6 +293,11 @@ def base_hash(checkpoint: Path) -> str:
     for name in sorted(beginnings):
         digest.update(beginnings[name])
     return digest.hexdigest()
+
+
+def expert_layers(checkpoint: Path) -> set[str]:
+    """The last part of the names of the experts' layers in a checkpoint, such as `gate_proj`."""
+    return {match[1] for name in _shapes(checkpoint) if (match := _EXPERT_LAYER.search(name))}
 
 
 def _shapes(checkpoint: Path) -> dict[str, list[int]]:

@@ -74,7 +74,7 @@ def parts_of(layout: str) -> tuple[int, ...] | None:
 class Weights:
     """Elements on a rank."""
 
-    dense: int
+    dense: int = 0
     """Outside of experts: all data-parallel ranks hold the same."""
     expert: int = 0
     """In experts: only the ranks with the same experts hold the same."""

@@ -61,7 +61,7 @@ class LearnerJob:
     tokens: int
     """Of a full micro-batch, on each rank."""
     recomputation: Recomputation = Recomputation()
-    adapters: int = 0
+    adapters: Weights = field(default_factory=Weights)
     """Elements of the float32 adapters of each layer, which are trained in place of the weights; 0 without adapters."""
     head_adapter: int = 0
     """Elements of the adapter of the output layer."""
@@ -92,7 +92,7 @@ class LearnerJob:
 
     @property
     def trains_adapters(self) -> bool:
-        return self.adapters + self.head_adapter > 0
+        return self.adapters.total + self.head_adapter > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,8 @@ def _stage_memory(job: LearnerJob, stage: int, measured: MeasuredStage | None) -
     heads = _heads(job, stage)
     weights = measured.weights if measured else model.weights(split, stage, job.pipeline) + heads
     of_head = job.head_adapter * (stage == job.pipeline - 1)
-    adapters = Weights(job.adapters * len(model.stage(split, stage, job.pipeline)) + of_head)
+    layers = len(model.stage(split, stage, job.pipeline))
+    adapters = Weights(job.adapters.dense * layers + of_head, job.adapters.expert * layers)
     trained = adapters if job.trains_adapters else weights
     has_copy = job.width < MASTER and not job.trains_adapters
     state, stored = job.moments + job.master * has_copy, MOMENTS + MASTER * has_copy

@@ -60,7 +60,6 @@ REASONS: Mapping[str, str] = {
     "images": "DetectionRewardWorker",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
-    "LoRA of experts": "models with experts get no adapters",
     "fp16": "'fp16' has no counterpart",
     "a loss of 0": "rl_loss_coef 0",
     "a placeholder in place of a number": "use_topr_neg_loss_coef 'x_2'",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 
 import torch
 from transformers import PreTrainedModel
 
-from miles_async.models.lora import HEAD, MODULES, AdapterConfig, tensor_names
+from miles_async.models.lora import FEED_FORWARD, HEAD, MODULES, AdapterConfig, tensor_names
 
 RANK = 8
 CONFIG = AdapterConfig(rank=RANK, scale=2.0, modules=(*MODULES, HEAD))
@@ -35,6 +36,14 @@ def merged(model: PreTrainedModel, version: int) -> PreTrainedModel:
     return changed
 
 
-def _adapted(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    return [(name, module.weight) for name, module in named if name.rpartition(".")[2] in CONFIG.modules]
+def _adapted(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that get an adapter, by the names of Hugging Face's files, where every expert has its own tensors."""
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if last in CONFIG.modules and isinstance(module, torch.nn.Linear):
+            yield name, module.weight
+        elif last == "experts":
+            for expert in range(module.num_experts):
+                gate, up = module.gate_up_proj[expert].chunk(2)
+                weights = zip(FEED_FORWARD, (gate, up, module.down_proj[expert]), strict=True)
+                yield from ((f"{name}.{expert}.{layer}", weight) for layer, weight in weights)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -21,12 +21,14 @@ from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import call_engine, read_engine_memory, read_logprobs
 from miles_async.errors import TrajectoryError
-from miles_async.models.lora import TENSORS
+from miles_async.models.lora import HEAD, TENSORS
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus
+from tests.configuration import run_config
 from tests.stack.adapters import CONFIG, RANK, adapter_of, merged
 from tests.stack.engine_stack import Stack, group_of, tokens_drawn
+from tests.stack.learning import create_experts, learning
 from tests.stack.local_sources import LocalSources
 from tests.waiting import PATIENCE_SECONDS
 
@@ -112,7 +114,20 @@ class Run:
 
 @pytest.fixture(scope="module")
 def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("adapters")
+    with serving_adapters(checkpoint, tmp_path_factory.mktemp("adapters")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def serving_experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    checkpoint = tmp_path_factory.mktemp("experts")
+    create_experts(checkpoint, seed=1)
+    with serving_adapters(checkpoint, tmp_path_factory.mktemp("adapters")) as made:
+        yield made
+
+
+@contextmanager
+def serving_adapters(checkpoint: Path, folder: Path) -> Iterator[Serving]:
     spec = EngineSpec(
         name="e0",
         model_path=str(checkpoint),
@@ -125,7 +140,7 @@ def serving(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     try:
         engine.start()
         router.start()
-        model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         yield Serving(engine, router, checkpoint, folder, model)
     finally:
         router.stop()
@@ -137,6 +152,31 @@ def versions_of(group: Group) -> set[tuple[int, int, int]]:
 
 
 async def test_groups_keep_the_version_that_they_began_with_while_others_are_loaded(serving: Serving) -> None:
+    await publish_beside_groups(serving)
+
+
+async def test_adapters_of_experts_are_loaded_while_groups_keep_theirs(serving_experts: Serving) -> None:
+    await publish_beside_groups(serving_experts)
+
+
+async def test_an_engine_computes_adapters_of_experts_as_the_learner_does(serving_experts: Serving) -> None:
+    tokens = list(range(40))
+    async with serving_experts.run("learner") as run:
+        await run.publish(2)
+        found = read_logprobs(serving_experts.engine.info(), tokens, timeout=PATIENCE_SECONDS)
+    settings = run_config(
+        lora_rank=RANK,
+        lora_alpha=CONFIG.scale * RANK,
+        lora_target_modules=["all-linear", HEAD],
+        lora_load=str(serving_experts.folder / "learner/v2"),
+    )
+    with learning(serving_experts.checkpoint, settings) as learner:
+        [expected] = learner.logprobs([tokens])
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+async def publish_beside_groups(serving: Serving) -> None:
+    """Groups begin before, during and after a publish, and are computed in the same batches."""
     async with serving.run("publish") as run:
         before, during, after = (group_of(list(range(start, start + 20)), samples=4) for start in (0, 40, 80))
         running = [asyncio.create_task(run.generator.generate(before, LONG))]

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.checkpoint.huggingface import replace_adapter
@@ -25,17 +26,20 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
+from miles_async.config.memory import adapter_elements
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.models.lora import HEAD, MODULES, AdapterConfig, read_config, tensor_names
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
-from tests.stack.learning import learning, prompted_groups, save_state, uneven_groups
+from tests.stack.learning import create_experts, learning, prompted_groups, save_state, uneven_groups
 
 
 class Layout(NamedTuple):
     ranks: int
     settings: dict[str, Any]
+    model: str = "base"
+    """A folder; that of its adapter ends with `adapter`."""
 
 
 TENSOR = {"tensor_model_parallel_size": 2}
@@ -43,6 +47,9 @@ SEQUENCE = TENSOR | {"sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
+EXPERT = {"expert_model_parallel_size": 2}
+DEALT = SEQUENCE | EXPERT | {"expert_tensor_parallel_size": 1}
+"""Experts are dealt to the tensor-parallel ranks, which otherwise share each of them."""
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
     "one rank": Layout(1, {}),
@@ -53,7 +60,15 @@ LAYOUTS = {
     "pipeline and data parallel, distributed optimizer": Layout(4, PIPELINE | DISTRIBUTED),
     "sequence and data parallel, distributed optimizer": Layout(4, SEQUENCE | DISTRIBUTED),
     "recomputed, logits in chunks": Layout(1, RECOMPUTED),
+    "experts, one rank": Layout(1, {}, "experts"),
+    "experts, expert parallel, distributed optimizer": Layout(2, EXPERT | DISTRIBUTED, "experts"),
+    "experts, expert parallel, pipeline": Layout(4, EXPERT | PIPELINE, "experts"),
+    "experts, expert and context parallel, recomputed": Layout(4, EXPERT | CONTEXT | RECOMPUTED, "experts"),
+    "experts, dealt to tensor-parallel ranks": Layout(2, DEALT, "experts"),
+    "experts, shared and dealt, distributed optimizer": Layout(4, SEQUENCE | EXPERT | DISTRIBUTED, "experts"),
 }
+ALONE = {"base": "one rank", "experts": "experts, one rank"}
+"""The layout with which the others of a model are compared."""
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
 ADAPTER = AdapterConfig(rank=4, scale=2.0, modules=(*MODULES, HEAD))
 LEARNING_RATE = 0.0001
@@ -70,7 +85,7 @@ def config(root: Path, layout: Layout, **settings: Any) -> RunConfig:
             "lora_rank": ADAPTER.rank,
             "lora_alpha": ADAPTER.scale * ADAPTER.rank,
             "lora_target_modules": ["all-linear", HEAD],
-            "lora_load": str(root / "adapter"),
+            "lora_load": str(root / f"{layout.model} adapter"),
             **layout.settings,
             **settings,
         }
@@ -80,13 +95,13 @@ def config(root: Path, layout: Layout, **settings: Any) -> RunConfig:
 def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
     """Takes a step on the adapter in the folder; rank 0 writes the results to files."""
     torch.set_num_threads(1)
-    layout, out, base = LAYOUTS[name], root / name, str(root / "base")
+    layout, out, base = LAYOUTS[name], root / name, str(root / LAYOUTS[name].model)
     settings = config(root, layout)
     learner = MegatronLearner(settings, base, rank, layout.ranks, "127.0.0.1", ports[0])
     if "chunks" in name:
         assert learner._model.output_layer is not None
         learner._model.output_layer.chunk_entries = 2000
-    prompted = rank_batches(prompted_groups(0), settings, layout.ranks, share_prefixes=name != "one rank")[rank]
+    prompted = rank_batches(prompted_groups(0), settings, layout.ranks, share_prefixes=name not in ALONE.values())[rank]
     steps = rank_batches(uneven_groups(0), settings, layout.ranks)[rank]
     gradients = {batch: gradients_of(learner, one[0]) for batch, one in (("prompted", prompted), ("uneven", steps))}
     learner.train(0, steps)
@@ -141,6 +156,21 @@ class PlainLora(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight) + self.scale * (x @ self.a.T @ self.b.T)
 
 
+class PlainExperts(torch.nn.Module):
+    """Gives the stacked weights of transformers' experts their adapters; `layers` are those of each expert, in order.
+
+    `gate_up_proj` has the rows of both layers of an expert below each other.
+    """
+
+    def __init__(self, layers: list[list[PlainLora]]) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, weights: Tensor) -> Tensor:
+        changes = [torch.cat([one.scale * one.b @ one.a for one in expert]) for expert in self.layers]
+        return weights + torch.stack(changes)
+
+
 class Expected(NamedTuple):
     gradients: dict[str, Tensor]
     merged: dict[str, Tensor]
@@ -148,9 +178,9 @@ class Expected(NamedTuple):
     """Of the base model, of all responses of `uneven_groups`."""
 
 
-def expected_of(root: Path) -> Expected:
+def expected_of(root: Path, base: str) -> Expected:
     """What transformers and torch's Adam compute in the step of `learn`."""
-    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(root / base, dtype=torch.float32, attn_implementation="eager")
     samples = [sample for group in uneven_groups(0) for sample in group]
 
     def logprobs(sample: Sample) -> Tensor:
@@ -161,8 +191,19 @@ def expected_of(root: Path) -> Expected:
     with torch.no_grad():
         of_base = [logprobs(sample).tolist() for sample in samples]
     model.requires_grad_(False)
-    adapter = load_file(root / "adapter/adapter_model.safetensors")
-    layers = {}
+    adapter = load_file(root / f"{base} adapter/adapter_model.safetensors")
+    weights = load_file(root / base / "model.safetensors")
+    layers: dict[str, PlainLora] = {}
+
+    def of_expert(experts: str, number: int, *names: str) -> list[PlainLora]:
+        for name in names:
+            layer = f"{experts}.{number}.{name}"
+            of_a, of_b = tensor_names(layer)
+            linear = torch.nn.Linear(1, 1)
+            linear.weight = torch.nn.Parameter(weights[f"{layer}.weight"], requires_grad=False)
+            layers[layer] = PlainLora(linear, adapter[of_a], adapter[of_b], ADAPTER.scale)
+        return [layers[f"{experts}.{number}.{name}"] for name in names]
+
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in ADAPTER.modules:
@@ -170,7 +211,11 @@ def expected_of(root: Path) -> Expected:
             of_a, of_b = tensor_names(name)
             layers[name] = PlainLora(module, adapter[of_a], adapter[of_b], ADAPTER.scale)
             setattr(model.get_submodule(parent), last, layers[name])
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        elif last == "experts":
+            for stacked, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                changed = PlainExperts([of_expert(name, number, *names) for number in range(module.num_experts)])
+                register_parametrization(module, stacked, changed)
+    parameters = [parameter for layer in layers.values() for parameter in (layer.a, layer.b)]
     total = sum(sample.response_length for sample in samples)
     torch.stack([-logprobs(sample).sum() / total for sample in samples]).sum().backward()
     gradients: dict[str, Tensor] = {}
@@ -196,8 +241,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per layout; the same four processes run all of them."""
     root = tmp_path_factory.mktemp("lora")
     create_tiny_model(SHAPE, root / "base", seed=1)
-    shapes = {name: tensor.shape for name, tensor in load_file(root / "base/model.safetensors").items()}
-    shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    create_experts(root / "experts", seed=1)
+    for base in ALONE:
+        draw_adapter(root, base)
+    with run_ranks("tests.stack.test_learner_lora", root):
+        pass
+    return root
+
+
+def draw_adapter(root: Path, base: str) -> None:
+    shapes = {name: tensor.shape for name, tensor in load_file(root / base / "model.safetensors").items()}
+    shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
     draw = torch.Generator().manual_seed(0)
     adapter: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -206,29 +260,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             of_a, of_b = tensor_names(module)
             adapter[of_a] = torch.randn(ADAPTER.rank, shape[1], generator=draw) / 8
             adapter[of_b] = torch.randn(shape[0], ADAPTER.rank, generator=draw) / 32
-    replace_adapter(root / "adapter", adapter, ADAPTER, base=root / "base")
-    with run_ranks("tests.stack.test_learner_lora", root):
-        pass
-    return root
+    replace_adapter(root / f"{base} adapter", adapter, ADAPTER, base=root / base)
 
 
 @pytest.fixture(scope="module")
-def expected(runs: Path) -> Expected:
-    return expected_of(runs)
+def expected(runs: Path) -> dict[str, Expected]:
+    """By model."""
+    return {base: expected_of(runs, base) for base in ALONE}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_get_the_gradients_of_lora_in_plain_pytorch(runs: Path, expected: Expected, layout: str) -> None:
+def test_adapters_get_the_gradients_of_lora_in_plain_pytorch(
+    runs: Path, expected: dict[str, Expected], layout: str
+) -> None:
     gradients = load_file(runs / layout / "uneven.safetensors")
-    assert most_apart(gradients, expected.gradients) < 1e-5
+    assert most_apart(gradients, expected[LAYOUTS[layout].model].gradients) < 1e-5
     assert min(tensor.abs().max().item() for tensor in gradients.values()) > 1e-4, "all of them are large enough to see"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_merged_weights_after_a_step_are_those_of_plain_pytorch(runs: Path, expected: Expected, layout: str) -> None:
-    merged, base = (load_file(runs / folder / "model.safetensors") for folder in (f"{layout}/merged", "base"))
-    assert most_apart({name: merged[name] for name in expected.merged}, expected.merged) < 1e-5
-    others = base.keys() - expected.merged.keys()
+def test_merged_weights_after_a_step_are_those_of_plain_pytorch(
+    runs: Path, expected: dict[str, Expected], layout: str
+) -> None:
+    model = LAYOUTS[layout].model
+    merged, base = (load_file(runs / folder / "model.safetensors") for folder in (f"{layout}/merged", model))
+    changed = expected[model].merged
+    assert most_apart({name: merged[name] for name in changed}, changed) < 1e-5
+    others = base.keys() - changed.keys()
     assert all(torch.equal(merged[name], base[name]) for name in others)
     config = json.loads((runs / layout / "merged/config.json").read_text())
     assert config["tie_word_embeddings"] is False, "the output layer has its own weight"
@@ -236,7 +294,9 @@ def test_merged_weights_after_a_step_are_those_of_plain_pytorch(runs: Path, expe
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_get_the_same_gradients_if_prompts_are_computed_once(runs: Path, layout: str) -> None:
-    found, whole = (load_file(runs / folder / "prompted.safetensors") for folder in (layout, "one rank"))
+    found, whole = (
+        load_file(runs / folder / "prompted.safetensors") for folder in (layout, ALONE[LAYOUTS[layout].model])
+    )
     assert most_apart(found, whole) < 1e-5
 
 
@@ -248,13 +308,15 @@ def test_a_checkpoint_restores_the_adapter_exactly(runs: Path, layout: str) -> N
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_new_adapters_are_the_same_in_every_layout(runs: Path, layout: str) -> None:
-    start, alone = (load_file(runs / folder / "start.safetensors") for folder in (layout, "one rank"))
+    folders = (layout, ALONE[LAYOUTS[layout].model])
+    start, alone = (load_file(runs / folder / "start.safetensors") for folder in folders)
     assert most_apart(start, alone) == 0
 
 
-def test_new_adapters_are_those_of_peft(runs: Path) -> None:
+@pytest.mark.parametrize("layout", ALONE.values())
+def test_new_adapters_are_those_of_peft(runs: Path, layout: str) -> None:
     """A is uniform with Kaiming's bound for a = sqrt(5), and B is 0."""
-    start = load_file(runs / "one rank/start.safetensors")
+    start = load_file(runs / layout / "start.safetensors")
     for name, tensor in start.items():
         bound = 0.0 if "lora_B" in name else tensor.shape[1] ** -0.5
         assert 0.8 * bound <= tensor.abs().max() <= bound
@@ -266,27 +328,35 @@ def groups() -> list[Group]:
     return uneven_groups(0)
 
 
-def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path) -> None:
-    with learning(runs / "base", config(runs, LAYOUTS["one rank"])) as learner:
+@pytest.mark.parametrize("layout", ALONE.values())
+def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path, layout: str) -> None:
+    base = runs / LAYOUTS[layout].model
+    settings = config(runs, LAYOUTS[layout], hf_checkpoint=str(base))
+    with learning(base, settings) as learner:
         adapter = learner.adapter()
         elements = sum(tensor.numel() for tensor in adapter.values())
+        assert adapter_elements(settings) == elements
         assert sum(buffer.numel for chunk in learner._model.chunks for buffer in chunk.buffers) == elements
-        learner.copy_state(str(runs / "kept"))
+        learner.copy_state(str(runs / f"{layout} kept"))
         [optimizer] = learner._model.inner_optimizers
         assert sum(state["exp_avg"].numel() for state in optimizer.state.values()) == elements
-    stored = load_tensors_metadata(str(runs / "one rank/state/actor"))
+    stored = load_tensors_metadata(str(runs / layout / "state/actor"))
     assert {name for name in stored if not name.startswith(("optimizer.", "random."))} == adapter.keys()
 
 
-def test_the_reference_model_is_the_base_without_adapters(runs: Path, expected: Expected, groups: list[Group]) -> None:
+@pytest.mark.parametrize("layout", ALONE.values())
+def test_the_reference_model_is_the_base_without_adapters(
+    runs: Path, expected: dict[str, Expected], groups: list[Group], layout: str
+) -> None:
     """It shares their memory."""
-    kl = config(runs, LAYOUTS["one rank"], loss_type="policy_loss", use_kl_loss=True)
-    with learning(runs / "base", kl) as learner:
+    model = LAYOUTS[layout].model
+    kl = config(runs, LAYOUTS[layout], loss_type="policy_loss", use_kl_loss=True)
+    with learning(runs / model, kl) as learner:
         [[step]] = rank_batches(groups, kl, 1)
         [values] = learner._pre_step_values(0, [step])
         assert values.reference is not None
         found = sorted(torch.cat(values.reference).tolist())
-        assert found == pytest.approx(sorted(itertools.chain.from_iterable(expected.logprobs)), abs=1e-5)
+        assert found == pytest.approx(sorted(itertools.chain.from_iterable(expected[model].logprobs)), abs=1e-5)
         assert learner._reference is not None
         assert learner._reference.chunks is learner._model.chunks
         report = learner.train(0, [step])

@@ -91,6 +91,20 @@ def checkpoint(folder: Path) -> None:
         save_file({"weight": np.zeros(100, np.float32)}, model / "model.safetensors")
 
 
+def checkpoint_of_experts(folder: Path, model_type: str = "qwen3_moe", layer: str = "gate_proj") -> None:
+    """A checkpoint of a model with two experts, of which only one tensor of the first is there."""
+    checkpoint(folder)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"model_type": model_type, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    name = f"model.layers.0.mlp.experts.0.{layer}.weight"
+    save_file({name: np.zeros((8, 8), np.float32)}, folder / "model" / "model.safetensors")
+
+
+def checkpoint_of_mixtral(folder: Path) -> None:
+    checkpoint_of_experts(folder, "mixtral", "w1")
+
+
 def checkpoint_without_tokenizer(folder: Path) -> None:
     checkpoint(folder)
     (folder / "model" / "tokenizer.json").unlink()
@@ -174,6 +188,8 @@ BUILDERS: Mapping[str, Callable[[Path], None]] = {
         roll_range_of_many_digits,
         roll_device_of_many_digits,
         checkpoint,
+        checkpoint_of_experts,
+        checkpoint_of_mixtral,
         checkpoint_without_tokenizer,
         checkpoint_without_weights,
         checkpoint_of_pickles,

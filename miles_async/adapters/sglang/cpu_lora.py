@@ -4,16 +4,23 @@ SGLang computes one product per run of neighbouring requests with the same adapt
 versions alternate in a batch, so there would be almost as many products as requests. Here each adapter multiplies the
 whole batch, and a mask removes the rows of other adapters: a few more products cost less than collecting rows. The
 functions replace those of SGLang (`plugin.py`) and give the same results, up to rounding.
+
+SGLang computes adapters of experts with Triton only, so experts are computed here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
+"""By SGLang's names."""
 ForwardBatch = Any
 """`sglang.srt.model_executor.forward_batch_info.ForwardBatch`, which takes seconds to import."""
 
@@ -31,6 +38,10 @@ class Rows(NamedTuple):
     def of(self, products: torch.Tensor) -> torch.Tensor:
         """`products`, with zeros in the rows of other adapters."""
         return products if self.mask is None else products.where(self.mask, 0.0)
+
+    def among(self, rows: torch.Tensor) -> Rows:
+        """The same for an input that has only these rows of the batch."""
+        return self if self.mask is None else self._replace(mask=self.mask[rows])
 
 
 class BatchPlan:
@@ -120,6 +131,43 @@ def expand(
             columns = rows[:, number * part.rank : (number + 1) * part.rank]
             output[:, first:end].addmm_(columns, weights[part.slot, first:end, : part.rank].T)
     return output
+
+
+def compute_experts(layer: Any, hidden_states: torch.Tensor, topk_output: Any, **_: Any) -> torch.Tensor:
+    """Replace `FusedMoEWithLoRA.forward`: `hidden_states` [t, h] through the chosen experts of each token.
+
+    Each expert computes its tokens at once. SGLang has multiplied B by the scale of the adapter.
+    """
+    base, plan = layer.base_layer, layer.lora_backend.batch_info
+    if plan is None or not plan.has_active_lora:
+        result: torch.Tensor = base(hidden_states, topk_output)
+        return result
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    dispatched = base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+    tokens, (weights, experts, _) = dispatched.hidden_states, dispatched.topk_output
+    parts = plan.parts(len(tokens))
+    activation = _ACTIVATIONS[base.moe_runner_config.activation]
+    output = torch.zeros_like(tokens)
+    for expert in experts[experts >= 0].unique().tolist():  # other engine ranks have the experts below 0
+        rows, choices = (experts == expert).nonzero(as_tuple=True)
+        inputs, own = tokens[rows], [part.among(rows) for part in parts]
+        gate, up = (inputs @ base.w13_weight[expert].T).chunk(2, -1)
+        for part in own:
+            of_a, of_b = (
+                one[part.slot, expert] for one in (layer.gate_up_lora_a_weights, layer.gate_up_lora_b_weights)
+            )
+            matrices = zip(of_a.chunk(2), of_b.chunk(2), strict=True)
+            for outputs, (a, b) in zip((gate, up), matrices, strict=True):
+                outputs.addmm_(part.of(inputs @ a.T), b.T)
+        inputs = activation(gate) * up
+        outputs = inputs @ base.w2_weight[expert].T
+        for part in own:
+            a, b = (one[part.slot, expert] for one in (layer.down_lora_a_weights, layer.down_lora_b_weights))
+            outputs.addmm_(part.of(inputs @ a.T), b.T)
+        output.index_add_(0, rows, outputs * weights[rows, choices, None].to(outputs.dtype))
+    combined: torch.Tensor = base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=output))
+    return combined
 
 
 def _mask(rows: torch.Tensor) -> torch.Tensor | None:

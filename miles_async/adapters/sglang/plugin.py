@@ -117,6 +117,8 @@ def _register_without_cuda() -> None:
     HookRegistry.register(f"{lora}.sgemm_lora_a_fwd", cpu_lora.shrink, HookType.REPLACE)
     HookRegistry.register(f"{lora}.sgemm_lora_a_embedding_fwd", cpu_lora.shrink_embedding, HookType.REPLACE)
     HookRegistry.register(f"{lora}.sgemm_lora_b_fwd", cpu_lora.expand, HookType.REPLACE)
+    experts = "sglang.srt.lora.layers.FusedMoEWithLoRA.forward"
+    HookRegistry.register(experts, cpu_lora.compute_experts, HookType.REPLACE)
     prefill = "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_extend"
     HookRegistry.register(prefill, cpu_generation.compute_prompts_once, HookType.AROUND)
     layers = "sglang.srt.layers"

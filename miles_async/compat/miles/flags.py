@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from miles_async.config.translation import Flag, Idle, Refused, Rule, converts, sets
 
 _FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
-_EXPERTS_LORA = Refused("experts get no adapters: remove it")
+_EXPERTS_LORA = Refused("every expert has its own adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 _SESSIONS = Idle("has no effect: the endpoint for agents keeps the tokens of each session")

@@ -9,7 +9,14 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import RunConfig
-from miles_async.models.lora import LOADED_TOGETHER, AdapterConfig, check_adapter, read_config
+from miles_async.models.lora import (
+    FEED_FORWARD,
+    LOADED_TOGETHER,
+    AdapterConfig,
+    check_adapter,
+    expert_layers,
+    read_config,
+)
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
@@ -30,8 +37,9 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             "adapter: remove it"
         )
     shape = shape_of(config.model)
+    is_folder = checkpoint is not None and (Path(checkpoint).expanduser() / "config.json").is_file()
     if shape is not None and shape.experts:
-        yield "lora_rank: models with experts get no adapters; unset lora_rank, or train a dense model"
+        yield from _experts(config, Path(checkpoint).expanduser() if checkpoint is not None and is_folder else None)
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
         yield (
             f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
@@ -41,7 +49,6 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"
     if learner.transformer_impl == "transformer_engine":
         yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
-    is_folder = checkpoint is not None and (Path(checkpoint).expanduser() / "config.json").is_file()
     if checkpoint is not None and is_folder:
         source = source_of(learner.megatron_to_hf_mode, checkpoint, trains_adapter=True)
         if source == "bridge":
@@ -56,6 +63,26 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         check_adapter(folder, wanted, Path(checkpoint).expanduser())
     else:  # it is compared with the model when that has been made, converted or downloaded
         read_config(folder)
+
+
+def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
+    """What is refused of a model with experts. `checkpoint` is its folder, if it is one."""
+    learner = config.learner
+    others = [name for name in FEED_FORWARD if name not in learner.lora_modules]
+    if others and len(others) < len(FEED_FORWARD):
+        yield (
+            f"lora_target_modules: engines load adapters of experts only for {', '.join(FEED_FORWARD)} together; add "
+            f"{' and '.join(others)}, or remove the others"
+        )
+    if learner.lora_dropout and not others:
+        yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
+    if checkpoint is None or others:
+        return
+    if foreign := expert_layers(checkpoint) - {*FEED_FORWARD}:
+        yield (
+            f"lora_target_modules: experts whose layers are {', '.join(sorted(foreign))} get no adapters; set "
+            "lora_exclude_modules to gate_proj up_proj down_proj, or train another model"
+        )
 
 
 CHECKS = (_adapters,)

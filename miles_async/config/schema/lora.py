@@ -22,8 +22,9 @@ class LoraSettings(MegatronSwitches):
     """Fraction of the adapters' inputs that is set to 0 at random while gradients are computed."""
     lora_target_modules: list[str] = [ALL_LINEAR]
     """Linear layers that get an adapter: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj, or of Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2. all-linear leaves out the output
-    layer lm_head, which can be listed beside it."""
+    down_proj, or of Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2. The feed-forward layers of a model
+    with experts are those of each expert. all-linear leaves out the output layer lm_head, which can be listed beside
+    it, and the routers of experts."""
     lora_exclude_modules: list[str] = []
     """Linear layers among lora_target_modules that get no adapter."""
     lora_type: Literal["lora", "rslora"] = "lora"

@@ -12,11 +12,11 @@ import pytest
 from miles_async.config.checks import problems
 from miles_async.config.checks.memory import memory_problems
 from miles_async.config.load import load_config
-from miles_async.config.memory import learner_job, memory_plan, planned_model
+from miles_async.config.memory import adapter_elements, learner_job, memory_plan, planned_model
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import memory_table, table
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Split
+from miles_async.planning.layers import Split, Weights
 from miles_async.planning.plan import GIB, LearnerJob, highest, plan_learner
 from tests.configuration import run_config
 from tests.planned_models import MODELS, PLANNED, checkpoint
@@ -305,6 +305,18 @@ def test_the_plan_counts_the_bytes_of_the_optimizer_for_each_weight(
     assert (plan.optimizer, plan.gradients, plan.step, plan.host - staged) == pytest.approx(
         [weights * size for size in (optimizer, gradients, step, host)], abs=16
     )
+
+
+def test_the_plan_counts_adapters_of_the_experts_that_a_rank_holds(tmp_path: Path) -> None:
+    """128 experts of 768 columns in each of 48 layers, on four expert-parallel pairs of tensor-parallel ranks."""
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4}
+    config = job(tmp_path, "Qwen3-30B-A3B", lora_rank=8, **layout)
+    model = planned_model(config)
+    assert model is not None
+    attention = 2 * (4096 // 2 + 2048) + 2 * (512 // 2 + 2048)
+    experts = 32 * 3 * (768 // 2 + 2048)
+    assert learner_job(config, model, 80 * GIB).adapters == Weights(8 * attention, 8 * experts)
+    assert adapter_elements(config) == 48 * 8 * (2 * (4096 + 2048) + 2 * (512 + 2048) + 128 * 3 * (768 + 2048))
 
 
 def test_the_optimizer_first_copies_the_weights_of_all_ranks_to_main_memory(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ Megatron computes queries, keys and values in one layer, and gate and up project
 adapter here, as in PEFT. Tensor-parallel ranks divide B where the layer divides its outputs, and A where it
 divides its inputs. Between both matrices, activations are only as wide as the rank of the adapter, so what the ranks
 exchange for it is small.
+
+Each expert has its own adapters, one for each of its layers. Expert-parallel ranks hold those of their experts.
+The router has no adapter.
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
     unwrap_model,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter, ParameterList
 from torch.nn.functional import dropout
 
@@ -43,11 +48,19 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broa
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.lora import HEAD, AdapterConfig, check_adapter, read_tensors, tensor_names, untie
+from miles_async.models.lora import (
+    FEED_FORWARD,
+    HEAD,
+    AdapterConfig,
+    check_adapter,
+    read_tensors,
+    tensor_names,
+    untie,
+)
 from miles_async.models.plugin import Custom, QueryKeyValue
 from miles_async.plugins import name_of
 
-_LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION, _FEED_FORWARD = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
 
 
 class Adapters(Module):
@@ -79,15 +92,23 @@ class Adapters(Module):
         self._rank, self._scale = settings.lora_rank, settings.lora_scale
         self._dropout = settings.lora_dropout
         self._splits_output = isinstance(linear, ColumnParallelLinear)
+        self.of_expert: bool = linear.is_expert
+        self.group = _group_of(of_expert=self.of_expert)
+        """The ranks that divide the layer."""
         self._sequence_parallel = settings.sequence_parallel
         inputs, device = weight.shape[1], weight.device
 
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
             is_split = axis == (0 if self._splits_output else 1)
-            set_tensor_model_parallel_attributes(made, is_split, axis if is_split else -1, 1)
+            # The norm of the gradients counts a parameter of this attribute, and of other ones that of the first rank.
+            is_counted = is_split or self.group.rank() == 0
+            set_tensor_model_parallel_attributes(made, is_counted, axis if is_split else -1, 1)
             # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
-            made.sequence_parallel = settings.sequence_parallel and not is_split  # type: ignore[attr-defined]
+            adds_up = settings.sequence_parallel and not is_split and not self.of_expert
+            made.sequence_parallel = adds_up  # type: ignore[attr-defined]
+            # Whether the gradient is averaged over all data-parallel ranks, or over those that have the expert.
+            made.allreduce = not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
             made.whole_rows = None  # type: ignore[attr-defined]
             return made
 
@@ -102,24 +123,41 @@ class Adapters(Module):
     def shrink(self, x: Tensor) -> Tensor:
         """The products of the layer's input and A of all adapters, scaled."""
         dropped = dropout(x, self._dropout) if self._dropout and self.training else x
-        return self._scale * _product(dropped, torch.cat(list(self.a)))
+        return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self._splits_output))
+
+    def _shared(self, matrix: Tensor, *, is_whole: bool) -> Tensor:
+        """A or B of experts for a pass. `is_whole` says whether every rank of the group has all of it.
+
+        Ranks that divide an expert have the same tokens. The dispatcher adds up their outputs, and the gradients of
+        their inputs. So only the gradient of a matrix that each of them has remains to be added up.
+        """
+        return copy_to_tensor_model_parallel_region(matrix, self.group) if self.of_expert and is_whole else matrix
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
-        """Return the layer's output [t, 1, outputs of this rank], plus what the adapters compute from its input.
+        """Return the layer's output [..., outputs of this rank], plus what the adapters compute from its input.
 
         `output` must not be used afterwards, because it may have been changed in place.
         """
         hidden = self.shrink(x)
-        if self._splits_output:
+        if self.of_expert:
+            exchange = _unchanged
+        elif self._splits_output:
             exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
         else:
             exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
         if not self._splits_output or output._is_view():
             # A single rank's "reduced" output and that of oneDNN are views, which autograd lets nobody change.
             output = output.clone()
-        matrices = [b.to(output.dtype) for b in self.b]
+        matrices = [self._shared(b, is_whole=not self._splits_output).to(output.dtype) for b in self.b]
         added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
         return added
+
+
+def _group_of(*, of_expert: bool) -> ProcessGroup:
+    """The ranks that divide a linear layer."""
+    if of_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 class HeadAdapter(Adapters):
@@ -202,6 +240,10 @@ def _parts(hidden: Tensor, matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return hidden.view(-1, hidden.shape[-1]).split(matrices[0].shape[1], -1)
 
 
+def _unchanged(hidden: Tensor) -> Tensor:
+    return hidden
+
+
 _copy_to_ranks = copy_to_tensor_model_parallel_region
 _reduce_scatter = reduce_scatter_to_sequence_parallel_region
 
@@ -240,9 +282,8 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
         chunk.requires_grad_(False)
         model = unwrap_model(chunk)
         for layer in model.decoder.layers:
-            for path in _LINEAR:
-                linear = layer.get_submodule(path)
-                adapters = _adapters_of(linear, f"decoder.layers.{layer.layer_number - 1}.{path}", converter, settings)
+            for name, linear in _linear_layers(layer, settings):
+                adapters = _adapters_of(linear, name, converter, settings)
                 if adapters.names:
                     _fill(adapters, loaded, settings.seed)
                     linear.adapters = adapters
@@ -255,10 +296,29 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
             model.embedding.register_forward_hook(_require_gradient)
 
 
+def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a decoder layer on this rank, with the names of their weights in the whole model."""
+    prefix = f"decoder.layers.{layer.layer_number - 1}"
+    for path in _ATTENTION:
+        yield f"{prefix}.self_attention.{path}.weight", layer.self_attention.get_submodule(path)
+    if not isinstance(layer.mlp, MoELayer):
+        for path in _FEED_FORWARD:
+            yield f"{prefix}.mlp.{path}.weight", layer.mlp.get_submodule(path)
+        return
+    if not {*settings.lora_modules} & {*FEED_FORWARD}:
+        return
+    if layer.mlp.use_shared_expert:
+        raise UserError("experts that all tokens use get no adapters: unset lora_rank, or train another model")
+    for number, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
+        for path in _FEED_FORWARD:
+            yield f"{prefix}.mlp.experts.{path}.weight{number}", expert.get_submodule(path)
+
+
 def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: Learner) -> Adapters:
+    """The adapters of a linear layer whose weight has this name in the whole model."""
     shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
-    names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(f"{name}.weight")]
-    conversion = converter.conversion(f"{name}.weight")
+    names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(name)]
+    conversion = converter.conversion(name)
     if isinstance(conversion, Custom):
         raise UserError(f"the model plug-in {name_of(converter.plugin)} computes {names[0]}: unset lora_rank")
     if isinstance(conversion, QueryKeyValue):
@@ -266,6 +326,8 @@ def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: L
         width = groups * shape.head_width
         sizes = [shape.heads // ranks * shape.head_width, width, width]
         return Adapters(linear, linear.weight, names, sizes, groups, settings)
+    if linear.is_expert and not {one.rpartition(".")[2] for one in names} <= {*FEED_FORWARD}:
+        raise UserError(f"{names[0]} gets no adapter, because it is none of {', '.join(FEED_FORWARD)}: unset lora_rank")
     sizes = [len(linear.weight) // len(names)] * len(names)
     return Adapters(linear, linear.weight, names, sizes, 1, settings)
 
@@ -276,7 +338,7 @@ def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) -> None:
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = adapters.group
     for name, parameter in adapters.named_pairs():
         axis = _split_axis(parameter)
         if loaded is not None:
@@ -301,7 +363,7 @@ def _seed(text: str) -> int:
 
 def _split_axis(parameter: Any) -> int | None:
     """The dimension that tensor-parallel ranks divide; None if each has the whole matrix."""
-    return parameter.partition_dim if parameter.tensor_model_parallel else None
+    return None if parameter.partition_dim < 0 else parameter.partition_dim
 
 
 def _whole_rows(parameter: Any) -> int | None:
@@ -353,14 +415,27 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
     must outlast the next optimizer step.
     """
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    own = {name: parameter for one in adapters_of(chunks) for name, parameter in one.named_pairs()}
-    described = [(name, tuple(one.shape), _split_axis(one), _whole_rows(one)) for name, one in own.items()]
+    experts = parallel_state.get_expert_model_parallel_group()
+    own = [(adapters, *pair) for adapters in adapters_of(chunks) for pair in adapters.named_pairs()]
+    # Expert-parallel ranks hold different experts in the same order.
+    of_ranks = zip(*gather_json([name for _, name, _ in own], experts), strict=True)
+    described = [
+        (
+            adapters.of_expert,
+            names if adapters.of_expert else [name],
+            tuple(one.shape),
+            _split_axis(one),
+            _whole_rows(one),
+        )
+        for (adapters, name, one), names in zip(own, of_ranks, strict=True)
+    ]
     for stage, held in enumerate(gather_json(described, pipeline)):
-        for name, shape, axis, rows in held:
-            held_here = own[name] if stage == pipeline.rank() else None
+        for number, (of_expert, names, shape, axis, rows) in enumerate(held):
+            held_here = own[number][-1] if stage == pipeline.rank() else None
             part = broadcast_from_stage(held_here, shape, "torch.float32", stage)
-            yield name, (part if axis is None else torch.cat(all_gather(part, tensor), axis))[:rows]
+            whole = part if axis is None else torch.cat(all_gather(part, _group_of(of_expert=of_expert)), axis)
+            for name, tensor in zip(names, all_gather(whole, experts) if of_expert else [whole], strict=True):
+                yield name, tensor[:rows]
 
 
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
@@ -370,16 +445,23 @@ def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
     """
     local_names = {parameter: name for name, parameter in chunk.named_parameters()}
     state = {}
-    for name, parameter in (pair for one in adapters_of([chunk]) for pair in one.named_pairs()):
-        axis = _split_axis(parameter)
-        state[local_names[parameter]] = (
-            make_sharded_tensor_for_checkpoint(parameter, name)
-            if axis is None
-            # How much a vocabulary is padded depends on the number of ranks.
-            else make_tp_sharded_tensor_for_checkpoint(
-                parameter, name, axis, allow_shape_mismatch=_whole_rows(parameter) is not None
-            )
+    for adapters in adapters_of([chunk]):
+        copies = (
+            parallel_state.get_expert_data_parallel_group()
+            if adapters.of_expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
+        groups = {"tp_group": adapters.group, "dp_cp_group": copies}
+        for name, parameter in adapters.named_pairs():
+            axis = _split_axis(parameter)
+            state[local_names[parameter]] = (
+                make_sharded_tensor_for_checkpoint(parameter, name, **groups)
+                if axis is None
+                # How much a vocabulary is padded depends on the number of ranks.
+                else make_tp_sharded_tensor_for_checkpoint(
+                    parameter, name, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
+                )
+            )
     return state
 
 
