@@ -28,7 +28,9 @@ from miles_async.config.schema import RunConfig
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-config = RunConfig.model_validate({"data": {"prompt_data": sys.argv[1], "eval_size": 512, "rollout_shuffle": True}})
+keys = {"input_key": "prompt", "label_key": "label"}
+data = {"prompt_data": sys.argv[1], **keys, "eval_size": 512, "rollout_shuffle": True}
+config = RunConfig.model_validate({"data": data, "rollout": {"n_samples_per_prompt": 8}})
 before, began = peak(), time.perf_counter()
 source = open_data(config)
 [group] = source.get_samples(1)

@@ -1,9 +1,10 @@
-"""Compares packing with its lower bound, with padding and with dynamic batching.
+"""Compares packing with its lower bound, with padding, with dynamic batching and with ranks that get samples in turn.
 
     python -m benchmarks.packing
 
 Packs 200 batches of 256 sequences with log-normal lengths for 8 ranks, with at most 16,384 tokens per micro-batch. The
-same batches are also packed for ranks that split sequences evenly (CP 2, TP 2 with sequence parallelism).
+same batches are also packed for ranks that split sequences evenly (CP 2, TP 2 with sequence parallelism), and with
+samples that are assigned to the ranks in turn (`--no-balance-data`).
 
 Prints the results and writes benchmarks/results/packing.json. Exits with 1 if a target is missed: the FLOPs of the
 ranks differ by less than 3 %, there is at most one micro-batch above the lower bound on average, and planning 100,000
@@ -42,12 +43,14 @@ def lengths(draw: random.Random, count: int) -> list[int]:
 def main() -> int:
     draw = random.Random(0)
     batches = [lengths(draw, SAMPLES) for _ in range(BATCHES)]
-    reports, split, overfull, dynamic_padding, dynamic_count = [], [], 0, [], []
+    reports, split, in_turn, overfull, dynamic_padding, dynamic_count = [], [], [], 0, [], []
     for batch in batches:
         packed = pack(batch, CAP, RANKS, crossover=CROSSOVER)
         assert sorted(i for bins in packed for bin_ in bins for i in bin_) == list(range(SAMPLES))
         overfull += sum(sum(batch[i] for i in bin_) > CAP for bins in packed for bin_ in bins)
         reports.append(packing_report(packed, batch, CAP, crossover=CROSSOVER))
+        dealt = pack(batch, CAP, RANKS, crossover=CROSSOVER, balance=False)
+        in_turn.append(packing_report(dealt, batch, CAP, crossover=CROSSOVER))
         split.append(training_layout(batch, SPLIT, RANKS, CROSSOVER).report)
         rows = dynamic_batches(batch, RANKS, max_tokens=CAP, round_to=ROUND)
         sizes = [len(bin_) * padded for bins in rows.bins for bin_, padded in zip(bins, rows.padded, strict=True)]
@@ -60,6 +63,7 @@ def main() -> int:
     found = {
         "flop_imbalance_mean": fmean(report.imbalance for report in reports),
         "flop_imbalance_worst": max(report.imbalance for report in reports),
+        "flop_imbalance_in_turn_mean": fmean(report.imbalance for report in in_turn),
         "micro_batches": fmean(report.micro_batches for report in reports),
         "lower_bound": fmean(report.lower_bound for report in reports),
         "above_the_bound_mean": fmean(report.micro_batches - report.lower_bound for report in reports),

@@ -13,4 +13,6 @@ TRAINING: Mapping[str, Any] = {
     "lr_decay_style": "constant",
     "weight_decay": 0.0,
     "adam_beta2": 0.98,
+    "max_nonfinite_batches": 3,
+    "moe_router_dtype": "fp32",
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train Qwen3-4B on 8 GPUs.
 #   configs/qwen3-4b-8gpu.sh CHECKPOINT_FOLDER PROMPTS.jsonl [flags…]
-# Each line of PROMPTS.jsonl has a prompt and a label; set their keys with --input-key and --label-key.
+# Each line of PROMPTS.jsonl has a `prompt` and a `label`; set other keys with --input-key and --label-key.
 # Run `make setup-gpu` once on the machine. Add --check-config to check the settings without starting a run.
 set -euo pipefail
 if [ $# -lt 2 ]; then

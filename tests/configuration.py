@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from miles_async.config.fields import SETTINGS
@@ -9,6 +10,11 @@ from miles_async.config.flags import Assignment, parse_flags
 from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
+
+KEYS: Mapping[str, str] = {"input_key": "prompt", "label_key": "label"}
+"""The keys of rows as most tests write them."""
+KEY_FLAGS = ("--input-key", "prompt", "--label-key", "label")
+"""The same on a command line."""
 
 
 def run_config(*flags: str, **settings: Any) -> RunConfig:

@@ -24,6 +24,7 @@ def differences_of_plans(name: str, folder: Path) -> list[float]:
     config = run_config(
         hf_checkpoint=checkpoint(name, folder, planned.changes),
         precision="bf16",
+        moe_router_dtype="fp32",
         transformer_impl="local",
         actor_num_gpus_per_node=8,
         max_tokens_per_gpu=TOKENS,

@@ -43,7 +43,8 @@ def _trained(folder: Path, rows: Path, strikes: Sequence[Strike]) -> Counter[str
     """Play a run. Returns how often the weights at its end were trained on each prompt."""
     # With strict FIFO, the batches of the run are the data in its order. Otherwise, the last batch may contain prompts
     # of the next epoch.
-    settings = {"prompt-data": rows, "reasoning-gym-task": "null", "windowed-fifo-ratio": 0}
+    data = {"prompt-data": rows, "input-key": "prompt", "label-key": "label", "reasoning-gym-task": "null"}
+    settings = data | {"windowed-fifo-ratio": 0}
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     outcome = play(strikes, folder, rollouts=ROLLOUTS, further_flags=words)
     # A run that is resumed goes on in its own folder.

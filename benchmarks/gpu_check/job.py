@@ -19,7 +19,7 @@ from miles_async.observability.trace.event_log import read_events
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
-SHORT = ("--num-rollout", str(STEPS), "--rollout-batch-size", "8", "--eval-size", "0")
+SHORT = ("--num-rollout", str(STEPS), "--rollout-batch-size", "8", "--n-samples-per-prompt", "8", "--eval-size", "0")
 COLOCATED = ("--colocate", *SHORT, "--lr", "1e-4")
 """Settings of `train.py`."""
 COLOCATED_ADAPTER = ("--colocate", *SHORT, "--lr", "3e-3", "--lora-rank", "4", "--lora-alpha", "4")
@@ -62,7 +62,8 @@ def play(surroundings: Surroundings, entry: str, *flags: str, precision: Precisi
     runs, data = surroundings.folder / entry.removesuffix(".py"), surroundings.folder / "data.jsonl"
     data.parent.mkdir(parents=True, exist_ok=True)
     data.write_text("".join(json.dumps({"prompt": f"{number} + {number} ="}) + "\n" for number in range(100)))
-    command = [sys.executable, entry, "--run-dir", str(runs), *flags, "--prompt-data", str(data), "--label-key", "null"]
+    command = [sys.executable, entry, "--run-dir", str(runs), *flags]
+    command += ["--prompt-data", str(data), "--input-key", "prompt"]
     command += ["--hf-checkpoint", str(surroundings.checkpoint(SMALL)), "--precision", precision]
     command += ["--rollout-max-response-len", "16", "--sglang-server-concurrency", "64"]
     command += ["--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]

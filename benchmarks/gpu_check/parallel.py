@@ -168,6 +168,7 @@ def computed(task: Task, rank: int, port: int) -> Computed:
         max_tokens_per_gpu=40,
         share_prefixes=False,
         use_distributed_optimizer=True,  # as by default on GPUs
+        moe_router_dtype="fp32",
         actor_num_gpus_per_node=ranks,
         **task.layout.settings,
     )

@@ -102,6 +102,8 @@ def measure_step(trl_steps: int, our_steps: int, *, small: bool) -> dict[str, An
         flags = {
             "--hf-checkpoint": folder / "model",
             "--prompt-data": folder / "prompts.jsonl",
+            "--input-key": "prompt",
+            "--label-key": "label",
             "--custom-rm-path": f"{__name__}.parity",
             "--rollout-batch-size": PROMPTS,
             "--n-samples-per-prompt": GROUP_SIZE,

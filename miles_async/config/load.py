@@ -72,7 +72,9 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
         with collected(found):
             config = _resolve_correction(config, entry)
         checked = without_idle(config, flags.preset) if flags.preset in names() else config
-        found += without_consequences(problems(checked, entry), found)
+        # The sentence about a key of another project does not name the setting, which has its default instead.
+        refused = [one.path[-1] for one in assignments if any(each.startswith(f"{one.source}: ") for each in invalid)]
+        found += without_consequences(problems(checked, entry), [*found, *refused])
     if not found and flags.preset is None:
         with collected(found):
             flags.notes += unlike(config, {assignment.path for assignment in assignments})

@@ -56,7 +56,10 @@ def fill_example(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> No
     tokens = [token for ids, _, _ in encoded for token in ids]
     mask = [int(trained) for ids, _, trained in encoded for _ in ids]
     if 1 not in mask[1:]:
-        raise UserError(f"sample {sample.index}: its example has no text to train on; add an assistant turn or a label")
+        raise UserError(
+            f"sample {sample.index}: its example has no text to train on: add an assistant turn, or set label_key to "
+            "the key of the answer"
+        )
     # The response begins at the first trained token. A model cannot predict the first token of a sequence, so 1 is
     # least.
     first = max(mask.index(1), 1)

@@ -25,6 +25,7 @@ RESPONSES = [sample.response_length for sample in SAMPLES]
 SETTINGS: dict[str, Any] = {
     "megatron_to_hf_mode": "bridge",
     "max_tokens_per_gpu": 60,
+    "moe_router_dtype": "fp32",
     # The gradient is read after a step that changes nothing.
     "clip_grad": 1e9,
     "weight_decay": 0.0,

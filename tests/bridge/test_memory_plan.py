@@ -27,6 +27,7 @@ def job_on(folder: Path, **further: Any) -> RunConfig:
     return run_config(
         hf_checkpoint=str(folder),
         precision="bf16",
+        moe_router_dtype="fp32",
         transformer_impl="local",
         max_tokens_per_gpu=2 * SAMPLE,
         rollout_batch_size=1,

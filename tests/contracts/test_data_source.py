@@ -13,7 +13,7 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.errors import UserError
 from miles_async.ports import SeekableSource
 from miles_async.types import Group, SampleStatus, VersionSpan
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.sim.world import Feed
 from tests.unit.adapters.datasets.test_datasets_source import write_rows
 
@@ -29,7 +29,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     def open_source(size: int = SIZE) -> SeekableSource:
         if request.param == "feed":
             return Feed(size)
-        return open_data(run_config(prompt_data=path, eval_size=0, n_samples_per_prompt=size))
+        return open_data(run_config(prompt_data=path, **KEYS, eval_size=0, n_samples_per_prompt=size))
 
     return open_source
 

@@ -16,7 +16,8 @@ from miles_async.types import DropReason
 from tests.configuration import run_config
 from tests.sim.world import World
 
-RECIPE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", "--rollout-max-response-len", "64"]
+GENERATION = ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "64"]
+RECIPE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", *GENERATION]
 """The argument groups of a synchronous run, which the page leaves as they are."""
 FUNCTION = ["--rollout-function-path", "fully_async_rollout.generate_rollout_fully_async"]
 

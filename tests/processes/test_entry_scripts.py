@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
+from tests.configuration import KEY_FLAGS
 from tests.wrong_inputs.builders import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -59,8 +60,8 @@ def test_a_check_reads_data_and_templates_without_transformers(tmp_path: Path, c
     prompt = [{"role": "user", "content": "one"}] if chat else "one"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "label": "1"}) + "\n")
     files = ("--hf-checkpoint", str(tmp_path / "model"), "--prompt-data", str(tmp_path / "rows.jsonl"))
-    job = ("--rm-type", "exact", "--rollout-max-response-len", "64", "--check-config")
-    done = started("train_async.py", (*files, *job))
+    job = ("--rm-type", "exact", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "64", "--check-config")
+    done = started("train_async.py", (*files, *KEY_FLAGS, *job))
     assert "the longest prompt has" in done.stdout
     assert set(done.stderr.splitlines()[-1].split()[1:]) <= {"numpy", "aiohttp"}
 

@@ -232,7 +232,7 @@ def test_a_killed_engine_is_noticed_at_the_next_health_check() -> None:
         return engines_of(world).fences[0] - 22.5
 
     assert fenced_after(1.0) <= 1.0
-    assert 1.0 < fenced_after(7.0) <= 7.0
+    assert 1.0 < fenced_after(30.0) <= 30.0
 
 
 def test_a_publish_that_finds_no_engine_waits_for_one_and_is_announced_once() -> None:

@@ -223,7 +223,7 @@ def test_a_filter_that_drops_most_groups_does_not_stop_the_run() -> None:
 
 
 def test_a_non_finite_step_does_not_raise_the_version_and_frees_its_slots() -> None:
-    world = World(config=config(num_rollout=10), finite=lambda rollout_id: rollout_id % 2 == 0).run()
+    world = World(config=config(num_rollout=10, max_nonfinite_batches=2), finite=lambda number: number % 2 == 0).run()
     assert world.service.lifecycle.ledger.dropped[DropReason.NONFINITE] == 5 * 8
     assert [event.version for event in world.trace.of(PublishEnded)] == [0, 1, 2, 3, 4, 5]
     assert world.audit.violations == []

@@ -21,7 +21,7 @@ from miles_async.errors import TemplateError, UserError
 from miles_async.rollout.sft_rollout import fill_example
 from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.stack.tokenizer_families import FAMILIES, save_family
 from workers.preflight import preflight
 
@@ -54,6 +54,7 @@ def run_of(checkpoint: Path, prompts: list[Any], **settings: Any) -> RunConfig:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {
         "prompt_data": str(path),
+        **KEYS,
         "hf_checkpoint": str(checkpoint),
         "rollout_shuffle": False,
         "rm_type": "exact",

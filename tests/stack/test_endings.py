@@ -84,7 +84,11 @@ def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
     [
         ("--hf-checkpoint nowhere", "hf_checkpoint nowhere: no such folder"),
         ("--hf-checkpoint <cut_checkpoint>", "model.safetensors is broken"),
-        ("--prompt-data <broken_rows> --reasoning-gym-task null --rm-type exact", "rows.jsonl, line 2: not valid JSON"),
+        (
+            "--reasoning-gym-task null --rm-type exact --prompt-data <broken_rows> --input-key prompt "
+            "--label-key label",
+            "rows.jsonl, line 2: not valid JSON",
+        ),
         ("--reasoning-gym-task chain_sun", "reasoning_gym_task 'chain_sun' is unknown; did you mean chain_sum?"),
         ("--metrics-port <taken_port>", "(Address already in use): set --metrics-port to a free port, or unset it"),
         ("--queue-capacity 3", "queue_capacity 3 cannot hold a batch"),

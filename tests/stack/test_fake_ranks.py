@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from miles_async.models.plugin import MODELS as PLUGINS
+from tests.configuration import KEY_FLAGS
 from tests.plan_agreement import differences_of_plans
 from tests.planned_models import MODELS, PLANNED, checkpoint
 from workers.memory_plan import main
@@ -24,7 +25,8 @@ def test_make_plan_prints_the_plan_of_the_settings_and_that_of_the_modules(
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
     flags = ["--hf-checkpoint", checkpoint("Qwen3-0.6B", tmp_path), "--gpu-memory-gib", "80", "--rm-type", "math"]
-    assert main([*flags, "--prompt-data", str(tmp_path / "prompts.jsonl"), "--transformer-impl", "local"]) == 0
+    flags += ["--prompt-data", str(tmp_path / "prompts.jsonl"), *KEY_FLAGS, "--n-samples-per-prompt", "8"]
+    assert main([*flags, "--transformer-impl", "local"]) == 0
     from_settings, from_modules = capfd.readouterr().out.split("with the weights and activations of Megatron's modules")
     for plan in (from_settings, from_modules):
         assert "weights        1.1 GiB  bf16" in plan

@@ -16,6 +16,7 @@ from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.events import Evaluated, GroupMoved, StepEnded, StepStarted
 from miles_async.types import Sample
+from tests.configuration import KEYS
 from tests.stack.conftest import Stack
 from tests.waiting import START_SECONDS
 
@@ -231,8 +232,8 @@ def test_aborted_groups_are_continued_in_a_later_batch(stack: Stack, tmp_path: P
 
 
 def test_each_data_set_is_evaluated_with_its_settings(stack: Stack, tmp_path: Path) -> None:
-    sets = {"short": {"path": rows(tmp_path), "max_response_len": 1}}
-    sets["many"] = {"path": rows(tmp_path), "size": 2, "n_samples": 4}
+    sets: dict[str, dict[str, Any]] = {"short": {"path": rows(tmp_path), **KEYS, "max_response_len": 1}}
+    sets["many"] = {"path": rows(tmp_path), **KEYS, "size": 2, "n_samples": 4}
     run = stack.play(
         "train_async.py",
         *("--num-rollout", "6", "--eval-interval", "2", *SMALL),
@@ -245,7 +246,8 @@ def test_each_data_set_is_evaluated_with_its_settings(stack: Stack, tmp_path: Pa
 
 
 def test_training_steps_continue_while_an_evaluation_runs_at_lower_priority(stack: Stack, tmp_path: Path) -> None:
-    long = {"long": {"path": rows(tmp_path), "n_samples": 4, "temperature": 1.0, "max_response_len": 120}}
+    sampling = {"n_samples": 4, "temperature": 1.0, "max_response_len": 120}
+    long = {"long": {"path": rows(tmp_path), **KEYS, **sampling}}
     before = evaluation_requests(stack)
     run = stack.play(
         "train_async.py",

@@ -99,7 +99,7 @@ ALONE = {
 }
 """What the layouts are compared with."""
 TOGETHER = {f"{model}, one rank, prefixes shared": Layout(model, "usual", 1, {}) for model in ("dense", "experts")}
-BF16 = {"precision": "bf16"}
+BF16 = {"precision": "bf16", "moe_router_dtype": "fp32"}
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 MIXED = {
     "bf16, one rank": Layout("dense", "usual", 1, BF16),

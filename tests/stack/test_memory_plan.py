@@ -53,7 +53,7 @@ class Layout(NamedTuple):
     experts: bool = False
 
 
-BF16: dict[str, Any] = {"precision": "bf16"}
+BF16: dict[str, Any] = {"precision": "bf16", "moe_router_dtype": "fp32"}
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 SEQUENCE: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYOUTS = {

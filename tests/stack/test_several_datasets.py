@@ -10,6 +10,7 @@ import pytest
 from miles_async.events import Evaluated, GroupGenerated, GroupMoved, StepEnded, WarningRaised
 from miles_async.observability.page.status import status
 from miles_async.observability.view import RunView
+from tests.configuration import KEY_FLAGS
 from tests.stack.conftest import Played, Stack
 
 ROLLOUTS, BATCH = 4, 4
@@ -45,7 +46,7 @@ def played(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Played:
         "train.py",
         *("--rollout-function-path", "miles_async.rollout.sglang_rollout.generate_rollout"),
         *("--windowed-fifo-ratio", "null"),
-        *("--datasets", json.dumps(settings), "--reasoning-gym-task", "null", "--eval-size", "0"),
+        *("--datasets", json.dumps(settings), *KEY_FLAGS, "--reasoning-gym-task", "null", "--eval-size", "0"),
         *("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(BATCH)),
     )
 

@@ -20,7 +20,7 @@ from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.sim.world import Trace, World
 from workers.functions import BatchPreparation, dynamic_filter
 
@@ -36,7 +36,7 @@ def group(*rewards: Any) -> Group:
 def source(folder: Path, **settings: Any) -> BufferedSource:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(6)))
-    data = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
+    data = {"prompt_data": str(path), **KEYS, "eval_size": 0, "n_samples_per_prompt": 2}
     whole = run_config(**data, **settings)
     checkpoint = whole.model.hf_checkpoint
     tokenizer = None if checkpoint is None else CheckpointTokenizer.of_run(whole.data, checkpoint)

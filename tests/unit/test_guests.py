@@ -52,7 +52,7 @@ def test_the_worked_example_of_the_documentation_translates_files_and_overrides(
     file = tmp_path / "trainer.yaml"
     file.write_text("my_trainer: {steps: 7}\n")
     job = ["--config", str(file), "--reasoning-gym-task", "chain_sum", "--rm-type", "exact"]
-    job += ["--rollout-max-response-len", "8"]
+    job += ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "8"]
     assert load_config(job, entry="train.py").rollout.num_rollout == 7
     assert run_config("my_trainer.steps=8").rollout.num_rollout == 8
     file.write_text("my_trainer: {step: 7, epochs: 2}\n")

@@ -30,8 +30,8 @@ from workers.preflight import preflight
 
 TABLES = Path(__file__).parent
 BASE = """\
-data: {reasoning_gym_task: chain_sum, eval_size: 0}
-rollout: {rm_type: reasoning_gym, rollout_max_response_len: 64}
+data: {reasoning_gym_task: chain_sum, input_key: prompt, label_key: label, eval_size: 0}
+rollout: {rm_type: reasoning_gym, n_samples_per_prompt: 8, rollout_max_response_len: 64}
 """
 """Settings of a run that nothing is wrong with."""
 ENTRY = "train_async.py"

@@ -211,8 +211,10 @@ def _reward_complaint(config: RunConfig, rows_choose: bool) -> Callable[[Mapping
         reward = usable_reward(name)
         if not scores or reward is None or not reward.compares or label is not None:
             return None
-        key = "label_key is unset" if config.data.label_key is None else f"{config.data.label_key!r} is null"
-        return f"{key}, but rm_type {name} needs the right answer"
+        needs = f"but rm_type {name} needs the right answer"
+        if config.data.label_key is None:
+            return f"label_key is unset, {needs}: set it to the key of the answer"
+        return f"{config.data.label_key!r} is null, {needs}"
 
     return complaint
 

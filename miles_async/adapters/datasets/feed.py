@@ -204,7 +204,10 @@ class Feed:
             if problem.question in self.excluded:
                 continue
             if problem.label is None:
-                raise UserError("the warm start needs answers, and the data has none: set warm_start_max_steps to 0")
+                raise UserError(
+                    "the warm start needs answers, and the data has none: set label_key to the key of the answers, or "
+                    "warm_start_max_steps to 0"
+                )
             yield sample
             index += 1
 

@@ -76,13 +76,6 @@ class FileProblems:
 
     def __getitem__(self, row: int) -> Problem:
         values, data = self._rows[row], self._data
-        keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
-        found = {setting: _value(values, key) for setting, key in keys.items()}
-        if missing := [f"key {keys[setting]!r} ({setting})" for setting in keys if found[setting] is _MISSING]:
-            raise self._invalid(row, f"no {' and no '.join(missing)}; the row has {', '.join(map(repr, values))}")
-        prompt, label = _with_messages(found["input_key"]), found.get("label_key")
-        if self._indices and type(prompt) is int:
-            prompt = str(prompt)
         metadata, tools = values.get(data.metadata_key), values.get(data.tool_key)
         for key, value, kind in ((data.metadata_key, metadata, dict), (data.tool_key, tools, list)):
             if not isinstance(value, (kind, type(None))):
@@ -90,8 +83,19 @@ class FileProblems:
         metadata = metadata or {}
         if isinstance(source := values.get("data_source"), str):
             metadata = {"data_source": source, **metadata}
-        if complaint := self._complaint(metadata, label):
-            raise self._invalid(row, complaint)
+        keys = {"input_key": data.input_key} | ({} if data.label_key is None else {"label_key": data.label_key})
+        found = {setting: _value(values, key) for setting, key in keys.items()}
+        wrong = [f"no key {keys[setting]!r} ({setting})" for setting in keys if found[setting] is _MISSING]
+        names_keys = bool(wrong) or data.label_key is None
+        label = found.get("label_key")
+        if label is not _MISSING and (complaint := self._complaint(metadata, label)) is not None:
+            wrong.append(complaint)
+        if wrong:
+            has = f"; the row has {', '.join(map(repr, values))}" if names_keys else ""
+            raise self._invalid(row, f"{' and '.join(wrong)}{has}")
+        prompt = _with_messages(found["input_key"])
+        if self._indices and type(prompt) is int:
+            prompt = str(prompt)
         return Problem(self._question(prompt, row), prompt, label, metadata, tools)
 
     def hold_out(self, size: int) -> list[Problem]:

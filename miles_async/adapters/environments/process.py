@@ -129,7 +129,12 @@ def with_environment_tasks(config: RunConfig) -> RunConfig:
             else one
             for name, one in data.datasets.items()
         },
-        eval_datasets={name: one.model_copy(update={"path": path(one.path)}) for name, one in evaluated.items()},
+        eval_datasets={
+            name: one.model_copy(update={"path": path(one.path), **keys})
+            if environment_split(one.path) is not None
+            else one
+            for name, one in evaluated.items()
+        },
     )
     trained = own or environment_split(data.prompt_data or "") is not None
     return with_settings(with_tasks, **keys) if trained else with_tasks

@@ -13,6 +13,7 @@ from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.prompt_files import count_rows
 
 _FILES = "actor_train.data_args.file_name"
+_MESSAGES = "actor_train.data_args.messages"
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _GENERATING = "actor_infer.generating_args"
 _WORKERS = {
@@ -242,6 +243,8 @@ def data_and_rewards(keys: CombinedKeys) -> None:
     for name in sorted(shares.keys() - rewards.keys() if rewards else ()):
         keys.refuse(f"{_SHARES}.{name} has no reward: add rewards.{name}, or remove it")
     files = _files(keys, _FILES)
+    if files and not keys.given(_MESSAGES):
+        keys.set("data.input_key", "prompt", _FILES)
     if len(files) <= 1 and len(domains) <= 1:
         for file in files:
             keys.set("data.prompt_data", file, _FILES)
@@ -367,7 +370,7 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
     kind = kinds.get(_FALLBACK) or next(filter(None, kinds.values()), None)
     fields = {
         "label_key": _label(kind),
-        "input_key": keys.values.get("actor_train.data_args.messages"),
+        "input_key": keys.values.get(_MESSAGES),
         "rm_type": kind,
         "n_samples": sampling.get("num_return_sequences"),
         **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},

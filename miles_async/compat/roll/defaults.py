@@ -55,6 +55,8 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.999,
     "clip_grad": 1.0,
     "seed": 42,
+    # ModelConfig of mcore_adapter, for models with 32 experts or more.
+    "moe_router_dtype": "fp32",
     # WorkerConfig.
     "use_dynamic_batching_in_train": False,
     "use_dynamic_batching_in_infer": False,

@@ -48,7 +48,8 @@ _REWARD_FUNCTION = Refused("write a function fn(args, sample), which returns a n
 
 _DATA: Table = {
     "train_files": Combined(
-        "sets prompt_data, or datasets for several files, with label_key, metadata_key and rm_type data_source"
+        "sets prompt_data, or datasets for several files, with input_key, label_key, metadata_key and rm_type "
+        "data_source"
     ),
     "val_files": Combined("sets eval_datasets, unless test_freq and val_before_train turn evaluations off"),
     "prompt_key": sets("data.input_key"),

@@ -50,7 +50,7 @@ _DRAFTS: Mapping[str, Any] = {
 }
 """Arguments of SGLang that verl sets for drafts, with verl's defaults."""
 _FURTHER_TURNS = ("tool_config_path", "function_tool_path", "interaction_config_path")
-_LABEL_KEY = "reward_model.ground_truth"
+_PROMPT_KEY, _LABEL_KEY = "prompt", "reward_model.ground_truth"
 _METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 """Metrics of verl by which groups are compared as by their rewards."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
@@ -519,6 +519,8 @@ class _Keys(CombinedKeys):
                 self.set("data.datasets", datasets, files_key)
             case other:
                 self.refuse(f"{files_key} {other!r} is not a list of files: write [one.parquet, other.parquet]")
+        if "data.prompt_key" not in self.values:
+            self.set("data.input_key", _PROMPT_KEY, files_key)
         self.set("data.label_key", _LABEL_KEY, files_key)
         self.set("data.metadata_key", "extra_info", files_key)
         if "reward.custom_reward_function.path" not in self.values:
@@ -569,7 +571,7 @@ class _Keys(CombinedKeys):
             return
         fields = {
             "label_key": _LABEL_KEY,
-            "input_key": self.values.get("data.prompt_key", "prompt"),
+            "input_key": self.values.get("data.prompt_key", _PROMPT_KEY),
             "n_samples": self.values.get(sampling["n"], 1),
             "temperature": self.values.get(sampling["temperature"], 0.0),
             "top_p": self.values.get(sampling["top_p"], 1.0),

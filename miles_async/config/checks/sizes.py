@@ -71,7 +71,8 @@ def _over_sampling(config: RunConfig) -> Iterator[str]:
         )
     algorithm = config.algorithm
     by_user = rollout.custom_reward_post_process_path or rollout.custom_convert_samples_to_train_data_path
-    uses_advantages = config.learner.loss_type != "sft_loss" and by_user is None
+    trains = not config.debug.debug_rollout_only
+    uses_advantages = trains and config.learner.loss_type != "sft_loss" and by_user is None
     estimator, compares = algorithm.advantage_estimator, estimator_of(algorithm).compares_samples
     if rollout.n_samples_per_prompt == 1 and compares and algorithm.rewards_normalization and uses_advantages:
         yield (

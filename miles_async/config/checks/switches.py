@@ -63,8 +63,8 @@ def _router(config: RunConfig) -> Iterator[str]:
         return
     if shape is not None and shape.experts is None:
         yield "moe_router_fusion needs a mixture-of-experts model, but this model is dense: unset it"
-    if learner.moe_router_dtype != "fp32":
-        yield f"moe_router_fusion has no kernel for moe_router_dtype {learner.moe_router_dtype}: unset one of them"
+    if learner.moe_router_dtype == "fp64":
+        yield "moe_router_fusion has no kernel for moe_router_dtype fp64: unset one of them"
 
 
 def _layers(config: RunConfig) -> Iterator[str]:

@@ -72,12 +72,13 @@ class Data(Section):
     fn(args, datasets) -> name, chooses the data set; datasets has the state of each by name."""
     difficulty_band: list[float] = Field([0.2, 0.8], min_length=2, max_length=2)
     """Lowest and highest mean reward of a prompt's samples that dataset_sampling difficulty goes on training."""
-    input_key: str = "prompt"
+    input_key: str = "input"
     """Key of the prompt in a row of prompt_data. The value is a string, which is used verbatim, or a list of chat
     messages, also as text in JSON, which the tokenizer's chat template renders. Agents and functions of users get the
     messages."""
-    label_key: str | None = "label"
-    """Key of the expected answer in a row of prompt_data. null if rows have no label."""
+    label_key: str | None = None
+    """Key of the expected answer in a row of prompt_data. If unset, samples have no label, and rewards that
+    compare responses with it refuse the rows."""
     metadata_key: str = "metadata"
     """Key of an object in a row of prompt_data that is copied to sample.metadata."""
     tool_key: str = "tools"

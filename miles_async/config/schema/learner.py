@@ -160,7 +160,7 @@ class Learner(LoraSettings):
     use_distributed_optimizer: bool | None = None
     """Shard the optimizer state over the data-parallel ranks instead of replicating it. If unset, the state is sharded
     on GPUs and replicated on CPU machines."""
-    max_nonfinite_batches: int = Field(3, ge=1)
+    max_nonfinite_batches: int = Field(1, ge=1)
     """Number of consecutive batches with a non-finite loss or gradient after which the run stops. The weights are not
     updated by such batches."""
     save: str | None = None

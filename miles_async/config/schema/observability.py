@@ -115,9 +115,9 @@ class Debug(Section):
     """Only train, on the batches of load_debug_rollout_data: start no engine and no router."""
     use_pytorch_profiler: bool = False
     """Profile the learner's steps and write one trace per rollout and rank, for Perfetto or chrome://tracing."""
-    profile_step_start: int = Field(1, ge=0)
+    profile_step_start: int = Field(10, ge=0)
     """First rollout that use_pytorch_profiler profiles, counted from 0."""
-    profile_step_end: int = Field(2, ge=1)
+    profile_step_end: int = Field(12, ge=1)
     """First rollout after profile_step_start that is not profiled any more, counted from 0."""
     profile_dir: str = "profiles"
     """Folder that use_pytorch_profiler writes traces to."""

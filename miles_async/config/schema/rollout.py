@@ -53,8 +53,9 @@ class Rollout(Section):
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
     """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
     flight."""
-    n_samples_per_prompt: int = Field(8, ge=1, le=MOST_SAMPLES)
-    """Samples (responses) per prompt, which together form a group."""
+    n_samples_per_prompt: int = Field(1, ge=1, le=MOST_SAMPLES)
+    """Samples (responses) per prompt, which together form a group. An advantage_estimator that compares the samples of
+    a group, such as grpo, needs 2 or more."""
     min_samples_per_group: int | None = Field(None, ge=1)
     """Train a group without the samples that still fail after max_attempts for reasons of infrastructure (a tool server
     that is down, a timeout), if at least this many samples are left. Advantages then compare the samples that are

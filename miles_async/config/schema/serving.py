@@ -89,7 +89,7 @@ class Engine(Section):
     sglang_router_args: dict[str, Any] = {}
     """Any other argument of the router that the run starts, under sglang-router's own name. The flag
     `--sglang-router-balance-abs-threshold 0`, or slime's `--router-balance-abs-threshold 0`, sets a single argument."""
-    sglang_router_request_timeout_secs: float = Field(21600.0, gt=0, le=LONGEST_SECONDS)
+    sglang_router_request_timeout_secs: float = Field(14400.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for the answer to one request to an engine. A request that exceeds the limit counts as a
     failed attempt of its group. Health checks find engines that hang, so the limit only has to exceed the time of the
     longest response. An existing sglang-router needs a limit that is at least as long."""

@@ -61,7 +61,7 @@ def checked(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tu
     (tmp_path / "rows.jsonl").write_text("{}\n")
     rest = f"--hf-checkpoint {tmp_path}/model --prompt-data {tmp_path}/rows.jsonl --rm-type math --check-config"
     with pytest.raises(SystemExit) as exited:
-        parse_or_exit([*line.split(), *rest.split()], "train.py")
+        parse_or_exit(["--n-samples-per-prompt", "8", *line.split(), *rest.split()], "train.py")
     return int(exited.value.code or 0), capsys.readouterr().err
 
 

@@ -166,6 +166,13 @@ def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
     }
 
 
+def test_rows_have_a_prompt_unless_the_file_names_their_messages(tmp_path: Path) -> None:
+    content = named(ASYNC).content(tmp_path)
+    assert translate(content, "ROLL").translation["data.input_key"].value == "messages"
+    del content["actor_train"]["data_args"]["messages"]
+    assert translate(content, "ROLL").translation["data.input_key"].value == "prompt"
+
+
 def test_code_is_scored_by_the_tests_of_its_rows(tmp_path: Path) -> None:
     content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
     outcome = translate(content, "ROLL")

@@ -20,7 +20,8 @@ from miles_async.types import Sample, SampleStatus, Verdict
 from tests.configuration import run_config
 from tests.unit.compat.slime_names import forget, names_of_slime
 
-JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64", "--rm-type", "exact"]
+GENERATION = ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "64"]
+JOB = ["--reasoning-gym-task", "chain_sum", *GENERATION, "--rm-type", "exact"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from miles_async.config.user_functions import load_function
 from miles_async.rollout import rm_hub
 
 FUNCTIONS = sorted(name for name in SETTINGS if name.endswith("_path"))
-JOB = ["--reasoning-gym-task", "chain_sum", "--rollout-max-response-len", "64"]
+JOB = ["--reasoning-gym-task", "chain_sum", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "64"]
 
 
 def check(setting: str, path: str) -> int:

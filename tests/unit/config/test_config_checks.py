@@ -20,6 +20,7 @@ from tests.planned_models import checkpoint
 RUNNABLE: dict[str, Any] = {
     "reasoning_gym_task": "chain_sum",
     "rm_type": "reasoning_gym",
+    "n_samples_per_prompt": 8,
     "rollout_max_response_len": 8,
     "rollout_skip_special_tokens": True,
 }
@@ -123,6 +124,7 @@ def test_over_sampling_below_the_batch_is_refused() -> None:
 
 def test_groups_of_one_sample_are_refused_because_grpo_learns_nothing_from_them() -> None:
     assert "n_samples_per_prompt to 2 or more" in refusal(n_samples_per_prompt=1)
+    assert refusals(n_samples_per_prompt=1, debug_rollout_only=True) == [], "such a run does not train"
 
 
 def test_a_run_has_exactly_one_source_of_prompts_and_the_file_exists(tmp_path: Path) -> None:
@@ -457,6 +459,13 @@ def test_some_switches_need_the_layers_of_transformer_engine(tmp_path: Path) -> 
         assert refusal(**given, **recomputed, **local).startswith(
             "only the layers of Transformer Engine have recompute_modules layernorm and moe_router_fusion: unset this"
         )
+
+
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_a_fused_router_computes_in_the_precision_of_the_model_or_in_float32(tmp_path: Path, dtype: str | None) -> None:
+    given = {"hf_checkpoint": checkpoint("Qwen3-30B-A3B", tmp_path), "moe_router_fusion": True}
+    assert refusals(**given, moe_router_dtype=dtype) == []
+    assert "has no kernel for moe_router_dtype fp64" in refusal(**given, moe_router_dtype="fp64")
 
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:

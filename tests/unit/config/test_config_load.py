@@ -16,7 +16,8 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from tests.configuration import run_config
 
-RUNNABLE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", "--rollout-max-response-len", "8"]
+GENERATION = ["--n-samples-per-prompt", "8", "--rollout-max-response-len", "8"]
+RUNNABLE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", *GENERATION]
 
 
 class ConfigFile(Protocol):
@@ -269,7 +270,8 @@ def test_a_file_of_settings_may_have_aliases_as_long_as_they_do_not_grow_without
 @pytest.mark.parametrize("size", [33, 43, 44, 900, 100_000])
 def test_the_advised_size_of_over_sampling_is_the_largest_that_fits(size: int) -> None:
     flags = ["--schedule", "fully_async", "--max-weight-staleness", "1", "--windowed-fifo-ratio", "0.5"]
-    flags += ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact", "--rollout-max-response-len", "64"]
+    flags += ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact"]
+    flags += ["--n-samples-per-prompt", "8", "--rollout-max-response-len", "64"]
     if size <= 43:
         assert load_config([*flags, "--over-sampling-batch-size", str(size)], entry="train_async.py")
         return

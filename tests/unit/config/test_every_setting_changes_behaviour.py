@@ -33,7 +33,7 @@ from miles_async.events import RunStarted
 from miles_async.scheduling.adapters import PinnedVersion
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.sim.engines import EngineModel
 from tests.sim.world import World
 from tests.unit.gym import CHAIN_SUM
@@ -200,7 +200,7 @@ ROWS = {"use_dynamic_batching_in_train": True, "sequence_length_round_in_train":
 FORWARD_ROWS = {"use_dynamic_batching_in_infer": True, "sequence_length_round_in_infer": 8}
 REFERENCE_ROWS = {"ref_use_dynamic_batching_in_infer": True, "ref_sequence_length_round_in_infer": 8}
 DECAY = {"lr": 1.0, "lr_decay_style": "WSD"}
-FILE = {"prompt_data": "rows.jsonl", "eval_size": 0, "n_samples_per_prompt": 1}
+FILE = {"prompt_data": "rows.jsonl", **KEYS, "eval_size": 0, "n_samples_per_prompt": 1}
 SUMS = CHAIN_SUM | {"reasoning_gym_size": 8, "eval_size": 2, "n_samples_per_prompt": 1}
 
 OBSERVED: dict[str, Change] = {

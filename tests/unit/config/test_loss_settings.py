@@ -17,7 +17,8 @@ from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
 from tests.configuration import run_config
 
-JOB = ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact", "--rollout-max-response-len", "64"]
+GENERATION = ["--n-samples-per-prompt", "2", "--rollout-max-response-len", "64"]
+JOB = ["--reasoning-gym-task", "chain_sum", "--rm-type", "exact", *GENERATION]
 SOURCE = """
 from miles_async.losses.objectives.objective import Objective
 from miles_async.section import Section

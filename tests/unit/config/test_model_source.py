@@ -39,7 +39,8 @@ GEMMA3 = {
     "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 6},
     "vision_config": {"hidden_size": 7},
 }
-RUN = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
+GENERATION = {"n_samples_per_prompt": 8, "rollout_max_response_len": 8}
+RUN = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", **GENERATION}
 
 
 def checkpoint(folder: Path, config: dict[str, Any]) -> str:

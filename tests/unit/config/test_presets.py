@@ -15,10 +15,11 @@ from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 from miles_async.modes.shipped import Stream
-from tests.configuration import run_config
+from tests.configuration import KEY_FLAGS, run_config
 from tests.plugin_packages import install_plugin
 
-JOB = ("--reasoning-gym-task", "chain_sum", "--rm-type", "math", "--rollout-max-response-len", "8")
+GENERATION = ("--n-samples-per-prompt", "2", "--rollout-max-response-len", "8")
+JOB = ("--reasoning-gym-task", "chain_sum", "--rm-type", "math", *GENERATION)
 STREAM = ("--rollout-function-path", Stream.function)
 SLIME = {
     "loss_aggregation": "sequence_mean",
@@ -31,6 +32,13 @@ SLIME = {
     "save_keep": None,
     "rollout_shuffle": False,
     "rollout_skip_special_tokens": False,
+    "input_key": "input",
+    "label_key": None,
+    "max_nonfinite_batches": 1,
+    "moe_router_dtype": None,
+    "sglang_router_request_timeout_secs": 14400.0,
+    "profile_step_start": 10,
+    "profile_step_end": 12,
 }
 VERL = {
     "advantage_estimator": "ppo",
@@ -38,8 +46,17 @@ VERL = {
     "critic_lr": 1e-5,
     "rollout_batch_size": 1024,
     "lr_decay_style": "constant",
+    "input_key": "prompt",
+    "label_key": "reward_model.ground_truth",
 }
-ROLL = {"rollout_top_k": 50, "lambd": 0.95, "lr": 5e-5, "rollout_batch_size": 128, "adam_beta2": 0.999}
+ROLL = {
+    "rollout_top_k": 50,
+    "lambd": 0.95,
+    "lr": 5e-5,
+    "rollout_batch_size": 128,
+    "adam_beta2": 0.999,
+    "moe_router_dtype": "fp32",
+}
 
 
 def resolved(*flags: str, entry: str = "train.py") -> RunConfig:
@@ -79,7 +96,7 @@ def test_only_a_run_in_which_generation_and_training_overlap_is_corrected_by_def
 
 def data_file() -> tuple[str, ...]:
     rows = Path(__file__).parents[3] / "examples" / "lessons.jsonl"
-    return ("--reasoning-gym-task", "null", "--prompt-data", str(rows), "--rm-type", "null")
+    return ("--reasoning-gym-task", "null", "--prompt-data", str(rows), *KEY_FLAGS, "--rm-type", "null")
 
 
 def test_no_correction_can_be_set_by_its_name() -> None:
@@ -104,7 +121,7 @@ def test_each_value_of_a_preset_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name, values", [("slime", SLIME), ("miles", SLIME), ("verl", VERL), ("roll", ROLL)])
 def test_a_preset_sets_the_defaults_of_its_project(name: str, values: dict[str, Any]) -> None:
-    config = resolved("--preset", name, "--n-samples-per-prompt", "2", "--num-rollout", "4", entry="train_async.py")
+    config = resolved("--preset", name, "--num-rollout", "4", entry="train_async.py")
     assert values_of(config, values) == values
 
 
@@ -117,10 +134,26 @@ def test_a_file_and_a_flag_override_a_preset(tmp_path: Path) -> None:
     assert config.rollout.rollout_temperature == 0.95, "of the preset"
 
 
-def test_a_preset_with_a_critic_does_not_keep_a_run_from_another_estimator() -> None:
-    config = resolved(
-        *("--preset", "verl", "--num-rollout", "4", "--n-samples-per-prompt", "2", "--advantage-estimator", "grpo")
+@pytest.mark.parametrize("name", ["slime", "miles", "verl", "roll"])
+def test_each_of_these_projects_generates_one_sample_per_prompt_by_default(name: str) -> None:
+    assert preset(name)["n_samples_per_prompt"] == SETTINGS["n_samples_per_prompt"].default == 1
+
+
+@pytest.mark.parametrize("entry", ["train.py", "train_async.py"])
+def test_grpo_without_the_number_of_samples_is_refused_with_what_to_set(
+    capsys: pytest.CaptureFixture[str], entry: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit([*JOB, "--n-samples-per-prompt", "1", "--check-config"], entry)
+    assert ended.value.code == EXIT_INVALID
+    assert capsys.readouterr().err == (
+        f"{entry}: n_samples_per_prompt 1 gives no training signal: advantage_estimator grpo compares the samples of a "
+        "group; set n_samples_per_prompt to 2 or more, or advantage_estimator to reinforce_plus_plus or ppo\n"
     )
+
+
+def test_a_preset_with_a_critic_does_not_keep_a_run_from_another_estimator() -> None:
+    config = resolved("--preset", "verl", "--num-rollout", "4", "--advantage-estimator", "grpo")
     assert config.algorithm.advantage_estimator == "grpo"
 
 
@@ -145,11 +178,11 @@ def test_two_presets_and_an_unknown_one_are_refused_with_one_sentence(capsys: py
 def test_a_run_names_the_defaults_that_differ_from_those_of_slime(capsys: pytest.CaptureFixture[str]) -> None:
     _, notes = said(capsys, *STREAM, "--rollout-batch-size", "4", "--lr", "1e-4", entry="train_async.py")
     said_once = unlike_slime(notes)
-    assert "n_samples_per_prompt 8 (1)" in said_once
     assert "off_policy_correction tis (none)" in said_once
     assert "balance_data on (off)" in said_once
     assert "max_tokens_per_gpu 8192 (unset)" in said_once
-    for name in ("rollout_batch_size", "weight_decay", "async_save", "input_key", "moe_router_dtype", "eps_clip"):
+    assert "engine_health_interval_seconds 1 (30)" in said_once
+    for name in ("rollout_batch_size", "weight_decay", "async_save", "input_key", "max_nonfinite_batches", "eps_clip"):
         assert name not in said_once, f"{name} is set, equal, or has no effect here"
 
 

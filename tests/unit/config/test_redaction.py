@@ -63,7 +63,7 @@ def test_values_that_are_no_secrets_are_kept(tmp_path: Path) -> None:
     }
     assert values["engine"]["engine_env_vars"] == {"HF_TOKEN": REDACTED, "NCCL_DEBUG": "INFO"}
     assert values["rollout"]["rm_url"] == f"https://{REDACTED}@judge.example/score?api_key={REDACTED}&top_k=3"
-    assert values["data"]["input_key"] == "prompt"
+    assert values["data"]["input_key"] == "input"
 
 
 def test_a_configuration_without_secrets_is_written_completely() -> None:

@@ -20,6 +20,7 @@ from tests.configuration import run_config
 RUNNABLE: dict[str, Any] = {
     "reasoning_gym_task": "chain_sum",
     "rm_type": "exact",
+    "n_samples_per_prompt": 8,
     "rollout_max_response_len": 8,
     "rollout_skip_special_tokens": True,
 }
@@ -127,8 +128,8 @@ PPO = {"advantage_estimator": "ppo"}
         ({"save_debug_rollout_data": "a.st"}, "every batch saved to save_debug_rollout_data a.st would overwrite"),
         ({"prompt_template": "Question:"}, "prompt_template 'Question:' has no placeholder: add {question}"),
         (
-            {"use_pytorch_profiler": True, "profile_step_start": 5},
-            "profile_step_end 2 is not after profile_step_start 5, so nothing is profiled: set profile_step_end to 6",
+            {"use_pytorch_profiler": True, "profile_step_start": 15},
+            "profile_step_end 12 is not after profile_step_start 15, so nothing is profiled: set profile_step_end to",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from miles_async.config.untested import weight_transport
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import Supervised
 from miles_async.types import FROM_DATASET, Group, Prompt, Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.sim.engines import Engines
 from tests.sim.world import World
 from workers.learner import LearnerRank
@@ -272,6 +272,7 @@ def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(5)))
     settings = run_config(
+        **KEYS,
         reasoning_gym_task="chain_sum",
         rollout_temperature=0.8,
         rollout_top_p=0.9,

@@ -29,7 +29,7 @@ TOO_SMALL = {
 }
 """Clusters on which a model does not fit: its state alone takes 10 bytes per weight, and 8 shared ones."""
 JOB = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym"]
-LENGTHS = ["--rollout-max-prompt-len", "1024", "--rollout-max-response-len", "7168"]
+SIZES = ["--n-samples-per-prompt", "8", "--rollout-max-prompt-len", "1024", "--rollout-max-response-len", "7168"]
 
 
 def suggested(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
@@ -47,14 +47,14 @@ def suggested(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
 def test_the_suggested_layout_is_valid_and_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, gpus: int, memory: int
 ) -> None:
-    arguments = [checkpoint(name, tmp_path), "--gpus", str(gpus), "--gpu-memory-gib", str(memory), *LENGTHS]
+    arguments = [checkpoint(name, tmp_path), "--gpus", str(gpus), "--gpu-memory-gib", str(memory), *SIZES]
     if (gpus, memory) in TOO_SMALL.get(name, []):
         with pytest.raises(SystemExit) as end:
             parse_or_exit(["--suggest-layout", *arguments], "train_async.py")
         assert end.value.code == EXIT_INVALID
         assert "fits on" in capsys.readouterr().err
         return
-    config = run_config(*suggested(capsys, *arguments), *LENGTHS, *JOB)
+    config = run_config(*suggested(capsys, *arguments), *SIZES, *JOB)
     plan = memory_plan(config)
     assert plan is not None
     assert plan.fits

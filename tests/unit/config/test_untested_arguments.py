@@ -29,7 +29,8 @@ from workers.driver import run_started
 from workers.specs import engine_spec
 
 ROOT = Path(__file__).parents[3]
-RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
+GENERATION = {"n_samples_per_prompt": 8, "rollout_max_response_len": 8}
+RUNNABLE = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", **GENERATION}
 
 
 def refusals(*allowed: str, **arguments: Any) -> list[str]:

@@ -11,6 +11,7 @@ from tests.wrong_inputs.table import Ended, Row, check, complaints, rows, run
 
 FOUND_AT_THE_START = (
     "a template for texts in the warm start of messages",
+    "an answer for the warm start without its key",
     "an unknown task",
     "saved batches that are text",
     "saved batches that do not exist",

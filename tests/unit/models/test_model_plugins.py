@@ -35,7 +35,8 @@ def checkpoint(folder: Path, **config: Any) -> str:
 
 def test_a_model_without_a_plugin_is_refused_unless_nothing_is_trained(tmp_path: Path) -> None:
     settings = {"hf_checkpoint": checkpoint(tmp_path, model_type="wheel", vocab_size=7, **LLAMA)}
-    run = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym", "rollout_max_response_len": 8}
+    data = {"reasoning_gym_task": "chain_sum", "rm_type": "reasoning_gym"}
+    run = {**data, "n_samples_per_prompt": 8, "rollout_max_response_len": 8}
     [sentence] = problems(run_config(**run | settings), "train_async.py")
     assert sentence.startswith(f"hf_checkpoint {tmp_path} has the model_type wheel: no model plug-in is called 'wheel'")
     assert "gemma, llama, mixtral, qwen2, qwen3, qwen3_moe" in sentence

@@ -17,7 +17,7 @@ from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.sim.world import DirectOutbox, NullStore, Trace, held_prompts_of
 
 ROWS = 6
@@ -27,7 +27,7 @@ ROWS = 6
 def data(tmp_path: Path) -> BufferedSource:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{row}", "label": row}) + "\n" for row in range(ROWS)))
-    settings = {"prompt_data": str(path), "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
+    settings = {"prompt_data": str(path), **KEYS, "rollout_shuffle": False, "eval_size": 0, "n_samples_per_prompt": 2}
     return open_data(run_config(**settings))
 
 

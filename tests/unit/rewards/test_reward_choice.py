@@ -17,7 +17,7 @@ from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.plugin import REWARDS, Reward
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import FROM_DATASET, Group, Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.plugin_packages import install_plugin
 from tests.scoring import scored
 from tests.unit.config.test_config_checks import refusal
@@ -53,7 +53,7 @@ def rows_file(folder: Path, rows: Rows) -> str:
 def configured(folder: Path, rows: Rows, **settings: Any) -> RunConfig:
     path = rows_file(folder, rows)
     data_set = {"path": path} | settings.pop("data_set", {})
-    defaults = {"prompt_data": path, "eval_size": 0, "eval_datasets": {"d": data_set}, "rm_type": "exact"}
+    defaults = {"prompt_data": path, **KEYS, "eval_size": 0, "eval_datasets": {"d": data_set}, "rm_type": "exact"}
     return run_config(**defaults | settings)
 
 
@@ -257,7 +257,7 @@ def test_a_reward_of_a_package_that_fails_to_check_the_run_is_named_with_its_dis
 def rows_of_verl(folder: Path, *sources: str) -> RunConfig:
     """A run on rows of verl, each of another data set."""
     rows = [{"data_source": source, "reward_model": {"ground_truth": "7"}, "extra_info": {}} for source in sources]
-    keys = {"label_key": "reward_model.ground_truth", "metadata_key": "extra_info", "rm_type": "data_source"}
+    keys = {**KEYS, "label_key": "reward_model.ground_truth", "metadata_key": "extra_info", "rm_type": "data_source"}
     return run_config(prompt_data=rows_file(folder, rows), eval_size=0, n_samples_per_prompt=1, **keys)
 
 

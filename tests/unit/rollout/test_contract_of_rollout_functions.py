@@ -95,7 +95,7 @@ def test_an_attribute_that_a_function_sets_is_seen_by_all_functions_of_the_proce
 
 
 def test_args_can_be_sent_to_another_process_with_what_functions_have_set() -> None:
-    args = flat_args(run_config())
+    args = flat_args(run_config(n_samples_per_prompt=8))
     args.tools = ["search"]
     sent = pickle.loads(pickle.dumps(args))
     assert (sent.n_samples_per_prompt, sent.tools) == (8, ["search"])

@@ -24,12 +24,13 @@ from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TemplateError, UserError
 from miles_async.modes.shipped import Supervised
-from tests.configuration import run_config
+from tests.configuration import KEY_FLAGS, KEYS, run_config
 from tests.wrong_inputs.builders import checkpoint
 from workers.check_config import read_files
 from workers.check_files import FIRST_ROWS, check_files
 
-RUN = ("--rm-type", "exact", "--rollout-max-response-len", "64", "--check-config")
+GENERATION = ("--n-samples-per-prompt", "2", "--rollout-max-response-len", "64")
+RUN = (*KEY_FLAGS, "--rm-type", "exact", *GENERATION, "--check-config")
 GOOD = {"prompt": "one one", "label": "1"}
 TEMPLATES = {
     "special tokens": "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}",
@@ -51,8 +52,9 @@ def job(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> RunConfig:
     checkpoint(folder)
     file = folder / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    own = {"hf_checkpoint": str(folder / "model"), "prompt_data": str(file), "rm_type": "exact"}
-    return run_config(**{**own, "rollout_max_response_len": 64, "cache_dir": str(folder / "cache"), **settings})
+    own = {"hf_checkpoint": str(folder / "model"), "prompt_data": str(file), **KEYS, "rm_type": "exact"}
+    sizes = {"n_samples_per_prompt": 8, "rollout_max_response_len": 64}
+    return run_config(**{**own, **sizes, "cache_dir": str(folder / "cache"), **settings})
 
 
 def said(config: RunConfig, name: str = "data", *, full: bool = False) -> list[str]:

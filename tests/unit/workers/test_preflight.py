@@ -24,7 +24,7 @@ from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.rollout.contract import flat_args
 from miles_async.types import Group, Sample
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 from tests.unit.gym import CHAIN_SUM
 from workers.functions import dynamic_filter
 from workers.preflight import (
@@ -113,7 +113,7 @@ def chats(folder: Path) -> dict[str, Any]:
     path = folder / "chats.jsonl"
     rows = [{"prompt": [{"role": "user", "content": f"{row}?"}], "label": row, "tools": [{}]} for row in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"prompt_data": str(path), "reasoning_gym_task": None, "rm_type": "exact", "warm_start_max_steps": 1}
+    return {"prompt_data": str(path), **KEYS, "reasoning_gym_task": None, "rm_type": "exact", "warm_start_max_steps": 1}
 
 
 def test_a_warm_start_gets_the_messages_and_tools_of_a_row(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "sequence_parallel": settings.sequence_parallel,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
-        "moe_router_dtype": settings.moe_router_dtype,
         "overlap_p2p_comm": stages is not None,
         "batch_p2p_comm": False,
         # With a per-token loss Megatron adds gradients up over ranks and does not average them. This is needed because
@@ -119,6 +118,7 @@ def run_fields(settings: Learner) -> dict[str, Any]:
         "recompute_modules": None if settings.recompute_modules is None else list(settings.recompute_modules),
         "num_layers_in_first_pipeline_stage": settings.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": settings.decoder_last_pipeline_num_layers,
+        **({} if settings.moe_router_dtype is None else {"moe_router_dtype": settings.moe_router_dtype}),
         **chosen_fusions(settings),
     }
 

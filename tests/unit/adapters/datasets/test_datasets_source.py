@@ -16,7 +16,7 @@ from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.errors import TemplateError, UserError
 from miles_async.modes.shipped import Supervised
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
 
@@ -39,7 +39,7 @@ def to_parquet(rows: str, schema: Any = None) -> Path:
 
 
 def open_rows(path: str, **data: Any) -> BufferedSource:
-    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
+    settings = {"prompt_data": path, **KEYS, "eval_size": 0, "rollout_shuffle": False} | data
     return open_data(run_config(**settings, n_samples_per_prompt=2))
 
 
@@ -191,7 +191,7 @@ def test_a_broken_line_is_reported_with_file_and_line_number(tmp_path: Path, lin
 def report_of(path: str, **data: Any) -> tuple[BufferedSource, list[tuple[str, str]]]:
     """A source over `path`, and the list of the problems that it reports."""
     said: list[tuple[str, str]] = []
-    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False} | data
+    settings = {"prompt_data": path, **KEYS, "eval_size": 0, "rollout_shuffle": False} | data
     config = run_config(**settings, n_samples_per_prompt=2)
     return open_data(config, report=lambda reason, sentence: said.append((reason, sentence))), said
 
@@ -211,6 +211,12 @@ def test_a_broken_row_that_is_found_during_the_run_is_reported_and_skipped(tmp_p
 def test_rows_without_answers_need_no_label_key(tmp_path: Path) -> None:
     source = open_rows(write_rows(tmp_path, [{"prompt": "q"}]), label_key=None)
     assert source.get_samples(1)[0][0].label is None
+
+
+def test_the_keys_of_rows_are_those_of_slime_unless_they_are_set(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path, [{"input": "q", "label": "a", "metadata": {"level": 1}}])
+    [[sample]] = open_data(run_config(prompt_data=rows)).get_samples(1)
+    assert (sample.prompt, sample.label, sample.metadata["level"]) == ("q", None, 1)
 
 
 def test_a_key_below_a_key_and_the_name_of_the_data_set_are_read_from_rows_of_verl(tmp_path: Path) -> None:
@@ -246,6 +252,7 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, rows: str) -> None:
     path = to_parquet(rows)
     config = run_config(
         prompt_data=f"{path}@[1:]",
+        **KEYS,
         eval_size=0,
         rollout_shuffle=False,
         n_samples_per_prompt=2,
@@ -393,7 +400,7 @@ def test_a_buffer_filter_that_is_a_coroutine_function_is_refused(rows: str) -> N
 def rendered(path: str, **data: Any) -> tuple[BufferedSource, list[str]]:
     """A source that renders the prompts of `path`, and the list of the sentences that it reports."""
     said: list[str] = []
-    settings = {"prompt_data": path, "eval_size": 0, "rollout_shuffle": False, "apply_chat_template": True} | data
+    settings = {"prompt_data": path, **KEYS, "eval_size": 0, "apply_chat_template": True} | data
     tokenizer: Any = Template()
     return open_data(run_config(**settings), tokenizer=tokenizer, report=lambda reason, text: said.append(text)), said
 

@@ -14,7 +14,7 @@ from miles_async.adapters.datasets.feed import RECENT_GROUPS
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.errors import UserError
 from miles_async.types import Group
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 
 
 def rows_of(folder: Path, name: str, rows: int = 1000, **keys: Any) -> str:
@@ -35,7 +35,7 @@ def datasets(tmp_path: Path) -> dict[str, dict[str, Any]]:
 
 
 def opened(datasets: dict[str, dict[str, Any]], *, said: list[str] | None = None, **settings: Any) -> BufferedSource:
-    config = run_config(datasets=datasets, n_samples_per_prompt=2, **settings)
+    config = run_config(datasets=datasets, n_samples_per_prompt=2, **{**KEYS, **settings})
     return open_data(config, warn=(said if said is not None else []).append)
 
 
@@ -87,6 +87,7 @@ def test_a_data_set_may_have_its_own_arguments_of_the_chat_template(datasets: di
     own = {"apply_chat_template_kwargs": {"enable_thinking": True, "depth": 2}}
     config = run_config(
         datasets={**datasets, "code": datasets["code"] | own},
+        **KEYS,
         apply_chat_template=True,
         apply_chat_template_kwargs={"enable_thinking": False, "tone": "dry"},
     )
@@ -138,7 +139,7 @@ def test_a_saved_position_of_other_data_sets_is_refused(datasets: dict[str, dict
     with pytest.raises(UserError, match="of the data sets math, code, and the run has the data sets math"):
         opened({"math": datasets["math"]}).load_state_dict(state)
     with pytest.raises(UserError, match="of the data sets math, code, and the run has one data set"):
-        open_data(run_config(**{**datasets["code"], "n_samples_per_prompt": 2})).load_state_dict(state)
+        open_data(run_config(**{**datasets["code"], **KEYS, "n_samples_per_prompt": 2})).load_state_dict(state)
     shorter = {**datasets, "code": {"prompt_data": rows_of(tmp_path, "short", 5)}}
     with pytest.raises(UserError, match=r"number of rows was 1000 and is 5.*for data set code"):
         opened(shorter).load_state_dict(state)
@@ -194,7 +195,7 @@ def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> 
 def test_prompts_outside_of_the_band_are_left_out_of_the_next_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
     path = rows_of(tmp_path, "math", 4)
     data = {"datasets": {"math": {"prompt_data": path}}} if "datasets" in settings else {"prompt_data": path}
-    source = open_data(run_config(**data, n_samples_per_prompt=2, dataset_sampling="difficulty"))
+    source = open_data(run_config(**data, **KEYS, n_samples_per_prompt=2, dataset_sampling="difficulty"))
     easy, hard, good, other = source.get_samples(4)
     scored(source, [easy], 1.0, 1.0)
     scored(source, [hard], 0.0, 0.0)
@@ -205,7 +206,7 @@ def test_prompts_outside_of_the_band_are_left_out_of_the_next_epoch(settings: di
 
 def test_the_band_can_be_set(tmp_path: Path) -> None:
     settings = {"dataset_sampling": "difficulty", "difficulty_band": [0.0, 0.5], "n_samples_per_prompt": 2}
-    source = open_data(run_config(prompt_data=rows_of(tmp_path, "math", 2), **settings))
+    source = open_data(run_config(prompt_data=rows_of(tmp_path, "math", 2), **KEYS, **settings))
     hard, easy = source.get_samples(2)
     scored(source, [hard], 0.0, 0.0)
     scored(source, [easy], 1.0, 1.0)
@@ -231,7 +232,7 @@ def test_rewards_that_are_not_finite_say_nothing_about_a_prompt(tmp_path: Path) 
 def test_a_row_may_use_the_key_of_the_origin_for_itself(origin: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "label": 1, "metadata": {"from_dataset": origin}}))
-    source = open_data(run_config(prompt_data=str(path), n_samples_per_prompt=2))
+    source = open_data(run_config(prompt_data=str(path), **KEYS, n_samples_per_prompt=2))
     [group] = source.get_samples(1)
     assert group.dataset == ""
     scored(source, [group], 0.0, 1.0)

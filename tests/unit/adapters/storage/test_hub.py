@@ -15,7 +15,7 @@ from miles_async.adapters.storage.hub import with_downloads
 from miles_async.config.checks import problems
 from miles_async.config.schema.model import hub_name
 from miles_async.errors import UserError
-from tests.configuration import run_config
+from tests.configuration import KEYS, run_config
 
 REVISION = "0f1e2d"
 Hub = Callable[[dict[str, dict[str, str]]], list[str]]
@@ -64,7 +64,8 @@ def test_a_path_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_names_of_the_hub_pass_the_check_before_they_are_downloaded(hub: Hub) -> None:
     downloads = hub({})
     names = {"hf_checkpoint": "Qwen/Qwen3-4B", "prompt_data": "zhuzilin/dapo-math-17k@[:100]", "ref_load": "Qwen/Qwen3"}
-    assert problems(run_config(**names, rm_type="dapo", use_kl_loss=True), "train_async.py") == []
+    settings = {"rm_type": "dapo", "n_samples_per_prompt": 2, "use_kl_loss": True}
+    assert problems(run_config(**names, **settings), "train_async.py") == []
     assert downloads == []
 
 
@@ -80,7 +81,7 @@ def test_each_checkpoint_becomes_a_folder(hub: Hub, tmp_path: Path) -> None:
 
 def test_a_data_set_becomes_a_file_whose_rows_a_run_reads(hub: Hub, tmp_path: Path) -> None:
     hub({"zhuzilin/dapo-math-17k": {"train.jsonl": rows("one", "two", "three"), "test.jsonl": rows("four")}})
-    settings = {"cache_dir": str(tmp_path / "cache"), "eval_size": 0, "rollout_shuffle": False}
+    settings = {"cache_dir": str(tmp_path / "cache"), **KEYS, "eval_size": 0, "rollout_shuffle": False}
     config = with_downloads(run_config(prompt_data="zhuzilin/dapo-math-17k@[1:]", **settings))
     groups = open_data(config).get_samples(2)
     assert [group[0].prompt for group in groups] == ["two", "three"]

@@ -55,6 +55,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
         task: dict[str, Any] = {
             "reasoning_gym_task": "chain_sum",
             "rm_type": "reasoning_gym",
+            "n_samples_per_prompt": 2,
             "rollout_max_response_len": 8,
         }
         return TrainConfig(recipe=SlimeRecipe(**task, run_dir=str(tmp_path / "runs"), **settings)).train()

@@ -66,6 +66,13 @@ def test_engines_share_the_gpus_of_the_learner_unless_they_have_their_own() -> N
     assert "colocate" not in own
 
 
+def test_rows_have_the_keys_of_verl_unless_the_prompt_has_another() -> None:
+    rows = {"data.train_files": "train.parquet"}
+    keys = ("input_key", "label_key", "metadata_key")
+    assert [settings(rows)[key] for key in keys] == ["prompt", "reward_model.ground_truth", "extra_info"]
+    assert settings({**rows, "data.prompt_key": "question"})["input_key"] == "question"
+
+
 def test_evaluations_are_greedy_unless_that_is_set() -> None:
     files = {"data.val_files": ["/data/aime.parquet"], "trainer.test_freq": 5}
     greedy = settings(files)["eval_datasets"]["aime"]
