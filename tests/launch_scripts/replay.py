@@ -21,7 +21,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from miles_async.config.cli import read_rows
-from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import parse_flags
 from miles_async.config.load import checked_config
 from miles_async.config.yaml_text import parse_yaml
@@ -229,15 +228,12 @@ class Script(Recording):
 
     def _rows(self, input_flag: str, label_flag: str) -> str:
         """Rows with the keys that these flags name, or else those for training."""
-        input_key, *_ = self.words(input_flag) or self.words("--input-key") or ["prompt"]
+        input_key, *_ = self.words(input_flag) or self.words("--input-key") or ["input"]
         chat = [{"role": "user", "content": "1 + 1"}]
         if "sft_rollout" in " ".join(self.words("--rollout-function-path")):
             chat.append({"role": "assistant", "content": "2"})
         row = {input_key: _PROMPTS.get(input_key, chat)}
         row |= {key: _LABELS.get(key, "2") for key in self.words(label_flag) or self.words("--label-key")}
-        if (default := SETTINGS["label_key"].default) is not None:
-            # As long as label_key has another default than slime's, rows without a label need an entry.
-            row.setdefault(default, None)
         row |= {key: {"task": "sum"} for key in self.words("--metadata-key")}
         return f"{json.dumps(row)}\n" * 8
 

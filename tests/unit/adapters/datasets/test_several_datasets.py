@@ -176,7 +176,7 @@ def test_a_data_set_that_teaches_nothing_is_said_once_until_its_rewards_differ_a
 
 def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> None:
     said: list[str] = []
-    config = run_config(prompt_data=rows_of(tmp_path, "math", 30), n_samples_per_prompt=2)
+    config = run_config(prompt_data=rows_of(tmp_path, "math", 30), n_samples_per_prompt=2, **KEYS)
     source, resumed = open_data(config, warn=said.append), open_data(config, warn=said.append)
     scored(source, source.get_samples(30), 1.0, 1.0)
     assert said == []
