@@ -39,6 +39,7 @@ from miles_async.scheduling.bounds import Schedule
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
+_NUM_EPOCH = ("rollout", "num_epoch")
 _NUM_ROLLOUT = ("rollout", "num_rollout")
 _ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
 MAX_FILE_BYTES = 16 << 20
@@ -144,6 +145,8 @@ def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[Run
     config = _resolve_reward_key(config)
     with collected(found):
         config = _resolve_epochs(config, named=_NUM_ROLLOUT in sources)
+    if _NUM_ROLLOUT in sources and not sources.get(_NUM_EPOCH, "--preset").startswith("--preset"):
+        notes.append(f"num_epoch {config.rollout.num_epoch} has no effect, because num_rollout is set")
     config = _resolve_server_arguments(config, notes)
     for guest in GUESTS.usable().values():
         with collected(found), errors_of(guest, "resolve its settings"):
@@ -325,7 +328,8 @@ def _resolve_rollout_function(config: RunConfig, *, named: bool) -> RunConfig:
 
 
 def _resolve_correction(config: RunConfig, entry: str) -> RunConfig:
-    """The configuration with an off-policy correction if generation and training overlap, unless it is set.
+    """The configuration with an off-policy correction if generation and training overlap, unless it is set, or the
+    importance ratio of the objective already begins at the policy that sampled.
 
     Raises UserError if the policy objective cannot be used.
     """
@@ -333,7 +337,8 @@ def _resolve_correction(config: RunConfig, entry: str) -> RunConfig:
     if algorithm.off_policy_correction is not None or config.learner.loss_type != "policy_loss":
         return config
     overlap = schedule_of(config, entry) is not Schedule.SYNCHRONOUS
-    correction = "tis" if overlap and not objective_of(algorithm).corrects else "none"
+    corrects = objective_of(algorithm).corrects or algorithm.use_rollout_logprobs
+    correction = "tis" if overlap and not corrects else "none"
     return with_settings(config, off_policy_correction=correction)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 Config = Mapping[str, Any]
 _REPEATED = re.compile(r"\[(\d(?:,\d)*),?\](?:\*(\d+))?")
 _Reader = Callable[[Config], Any]
-"""Returns the value of a flag; None if `config.json` does not tell."""
+"""Returns the value of a flag, 0 if the model has no such part, and None if `config.json` does not tell."""
 
 
 def _first(*names: str) -> _Reader:
@@ -59,10 +59,22 @@ def _shared_experts(config: Config) -> Any:
 
 
 def _of_latent_attention(name: str) -> _Reader:
-    return lambda config: config.get(name) if config.get("kv_lora_rank") else None
+    return lambda config: config.get(name) if config.get("kv_lora_rank") else 0
 
 
-_SILU = {"silu": True, "swish": True, "gelu": False, "gelu_pytorch_tanh": False}
+def _activation(config: Config) -> Any:
+    return config.get("hidden_act", config.get("hidden_activation"))
+
+
+_SILU = {"silu": True, "swish": True, "gelu": False, "gelu_pytorch_tanh": False, "relu2": False}
+
+
+def _squared_relu(config: Config) -> bool | None:
+    """Whether the activation is a squared ReLU. Nemotron-H names it with another key than other models."""
+    if "mlp_hidden_act" in config:
+        return bool(config["mlp_hidden_act"] == "relu2")
+    activation = _activation(config)
+    return None if activation is None or config.get("model_type") == "nemotron_h" else activation == "relu2"
 
 
 def _qk_norm(config: Config) -> bool | None:
@@ -91,7 +103,8 @@ COMPARED: Mapping[str, _Reader] = {
     "normalization": lambda config: "RMSNorm" if "rms_norm_eps" in config else None,
     "rotary_base": _rope("rope_theta"),
     "rotary_percent": lambda config: _rope("partial_rotary_factor")(config) or 1.0,
-    "swiglu": lambda config: _SILU.get(config.get("hidden_act", config.get("hidden_activation"))),
+    "swiglu": lambda config: _SILU.get(_activation(config)),
+    "squared_relu": _squared_relu,
     "qk_layernorm": _qk_norm,
     "add_qkv_bias": lambda config: bool(config.get("attention_bias", config.get("model_type") == "qwen2")),
     "untie_embeddings_and_output_weights": lambda config: not config.get("tie_word_embeddings", False),
@@ -104,7 +117,7 @@ COMPARED: Mapping[str, _Reader] = {
     "rotary_scaling_factor": lambda config: (config.get("rope_scaling") or {}).get("factor"),
     "mscale": lambda config: (config.get("rope_scaling") or {}).get("mscale"),
     "mscale_all_dim": lambda config: (config.get("rope_scaling") or {}).get("mscale_all_dim"),
-    "num_experts": _EXPERTS,
+    "num_experts": lambda config: _EXPERTS(config) or 0,
     "moe_ffn_hidden_size": lambda config: config.get("moe_intermediate_size") if _EXPERTS(config) else None,
     "moe_router_topk": lambda config: config.get("num_experts_per_tok") if _EXPERTS(config) else None,
     "moe_layer_freq": _layers_with_experts,

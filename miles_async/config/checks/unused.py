@@ -101,6 +101,11 @@ NEEDS = (
         lambda c: c.algorithm.custom_tis_function_path is None,
         "custom_tis_function_path unset, because the function weights all tokens",
     ),
+    Needs(
+        "off_policy_correction",
+        lambda c: c.algorithm.off_policy_correction == "none" or not c.algorithm.use_rollout_logprobs,
+        "use_rollout_logprobs turned off, because all weights are 1 otherwise",
+    ),
     Needs("opsm_delta", lambda c: c.algorithm.use_opsm, "use_opsm"),
     Needs(
         "rejection_level rejection_veto get_mismatch_metrics",

@@ -98,6 +98,9 @@ def test_flags_that_describe_the_checkpoint_are_accepted(tmp_path: Path, capsys:
         ("--rotary-base 10000", "1000000"),
         ("--untie-embeddings-and-output-weights", "False"),
         ("--add-qkv-bias", "False"),
+        ("--squared-relu", "False"),
+        ("--num-experts 8", "0"),
+        ("--kv-lora-rank 512", "0"),
     ],
 )
 def test_a_flag_that_describes_another_model_is_refused_with_both_values(
@@ -115,6 +118,24 @@ def test_swiglu_contradicts_a_model_with_gelu(tmp_path: Path, monkeypatch: Any, 
     code, said = checked("--swiglu", tmp_path, capsys)
     assert code == 2
     assert "swiglu True differs from" in said
+
+
+@pytest.mark.parametrize(
+    "flags, note",
+    [
+        ("--num-epoch 1 --num-rollout 3000", "num_epoch 1 has no effect, because num_rollout is set"),
+        (
+            "--use-rollout-logprobs --use-tis",
+            "off_policy_correction has no effect: it needs use_rollout_logprobs turned off, because all weights are 1",
+        ),
+    ],
+)
+def test_a_flag_that_another_flag_makes_useless_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, note: str
+) -> None:
+    code, said = checked(flags, tmp_path, capsys)
+    assert code == 0, said
+    assert note in said
 
 
 def test_the_tiny_model_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

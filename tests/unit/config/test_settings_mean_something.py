@@ -230,7 +230,7 @@ def test_rows_that_choose_their_reward_are_excepted_from_the_note(tmp_path: Path
     assert "has no effect, except on rows whose metadata name another rm_type: it needs" in note
 
 
-IN_RANGE = {"eps_clip_c": 3.0, "rejection_veto": 0.5}
+IN_RANGE = {"eps_clip_c": 3.0, "rejection_veto": 0.5, "off_policy_correction": "tis"}
 
 
 def another_value(name: str) -> Any:
@@ -265,6 +265,7 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "rewards_normalization": {"advantage_estimator": "reinforce_plus_plus"},
     "rejection_level rejection_veto": {"custom_tis_function_path": "losses_of_users.truncated"},
     "rejection_level rejection_veto get_mismatch_metrics": {"use_rollout_logprobs": True},
+    "off_policy_correction": {"use_rollout_logprobs": True},
     "tis_clip tis_clip_low": {"off_policy_correction": "none"},
     "prompt_template reasoning_gym_settings": {"reasoning_gym_task": None},
     "min_lr": {"lr_decay_style": "constant"},
