@@ -108,7 +108,7 @@ def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
     trained = learner.adapter()
     # Every rank finds out whether a version changes the model.
     changed = {tensor_name for tensor_name, tensor in learner.engine_weights() if tensor.any()}
-    assert changed == load_file(root / "adapter/adapter_model.safetensors").keys()
+    assert changed == load_file(root / f"{layout.model} adapter/adapter_model.safetensors").keys()
     save_state(learner, out / "state")
     learner.close()
     merging = config(root, layout, lora_load=None, lora_merge=True)
