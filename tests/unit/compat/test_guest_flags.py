@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
 from miles_async.config.translation import Flag, Sets
 from tests.configuration import run_config
+from tests.unit.compat.slime_names import checkout
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -314,3 +316,84 @@ def test_the_buffer_of_miles_counts_finished_groups() -> None:
 def test_fully_async_of_miles_selects_the_rollout_function() -> None:
     path = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
     assert values("--fully-async") == {"rollout.rollout_function_path": path}
+
+
+@pytest.mark.parametrize(
+    "line, setting, value",
+    [
+        ("--use-dynamic-global-batch-size", "learner.num_steps_per_rollout", 1),
+        ("--skip-actor-forward-only", "learner.num_steps_per_rollout", 1),
+        ("--critic-lr-warmup-iters 5", "algorithm.critic_lr_warmup_steps", 5),
+    ],
+)
+def test_a_flag_of_miles_sets_what_it_means_there(line: str, setting: str, value: Any) -> None:
+    assert values(line) == {setting: value}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--session-sample-picker-path mine.pick",
+        "--rollout-external",
+        "--debug-exit-after-rollout 3",
+        "--debug-skip-weight-update",
+        "--debug-disable-optimizer",
+        "--lora-train-only",
+        "--ci-inject-rollout-data-path data/{rollout_id}.pt",
+        "--use-mlflow",
+    ],
+)
+def test_a_flag_of_miles_whose_run_would_train_or_report_something_else_is_refused(line: str) -> None:
+    [sentence] = problems(line)
+    assert sentence.startswith(f"{line.split()[0]} has no counterpart: ")
+
+
+@pytest.mark.parametrize(
+    "flag, kept, others",
+    [
+        ("--eval-overflow-policy", "skip", ["backpressure"]),
+        ("--multi-lora-n-adapters", "0", ["2"]),
+        ("--object-store-backend", "ray", ["mooncake"]),
+        ("--stream-optimizer-state-moment-dtype", "fp32", ["bf16", "fp8e4m3"]),
+    ],
+)
+def test_a_flag_of_miles_may_have_the_value_of_what_a_run_does(flag: str, kept: str, others: list[str]) -> None:
+    assert problems(f"{flag} {kept}") == []
+    for other in others:
+        [sentence] = problems(f"{flag} {other}")
+        assert "is not supported: " in sentence
+
+
+def test_a_flag_of_miles_that_needs_another_flag_has_no_effect_alone() -> None:
+    lines = (
+        "--mlflow-run-name a --multi-lora-api-port 8068 --dumper-dir /dumps --ci-inject-rollout-data-min-match-ratio 1"
+    )
+    assert all(why.startswith("has no effect without ") for why in parsed(lines).idle.values())
+    assert len(parsed(lines).idle) == 4
+
+
+def flags_added_in(module: Path) -> list[str]:
+    """The flags that the source of a module adds to a parser of the standard library's argparse."""
+    calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
+    words = [word for call in calls if adds_argument(call.func) for word in call.args]
+    texts = [word.value for word in words if isinstance(word, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and text.startswith("--")]
+
+
+def adds_argument(function: ast.expr) -> bool:
+    """Whether a call adds an argument: `reset_arg` of both projects does so if Megatron-LM has no such flag."""
+    if isinstance(function, ast.Name):
+        return function.id == "reset_arg"
+    return isinstance(function, ast.Attribute) and function.attr == "add_argument"
+
+
+@pytest.mark.parametrize(
+    "project, modules, least",
+    [("slime", ["utils/arguments.py"], 200), ("miles", ["utils/arguments.py", "dashboard/args.py"], 330)],
+)
+def test_every_flag_that_a_project_adds_is_known(project: str, modules: list[str], least: int) -> None:
+    """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts, tried with commits 624b824a and 31f1ca96."""
+    folder = checkout(project) / project
+    flags = [flag for module in modules for flag in flags_added_in(folder / module)]
+    assert len(flags) >= least
+    assert [sentence for sentence in problems(" ".join(flags)) if sentence.startswith("unknown")] == []
