@@ -12,7 +12,7 @@ imports `miles_async.config` only inside its methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -41,6 +41,10 @@ class Guest(Plugin):
     def has_key(self, key: str) -> bool:
         """Whether `key=value` on the command line sets a key of the project."""
         return False
+
+    def keys(self) -> Iterable[str]:
+        """Return the keys that `key=value` on the command line may set, for hints about misspelt ones."""
+        return ()
 
     def translate(self, content: Mapping[str, Any]) -> Outcome:
         """Return what the content of a file, or a key of the command line, means here.

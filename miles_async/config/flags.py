@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import takewhile
+from difflib import get_close_matches
+from itertools import chain, takewhile
 from typing import Any
 
-from miles_async.config.fields import SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
+from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.guest_flags import GuestFlags, aliased, flags_of_guests, value_of
 from miles_async.config.translation import Outcome, translate
 from miles_async.config.yaml_text import YAMLError, parse_yaml
@@ -35,6 +36,7 @@ _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
 _PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
+_NOTHING_TO_REMOVE = "has no effect: nothing before it sets this key"
 _ADDED_UP = ("rollout_sample_hook_path",)
 """Settings whose flag may be given several times, as in slime: the values add up."""
 
@@ -97,15 +99,18 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             elif word.partition("=")[0].removeprefix("--").strip("-") and word.startswith("--"):
                 del words[: _read_flag(flags, word, values)]
             elif _OVERRIDE.match(word):
-                _read_override(flags, word, overrides, theirs)
+                _read_override(flags, word, overrides, theirs, argv)
             else:
                 raise UserError(_unexpected(word))
         except UserError as error:
             flags.problems += str(error).splitlines()
             # The words that follow belong to the same mistake, such as a value with blanks.
             del words[: len(values)]
+    of_guests: list[Assignment] = []
     for outcome in flags.guests.outcomes():
-        _take(flags, outcome, flags.assignments)
+        _take(flags, outcome, of_guests)
+    flags.problems += _contradictions(flags, of_guests)
+    flags.assignments += of_guests
     for project, content in theirs.items():
         _take(flags, translate(content, project), flags.assignments)
     flags.assignments += overrides
@@ -118,6 +123,23 @@ def _take(flags: Flags, outcome: Outcome, assignments: list[Assignment]) -> None
     flags.idle |= outcome.idle
     for dotted, ours in outcome.translation.items():
         assignments.append(Assignment(tuple(dotted.split(".")), ours.value, ours.key))
+
+
+def _contradictions(flags: Flags, of_guests: Sequence[Assignment]) -> Iterator[str]:
+    """One sentence for each flag of another project that sets a setting to another value than another flag does.
+
+    `of_guests` are the settings of flags that are not just another name of one setting. The last value of a repeated
+    flag counts.
+    """
+    aliases = [one for one in flags.assignments if one.source in flags.guests.aliases]
+    first = {one.path: one for one in flags.assignments if one not in aliases and one.source != "--suggest-layout"}
+    for theirs in {(one.path, one.source.replace("_", "-")): one for one in (*aliases, *of_guests)}.values():
+        other = first.setdefault(theirs.path, theirs)
+        if theirs.value != other.value and str(theirs.value) != str(other.value):
+            yield (
+                f"{theirs.source} and {other.source} contradict each other, because both set {'.'.join(theirs.path)}: "
+                "remove one of them"
+            )
 
 
 def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
@@ -141,7 +163,7 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     else:
         used = _read_setting(flags, flag, list(values))
         if equals and not used:
-            raise UserError(_not_a_switch(flag, text))
+            raise UserError(_not_a_switch(flags, flag, text))
     return 0 if equals else used
 
 
@@ -177,9 +199,19 @@ def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:
         flags.gpus = int(values[0])
 
 
-def _not_a_switch(flag: str, text: str) -> str:
-    name = flag[2:].removeprefix("no-")
-    return f"{flag} does not take the value {text!r}: write --{name} to turn it on, or --no-{name} to turn it off"
+def _not_a_switch(flags: Flags, flag: str, text: str) -> str:
+    name = flag[2:].replace("_", "-").removeprefix("no-")
+    sentence = f"{flag} does not take the value {text!r}"
+    if not (_is_flag(flags, name) and _is_flag(flags, f"no-{name}")):
+        return f"{sentence}: write {flag} without a value, or remove it"
+    return f"{sentence}: write --{name} to turn it on, or --no-{name} to turn it off"
+
+
+def _is_flag(flags: Flags, name: str) -> bool:
+    """Whether a flag of this name exists here or in another project."""
+    name = name.replace("-", "_")
+    switched = SETTINGS.get(name.removeprefix("no_"))
+    return (switched is not None and bool in switched.kinds) or flags.guests.find(name) is not None
 
 
 def _is_value(word: str) -> bool:
@@ -190,7 +222,7 @@ def _is_value(word: str) -> bool:
     """
     if word.startswith("--"):
         return False
-    key = word.partition("=")[0].lstrip("+~")
+    _, key, _ = _parts(word)
     section = key.partition(".")[0]
     if not _OVERRIDE.match(word):
         return True
@@ -217,7 +249,9 @@ def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
             return len(values)
         setting = aliased(found[1])
     if setting is not None:
-        value, used = _setting_value(setting, flag, values)
+        value, used = _setting_value(flags, setting, flag, values)
+        if found is not None:
+            flags.guests.aliases.add(flag)
         if setting.name in _ADDED_UP and isinstance(value, list):
             earlier = [one.value for one in flags.assignments if one.path == setting.path]
             value = [*(earlier[-1] if earlier else []), *value]
@@ -229,10 +263,10 @@ def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
     return used
 
 
-def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
+def _setting_value(flags: Flags, setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
     if bool in setting.kinds:
         if values and values[0].lower() in ("yes", "no", "on", "off", "1", "0"):
-            raise UserError(_not_a_switch(flag, values[0]))
+            raise UserError(_not_a_switch(flags, flag, values[0]))
         explicit = bool(values) and values[0].lower() in ("true", "false")
         return (values[0].lower() == "true" if explicit else True), int(explicit)
     if not values:
@@ -260,30 +294,90 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
 
 
-def _read_override(flags: Flags, word: str, overrides: list[Assignment], theirs: dict[str, dict[str, Any]]) -> None:
+def _read_override(
+    flags: Flags,
+    word: str,
+    overrides: list[Assignment],
+    theirs: dict[str, dict[str, Any]],
+    line: Sequence[str],
+) -> None:
     """Add the assignment of `section.setting=value` to `overrides`, or a key of another project and its value to those
-    of the project in `theirs`.
+    of the project in `theirs`. `line` is the whole command line.
 
     As in Hydra, `+` and `++` before a key change nothing about its value, `~` removes what was set before, and the last
     value of a key counts.
     """
-    signs = word[: len(word) - len(word.lstrip("+~"))]
-    key, _, text = word.removeprefix(signs).partition("=")
-    is_ours = any(key == setting.dotted for setting in SETTINGS.values())
-    project = None if is_ours else _project_with(key)
+    signs, key, text = _parts(word)
+    project = _project_with(key)
+    if _is_setting(key) and (project is not None or not signs):
+        # A key that both projects have is a setting, but may have a sign.
+        removed = [one for one in overrides if one.path == tuple(key.split("."))] if "~" in signs else []
+        for one in removed:
+            overrides.remove(one)
+        if "~" not in signs:
+            overrides.append(_parse_override(f"{key}={text}"))
+        elif not removed:
+            flags.idle[word] = _NOTHING_TO_REMOVE
+        return
+    if project is None and not _is_setting(key):
+        project = _project_meant(key, signs, line)
     if project is None and signs:
         raise UserError(_unexpected(word))
     if project is None:
         overrides.append(_parse_override(word))
         return
     values = theirs.setdefault(project, {})
-    removed = [known for known in values if known == key or known.startswith(f"{key}.")]
-    for known in removed:
-        del values[known]
+    known = [each for each in values if each == key or each.startswith(f"{key}.")]
+    for each in known:
+        del values[each]
     if "~" not in signs:
         values[key] = _plain_yaml(text)
-    elif not removed:
-        flags.idle[word] = "has no effect: nothing before it sets this key"
+    elif not known:
+        flags.idle[word] = _NOTHING_TO_REMOVE
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    """The signs of Hydra before a key, the key, and the text of its value."""
+    key, _, text = word.partition("=")
+    return key[: len(key) - len(key.lstrip("+~"))], key.lstrip("+~"), text
+
+
+def _is_setting(key: str) -> bool:
+    return tuple(key.split(".")) in BY_PATH
+
+
+def _projects_of(words: Sequence[str]) -> Set[str]:
+    """The projects whose keys a command line has, other than names of settings."""
+    keys = [_parts(word)[1] for word in words if _OVERRIDE.match(word)]
+    return {project for key in keys if not _is_setting(key) and (project := _project_with(key)) is not None}
+
+
+def _project_meant(key: str, signs: str, line: Sequence[str]) -> str | None:
+    """The project to which a key that no project has belongs, by its section; None if it rather is a setting.
+
+    A key without a sign belongs to a project only if the command line has other keys of that project.
+    """
+    path, section = tuple(key.split(".")), key.partition(".")[0]
+    if not signs and (key.rstrip(".") in SECTIONS or path[-1] in SETTINGS or _is_below_a_dict(path)):
+        return None
+    ours = [setting.dotted for setting in SETTINGS.values()]
+    projects = _projects_of(line)
+    for project, keys in _keys_of_guests().items():
+        is_theirs = any(each.startswith(f"{section}.") for each in keys)
+        if (signs and is_theirs) or (project in projects and (is_theirs or section not in SECTIONS)):
+            closest = get_close_matches(key, [*keys, *ours], n=1, cutoff=0.85)
+            return None if closest and closest[0] not in keys else project
+    return None
+
+
+def _keys_of_guests() -> Mapping[str, Collection[str]]:
+    return GUESTS.ask("name its keys", lambda guest: frozenset(guest.keys()))
+
+
+def _is_below_a_dict(path: tuple[str, ...]) -> bool:
+    """Whether a path is that of a key of a setting that is a dict, or of a skip role."""
+    within = (BY_PATH.get(path[:end]) for end in range(1, len(path)))
+    return any(setting is not None and dict in setting.kinds for setting in within) or is_skip_role(path)
 
 
 def _unexpected(word: str) -> str:
@@ -314,7 +408,8 @@ def _parse_override(word: str) -> Assignment:
         raise UserError(f"unknown setting {dotted}; write it as {misplaced.dotted}=")
     if (section := dotted.rstrip(".")) in SECTIONS:
         raise UserError(f"{section} is a section: write {section}.setting=value")
-    similar = nearest(dotted, [setting.dotted for setting in SETTINGS.values()])
+    known = [*(setting.dotted for setting in SETTINGS.values()), *chain(*_keys_of_guests().values())]
+    similar = nearest(dotted, known)
     raise UserError(f"unknown setting {dotted}{similar or '; --help lists all settings'}")
 
 

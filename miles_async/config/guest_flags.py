@@ -27,6 +27,8 @@ class GuestFlags:
 
     _values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By guest and flag."""
+    aliases: set[str] = field(default_factory=set)
+    """The flags on the command line that are other names of settings, as the user wrote them."""
 
     def find(self, name: str) -> tuple[str, Flag] | None:
         """The first guest that has a flag, which is given with underscores, and its rule; None if no guest has it."""

@@ -18,6 +18,7 @@ from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import Assignment, Flags, parse_flags
 from miles_async.config.generation import schedule_of
+from miles_async.config.guest_flags import GuestFlags
 from miles_async.config.hydra import composed
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
@@ -265,9 +266,11 @@ def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path, un
 
 
 def _hint(path: tuple[str, ...]) -> str:
-    """The correct path if the setting exists in another section, otherwise the most similar name."""
+    """The correct path if the setting exists in another section, the flag of the file, or the most similar name."""
     if (setting := SETTINGS.get(path[-1])) is not None:
         return f"; write it as {setting.dotted}"
+    if len(path) == 1 and GuestFlags().find(f"{path[0]}_config") is not None:
+        return f"; pass a file that begins with {path[0]}: as --{path[0]}-config"
     siblings = {known[-1] for known in BY_PATH if known[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}
     return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS), cutoff=0.75)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from miles_async.config.fields import SECTIONS, nearest
+from miles_async.config.fields import BY_PATH, SECTIONS, nearest
 from miles_async.guests import GUESTS
 from miles_async.plugins import errors_of
 
@@ -195,7 +195,9 @@ class Translator(Outcome):
             return f"{key} is a section of {self.project}: put settings below it"
         if hint := nearest(key, self.table, cutoff=0.85):
             return f"{key} is not a key of {self.project} that can be translated{hint}"
-        if key.partition(".")[0] in SECTIONS:
+        section, path = key.partition(".")[0], tuple(key.split("."))
+        is_shared = any(known.startswith(f"{section}.") for known in self.table)
+        if (section in SECTIONS and not is_shared) or any(path[:end] in BY_PATH for end in range(1, len(path) + 1)):
             return (
                 f"{key} is not a key of {self.project}, as the other keys of this file are: put settings of "
                 "miles_async into another file, and pass both with --config"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_async.guests import Guest
@@ -33,6 +33,11 @@ class Verl(Guest):
         from miles_async.compat.verl.translation import has_key
 
         return has_key(key)
+
+    def keys(self) -> Iterable[str]:
+        from miles_async.compat.verl.rules import TABLE
+
+        return TABLE
 
     def flags(self) -> Mapping[str, Flag]:
         from miles_async.compat.verl.rules import FLAGS

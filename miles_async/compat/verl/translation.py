@@ -321,6 +321,9 @@ class _Keys(CombinedKeys):
             self.set("algorithm.eps_clip", self.values[given[0]], given[0])
         if given := self.given(high, both)[:1]:
             self.set("algorithm.eps_clip_high", self.values[given[0]], given[0])
+        if len(self.given(low, high)) == 2:
+            self.number(both)
+            self.note("has no effect beside clip_ratio_low and clip_ratio_high", both)
         dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
         if mode == "vanilla" and dual in self.values:
             self.set("algorithm.eps_clip_c", self.values[dual], dual)

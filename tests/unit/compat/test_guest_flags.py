@@ -397,3 +397,40 @@ def test_every_flag_that_a_project_adds_is_known(project: str, modules: list[str
     flags = [flag for module in modules for flag in flags_added_in(folder / module)]
     assert len(flags) >= least
     assert [sentence for sentence in problems(" ".join(flags)) if sentence.startswith("unknown")] == []
+
+
+@pytest.mark.parametrize(
+    "line, setting",
+    [
+        ("--bf16 --precision fp32", "learner.precision"),
+        ("--precision fp32 --bf16", "learner.precision"),
+        ("--use-tis --off-policy-correction none", "algorithm.off_policy_correction"),
+        ("--use-tis --off-policy-correction sequence", "algorithm.off_policy_correction"),
+        ("--lr-warmup-iters 10 --lr-warmup-steps 3", "learner.lr_warmup_steps"),
+        ("--lr-warmup-steps 3 --lr-warmup-iters 10", "learner.lr_warmup_steps"),
+    ],
+)
+def test_a_flag_of_another_project_contradicts_another_value_of_the_same_setting(line: str, setting: str) -> None:
+    [problem] = problems(line)
+    assert all(word in problem for word in line.split() if word.startswith("--"))
+    assert problem.endswith(f"contradict each other, because both set {setting}: remove one of them")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--bf16 --precision bf16",
+        "--lr-warmup-iters 3 --lr-warmup-steps 3",
+        "--lr-warmup-iters 10 --lr_warmup_iters 3",
+        "--lr-warmup-iters 3 --lr-warmup-steps 10 --lr-warmup-steps 3",
+        "--bf16 learner.precision=fp32",
+    ],
+)
+def test_equal_values_repeated_flags_and_later_sources_do_not_contradict_a_flag(line: str) -> None:
+    assert problems(line) == []
+
+
+@pytest.mark.parametrize("flag", ["--swiglu=false", "--squared-relu=3"])
+def test_a_switch_without_a_negation_is_not_said_to_have_one(flag: str) -> None:
+    name, _, value = flag.partition("=")
+    assert problems(flag) == [f"{name} does not take the value {value!r}: write {name} without a value, or remove it"]

@@ -263,7 +263,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
             "actor_train.infer_batchsize is not a key of ROLL that can be translated; did you mean "
             "actor_train.infer_batch_size?",
         ),
-        (lambda roll: roll.update(sft_train={}), "sft_train is not a key of ROLL that can be translated: remove it"),
+        (lambda roll: roll.update(dpo_train={}), "dpo_train is not a key of ROLL that can be translated: remove it"),
         (
             lambda roll: roll.update(rollout={"rm_type": "math"}),
             "rollout.rm_type is not a key of ROLL, as the other keys of this file are: put settings of miles_async "
@@ -324,6 +324,21 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
 )
 def test_a_key_of_roll_without_a_counterpart_is_refused_with_one_sentence(edit: Edit, said: str) -> None:
     assert refusal(edit) == said
+
+
+@pytest.mark.parametrize(
+    "content, pipeline",
+    [
+        ({"student_pretrain": "a", "teacher_pretrain": "b", "student": {}, "seed": 1}, "distillation"),
+        ({"student_train": {}, "student_infer": {}}, "on-policy distillation"),
+        ({"sft_train": {}, "query_key": "a"}, "supervised fine-tuning"),
+        ({"actor_train": {}, "chosen_key": "a", "beta": 0.1}, "preference optimization"),
+    ],
+)
+def test_a_file_of_another_pipeline_of_roll_is_refused_with_one_sentence(content: Any, pipeline: str) -> None:
+    assert project_of(content) == "ROLL"
+    [problem] = translate(content, "ROLL").problems
+    assert f" belongs to ROLL's pipeline of {pipeline}: only files of its pipelines rlvr and agentic can be" in problem
 
 
 def test_all_refused_keys_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
@@ -416,6 +431,9 @@ def test_verls_older_switch_is_ignored_with_a_warning_beside_the_new_one() -> No
         ("+trainer.experiment_nam=x", "did you mean trainer.experiment_name?"),
         ("critic.foo=1", "critic.foo is not a key of verl that can be translated: remove it"),
         ("skip.rollout.enabled=True", "did you mean skip.rollout.enable?"),
+        ("+algorithm.foo=1", "algorithm.foo is not a key of verl that can be translated: remove it"),
+        ("+data.foo=1", "data.foo is not a key of verl that can be translated: remove it"),
+        ("data.max_prompt_lenght=9", "did you mean data.max_prompt_length?"),
     ],
 )
 def test_an_override_of_verl_without_a_counterpart_is_refused(word: str, said: str) -> None:

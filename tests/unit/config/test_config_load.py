@@ -169,6 +169,7 @@ def test_an_invalid_argument_is_reported_with_the_flag_and_the_nearest_name(argv
         ("learner: {rollout_batch_size: 3}", "write it as rollout.rollout_batch_size"),
         ("rollout_batch_size: 3", "write it as rollout.rollout_batch_size"),
         ("model: {tiny_model: {layers: 3}}", "unknown key model.tiny_model.layers; did you mean num_layers?"),
+        ("eval: {datasets: []}", "unknown key eval; pass a file that begins with eval: as --eval-config"),
         ("rollout: 3", "run.yaml: rollout is a section, but its value is 3"),
         ("- 1", "expected sections"),
         ("rollout: {num_rollout: many}", "run.yaml: rollout.num_rollout: input should be a valid integer"),

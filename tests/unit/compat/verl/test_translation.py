@@ -159,6 +159,62 @@ def test_a_tilde_removes_what_was_set_before() -> None:
     assert parsed.idle == {"~trainer.critic_warmup": "has no effect: nothing before it sets this key"}
 
 
+@pytest.mark.parametrize("word", ["~algorithm.gamma", "~algorithm.lam", "~algorithm.foo"])
+def test_a_tilde_before_a_key_of_verl_without_a_value_has_no_effect(word: str) -> None:
+    parsed = parse_flags([word])
+    assert parsed.problems == []
+    assert parsed.idle == {word: "has no effect: nothing before it sets this key"}
+
+
+def test_a_key_that_is_also_a_setting_may_be_added_and_removed() -> None:
+    assert of_command_line("++algorithm.gamma=0.9") == {"algorithm.gamma": 0.9}
+    assert of_command_line("algorithm.gamma=0.9", "~algorithm.gamma") == {}
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("algorithm.foo=1", "algorithm.foo is not a key of verl that can be translated: remove it"),
+        ("algorithm.use_pf_ppo=True", "algorithm.use_pf_ppo is not a key of verl that can be translated: remove it"),
+        (
+            "data.max_prompt_lenght=9",
+            "is not a key of verl that can be translated; did you mean data.max_prompt_length?",
+        ),
+        ("optim.foo=1e-6", "optim.foo is not a key of verl that can be translated: remove it"),
+        (
+            "rollout.rollout_batch_sise=3",
+            "unknown setting rollout.rollout_batch_sise; did you mean rollout.rollout_bat",
+        ),
+        (
+            "data.rollout_batch_size=3",
+            "unknown setting data.rollout_batch_size; write it as rollout.rollout_batch_size",
+        ),
+        ("learner.foo=3", "unknown setting learner.foo"),
+        ("algorithm=3", "algorithm is a section: write algorithm.setting=value"),
+    ],
+)
+def test_an_unknown_key_beside_keys_of_verl_is_one_of_verl_unless_a_setting_is_nearer(word: str, said: str) -> None:
+    for words in ([word, "trainer.nnodes=1"], ["trainer.nnodes=1", word]):
+        [problem] = parse_flags(words).problems
+        assert said in problem
+
+
+def test_settings_below_a_dict_are_no_keys_of_verl() -> None:
+    words = ["trainer.balance_batch=True", "engine.sglang_server_args.foo=1", "skip.reward.enable=True"]
+    assert parse_flags(words).problems == []
+
+
+CLIP = "actor_rollout_ref.actor.clip_ratio"
+
+
+def test_a_clip_ratio_beside_both_bounds_has_no_effect_and_must_be_valid() -> None:
+    parsed = parse_flags([f"{CLIP}=0.2", f"{CLIP}_low=0.1", f"{CLIP}_high=0.3"])
+    assert parsed.idle == {CLIP: "has no effect beside clip_ratio_low and clip_ratio_high"}
+    assert parse_flags([f"{CLIP}=0.2", f"{CLIP}_low=0.1"]).idle == {}
+    wrong = parse_flags([f"{CLIP}=abc", f"{CLIP}_low=0.1", f"{CLIP}_high=0.3"])
+    assert wrong.problems == [f"{CLIP} 'abc' is not a number of 0 or more: write a number"]
+
+
 @pytest.mark.parametrize("word", ["~rollout.num_rollout", "+rollout.num_rollout=3"])
 def test_settings_of_this_project_are_neither_added_nor_removed(word: str) -> None:
     [problem] = parse_flags([word]).problems
