@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import signal
 from collections.abc import Iterator
@@ -270,11 +271,13 @@ def test_reconnects_by_broadcast_leave_nothing_in_the_learner_and_in_sglang(
         source.connect([], {})
         source.connect([serving.engine], {})
 
-    reconnect()
+    for _ in range(3):
+        reconnect()
+    # What the last one used may still be about to end.
     before = held()
     for _ in range(20):
         reconnect()
-    wait_until(lambda: held() == before, f"{before} are left, and not {held()}")
+    wait_until(lambda: all(map(operator.le, held(), before)), f"more is left than {before}")
 
 
 def test_a_version_that_was_not_staged_is_not_sent(serving: Stack, source: WeightSource) -> None:
