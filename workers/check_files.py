@@ -16,8 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from miles_async.adapters.datasets.factory import eval_groups, first_epoch, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.sglang.light_tokenizer import LightTokenizer
@@ -34,6 +32,7 @@ from miles_async.config.schema import EvalDataset, RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
+from miles_async.models.lora import tensor_shapes
 from miles_async.models.mtp_heads import is_of_heads
 from miles_async.models.text_part import text_name
 from miles_async.modes.shipped import Supervised
@@ -307,15 +306,9 @@ def _tensor_names(folder: Path) -> list[str]:
     try:
         if index.is_file():
             return list(json.loads(index.read_bytes())["weight_map"])
-        # Only the headers are read.
-        return [name for file in sorted(folder.glob("*.safetensors")) for name in _names_of_file(file)]
-    except (KeyError, OSError, SafetensorError, TypeError, ValueError):
+        return list(tensor_shapes(folder))
+    except (KeyError, OSError, TypeError, UserError, ValueError):
         return []
-
-
-def _names_of_file(file: Path) -> list[str]:
-    with safe_open(file, framework="numpy") as tensors:
-        return list(tensors.keys())
 
 
 def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRow]:

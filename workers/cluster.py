@@ -369,12 +369,9 @@ class Cluster:
         Raises UserError if the Ray cluster has no free devices for another engine.
         """
         while len(self._engine_actors) < engines:
-            number = len(self._engine_actors)
-            name = f"engine-{number}"
             devices = self._free_devices.pop() if self._free_devices else await self._reserve_engine()
-            actors = self._create_engine(devices, name, number, self.handles.checkpoint)
-            self._engine_actors[name] = actors
-            await _unless_lost(self.rollout.current.add_engine.remote(name, actors))
+            name = self._create_engine(devices, self.handles.checkpoint)
+            await _unless_lost(self.rollout.current.add_engine.remote(name, self._engine_actors[name]))
             log.info("engine is being added", engine=name)
         while len(self._engine_actors) > engines:
             name, actors = list(self._engine_actors.items())[-1]
@@ -479,13 +476,14 @@ class Cluster:
         return url
 
     async def _start_engines(self, placement: Placement, checkpoint: str) -> list[EngineInfo]:
-        names = [f"engine-{number}" for number in range(len(placement.plan.engines))]
-        for number, (name, bundles) in enumerate(zip(names, placement.plan.engines, strict=True)):
-            self._engine_actors[name] = self._create_engine(EngineDevices(placement, bundles), name, number, checkpoint)
+        devices = [EngineDevices(placement, bundles) for bundles in placement.plan.engines]
+        names = [self._create_engine(one, checkpoint) for one in devices]
         return await _gather(*map(self._start_engine, names))
 
-    def _create_engine(self, devices: EngineDevices, name: str, number: int, checkpoint: str) -> list[ActorHandle[Any]]:
-        """Create the actors of engine `number`, one per node, without starting their servers."""
+    def _create_engine(self, devices: EngineDevices, checkpoint: str) -> str:
+        """Create the actors of a further engine, one per node, without starting their servers. Returns its name."""
+        number = len(self._engine_actors)
+        name = f"engine-{number}"
         self._engine_devices[name] = devices
         placement = devices.placement
         nodes, actors = by_node(devices.bundles), []
@@ -504,7 +502,8 @@ class Cluster:
             )
             options = placement.actor_options(node_bundles[0], ENGINE_GPU_FRACTION)
             actors.append(self._server(Engine, _actor_name(name, rank), spec, options))
-        return actors
+        self._engine_actors[name] = actors
+        return name
 
     async def _start_engine(self, name: str) -> EngineInfo:
         began = time.monotonic()

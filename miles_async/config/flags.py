@@ -132,7 +132,8 @@ def _contradictions(flags: Flags, of_guests: Sequence[Assignment]) -> Iterator[s
     flag counts.
     """
     aliases = [one for one in flags.assignments if one.source in flags.guests.aliases]
-    first = {one.path: one for one in flags.assignments if one not in aliases and one.source != "--suggest-layout"}
+    others = {*flags.guests.aliases, "--suggest-layout"}
+    first = {one.path: one for one in flags.assignments if one.source not in others}
     for theirs in {(one.path, one.source.replace("_", "-")): one for one in (*aliases, *of_guests)}.values():
         other = first.setdefault(theirs.path, theirs)
         if theirs.value != other.value and str(theirs.value) != str(other.value):
@@ -308,7 +309,8 @@ def _read_override(
     value of a key counts.
     """
     signs, key, text = _parts(word)
-    project = _project_with(key)
+    # Other projects are asked only if need be, because that imports their tables.
+    project = None if _is_setting(key) and not signs else _project_with(key)
     if _is_setting(key) and (project is not None or not signs):
         # A key that both projects have is a setting, but may have a sign.
         removed = [one for one in overrides if one.path == tuple(key.split("."))] if "~" in signs else []

@@ -243,7 +243,7 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
                 f"the adapter in lora_load {folder} has the {what} {theirs}, but the settings say {ours}: adjust "
                 f"{setting}, or set another lora_load"
             )
-    path, shapes = folder / TENSORS, _shapes(checkpoint)
+    path, shapes = folder / TENSORS, tensor_shapes(checkpoint)
     if not path.is_file():
         raise UserError(f"lora_load {folder} has no {TENSORS}: use a complete adapter in safetensors format")
     header = _read_header(path)
@@ -279,7 +279,7 @@ def base_hash(checkpoint: Path) -> str:
     """
     config = json.loads((checkpoint / "config.json").read_text())
     content = {name: value for name, value in config.items() if name not in _VOLATILE}
-    shapes = _shapes(checkpoint)
+    shapes = tensor_shapes(checkpoint)
     digest = hashlib.sha256(json.dumps([content, sorted(shapes.items())], sort_keys=True).encode())
     chosen = set(sorted(shapes)[:: max(1, len(shapes) // _HASHED_TENSORS)])
     beginnings = {}
@@ -297,10 +297,10 @@ def base_hash(checkpoint: Path) -> str:
 
 def expert_layers(checkpoint: Path) -> set[str]:
     """The last part of the names of the experts' layers in a checkpoint, such as `gate_proj`."""
-    return {match[1] for name in _shapes(checkpoint) if (match := _EXPERT_LAYER.search(name))}
+    return {match[1] for name in tensor_shapes(checkpoint) if (match := _EXPERT_LAYER.search(name))}
 
 
-def _shapes(checkpoint: Path) -> dict[str, list[int]]:
+def tensor_shapes(checkpoint: Path) -> dict[str, list[int]]:
     """The shapes of all tensors of a checkpoint."""
     return dict(_named_shapes(checkpoint))
 

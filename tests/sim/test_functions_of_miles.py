@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,18 +17,13 @@ from miles_async.rollout.contract import call_rollout_function
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Sample, SampleStatus
 from tests.sim.test_building_blocks import FakeGenerator, Prompts, Run, WorkerRun, config, group
-from tests.unit.compat.slime_names import names_of_slime
+from tests.unit.compat.slime_names import names_of_slime, of_miles
 
 
 @pytest.fixture(autouse=True)
 def names() -> Iterator[None]:
     with names_of_slime():
         yield
-
-
-def of_miles(module: str) -> Any:
-    """A module of Miles, as functions of users import it."""
-    return importlib.import_module(f"miles.rollout.{module}")
 
 
 class Source(Prompts):
@@ -85,14 +79,7 @@ async def test_one_object_generates_the_batches_of_a_run_and_evaluates() -> None
     scores = await call_rollout_function(evaluations, args, 4, source, evaluation=True)
     assert (len(groups), scores) == (3, {"mine": {"rewards": [1.0], "truncated": [False]}})
     fewer = args.with_values(rollout_batch_size=1)
-    groups = await call_rollout_function(
-        batches,
-        fewer,
-        4,
-        source,
-        evaluation=False,
-        metrics=metrics,
-    )
+    groups = await call_rollout_function(batches, fewer, 4, source, evaluation=False, metrics=metrics)
     assert len(groups) == 1, "a call that replaces groups asks for fewer"
     assert metrics["seen"] == [(4, False, 7), (4, True, None), (4, False, 7)]
     assert Remembers.created == 1
@@ -112,14 +99,7 @@ async def test_a_class_derived_from_that_of_miles_generates_a_batch_and_adds_met
     run, metrics = Run(), dict[str, Any]()
     args = run.args(rollout_batch_size=2, over_sampling_batch_size=4)
     called = rollout(WithMetrics)
-    groups: Any = await call_rollout_function(
-        called,
-        args,
-        0,
-        source,
-        evaluation=False,
-        metrics=metrics,
-    )
+    groups: Any = await call_rollout_function(called, args, 0, source, evaluation=False, metrics=metrics)
     assert [sample.reward for group in groups for sample in group] == [1.0] * 4
     assert metrics["groups"] == 2
     assert {id(loop) for loop in run.generator.loops} == {id(asyncio.get_running_loop())}
@@ -130,13 +110,7 @@ async def test_a_class_derived_from_that_of_miles_generates_a_batch_and_adds_met
 async def test_a_class_derived_from_that_of_miles_evaluates_as_the_run_does() -> None:
     base = of_miles("inference_rollout.inference_rollout_common").InferenceRolloutFn
     source: Any = Source()
-    scores = await call_rollout_function(
-        rollout(base),
-        Run().args(),
-        5,
-        source,
-        evaluation=True,
-    )
+    scores = await call_rollout_function(rollout(base), Run().args(), 5, source, evaluation=True)
     assert scores == {"held_out": {"rewards": [5.0], "truncated": [False]}}
     assert source.loops == [asyncio.get_running_loop()]
 

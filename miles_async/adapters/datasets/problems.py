@@ -56,8 +56,8 @@ class FileProblems:
         """Raises UserError if one of the first `CHECKED_AT_START` rows is invalid.
 
         A later invalid row raises DataRowError when it is read. `data` names the keys of a row, which may lack those of
-        metadata and tools. `complaint` returns what is wrong with the metadata and the label of a row. `indices` means
-        that a prompt may be a whole number, which becomes its text: a function of the user finds the task by it.
+        metadata and tools. `complaint` returns what is wrong with the metadata and the label of a row. With
+        `indices`, a prompt may be a whole number, such as the index of a task. A function of the user gets it as text.
         """
         self._rows = rows
         self._data = data

@@ -95,10 +95,10 @@ class SamplingParams:
 
 
 def sampling_seed(seed: int | None, index: int | None) -> dict[str, int]:
-    """The sampling parameter of the sample with this index at engines that sample with a seed per request.
+    """The sampling parameter for the sample with this index, for engines that sample with a seed per request.
 
-    `seed` is that of the run. SGLang gives requests without this parameter the same seed, so all samples of a prompt
-    would be equal. Empty for other engines, for which `seed` is None, and for a sample without an index.
+    `seed` is the seed of the run; None for other engines. SGLang gives all requests without this parameter the same
+    seed, so all samples of a prompt would be equal. The result is empty without a `seed` or an `index`.
     """
     return {} if seed is None or index is None else {"sampling_seed": seed + index}
 

@@ -37,9 +37,11 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             "adapter: remove it"
         )
     shape = shape_of(config.model)
-    is_folder = checkpoint is not None and (Path(checkpoint).expanduser() / "config.json").is_file()
+    base = None if checkpoint is None else Path(checkpoint).expanduser()
+    if base is not None and not (base / "config.json").is_file():
+        base = None
     if shape is not None and shape.experts:
-        yield from _experts(config, Path(checkpoint).expanduser() if checkpoint is not None and is_folder else None)
+        yield from _experts(config, base)
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
         yield (
             f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
@@ -49,7 +51,7 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"
     if learner.transformer_impl == "transformer_engine":
         yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
-    if checkpoint is not None and is_folder:
+    if checkpoint is not None and base is not None:
         source = source_of(learner.megatron_to_hf_mode, checkpoint, trains_adapter=True)
         if source == "bridge":
             yield (
@@ -59,14 +61,14 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if learner.lora_load is None:
         return
     folder = Path(learner.lora_load).expanduser()
-    if checkpoint is not None and is_folder:
-        check_adapter(folder, wanted, Path(checkpoint).expanduser())
+    if base is not None:
+        check_adapter(folder, wanted, base)
     else:  # it is compared with the model when that has been made, converted or downloaded
         read_config(folder)
 
 
 def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
-    """What is refused of a model with experts. `checkpoint` is its folder, if it is one."""
+    """What is refused of a model with experts. `checkpoint` is its folder; None if it is read when the run starts."""
     learner = config.learner
     others = [name for name in FEED_FORWARD if name not in learner.lora_modules]
     if others and len(others) < len(FEED_FORWARD):

@@ -35,11 +35,11 @@ class MegatronSwitches(Section):
     """Sort the tokens of a mixture-of-experts layer by expert in one kernel. If unset, this is on with Transformer
     Engine's layers; Megatron-Bridge decides about its models."""
     moe_router_fusion: bool | None = None
-    """Choose the experts of each token in one kernel of Transformer Engine, which needs its layers and knows no
-    moe_router_dtype fp64. If unset, this is off; Megatron-Bridge decides about its models."""
+    """Choose the experts of each token in one kernel of Transformer Engine, which needs its layers and does
+    not support moe_router_dtype fp64. If unset, this is off; Megatron-Bridge decides about its models."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
-    """Precision in which the routers of experts compute their scores. If unset, it is that of the model, as precision
-    sets it; Megatron-Bridge decides about its models."""
+    """Precision in which the routers of experts compute their scores. If unset, it is the precision of the model,
+    except that Megatron-Bridge decides about its models."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach the ranks of their experts. flex uses DeepEP, a package that has to be installed, which needs
     expert parallelism. CPU machines always use allgather."""

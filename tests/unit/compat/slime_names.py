@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,11 @@ def forget(before: set[str]) -> None:
     for added in sys.modules.keys() - before:
         if added.partition(".")[0] in (*PROJECTS, "examples"):
             del sys.modules[added]
+
+
+def of_miles(module: str) -> Any:
+    """A module of Miles below `miles.rollout`, as functions of users import it."""
+    return importlib.import_module(f"miles.rollout.{module}")
 
 
 def checkout(project: str) -> Path:

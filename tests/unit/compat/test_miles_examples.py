@@ -48,14 +48,7 @@ async def test_the_rollout_class_of_an_example_adds_the_metrics_of_its_agents(
     function = load_function("generate.RolloutFn", setting="rollout_function_path")
     source: Any = Agents()
     args, metrics = Run().args(rollout_batch_size=2), dict[str, Any]()
-    groups: Any = await call_rollout_function(
-        function,
-        args,
-        0,
-        source,
-        evaluation=False,
-        metrics=metrics,
-    )
+    groups: Any = await call_rollout_function(function, args, 0, source, evaluation=False, metrics=metrics)
     assert [sample.reward for group in groups for sample in group] == [1.0] * 4
     assert (metrics["agent/turns_mean"], metrics["agent/total_time_max"]) == (3.0, 2.0)
 

@@ -89,7 +89,7 @@ def started(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Placement, method, lambda self, *arguments: None, raising=False)
     made._placements.append(created)
     devices = EngineDevices(created, created.plan.engines[0])
-    made._engine_actors["engine-0"] = made._create_engine(devices, "engine-0", 0, "")
+    made._create_engine(devices, "")
     return made
 
 

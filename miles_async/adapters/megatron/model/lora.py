@@ -101,7 +101,8 @@ class Adapters(Module):
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
             is_split = axis == (0 if self._splits_output else 1)
-            # The norm of the gradients counts a parameter of this attribute, and of other ones that of the first rank.
+            # Megatron's norm of the gradients counts a parameter with this attribute. It counts others on the first
+            # rank of the dense layers' group, which need not be the first rank of an expert's group.
             is_counted = is_split or self.group.rank() == 0
             set_tensor_model_parallel_attributes(made, is_counted, axis if is_split else -1, 1)
             # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
@@ -126,10 +127,10 @@ class Adapters(Module):
         return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self._splits_output))
 
     def _shared(self, matrix: Tensor, *, is_whole: bool) -> Tensor:
-        """A or B of experts for a pass. `is_whole` says whether every rank of the group has all of it.
+        """A or B as a forward pass uses it. `is_whole` says whether every rank of the group has the whole matrix.
 
-        Ranks that divide an expert have the same tokens. The dispatcher adds up their outputs, and the gradients of
-        their inputs. So only the gradient of a matrix that each of them has remains to be added up.
+        Ranks that divide an expert have the same tokens. The dispatcher adds up their outputs and the gradients of
+        their inputs. If every rank has the whole matrix, its gradients have to be added up too.
         """
         return copy_to_tensor_model_parallel_region(matrix, self.group) if self.of_expert and is_whole else matrix
 

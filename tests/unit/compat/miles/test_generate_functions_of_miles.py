@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from miles_async.compat.miles.forms import in_slimes_form
 from miles_async.config.user_functions import load_function, with_keywords
 from miles_async.types import Sample, SampleStatus
-from tests.unit.compat.slime_names import names_of_slime
+from tests.unit.compat.slime_names import names_of_slime, of_miles
 from tests.unit.rollout.test_generate_functions import generating_with, one
 
 
@@ -19,11 +18,6 @@ from tests.unit.rollout.test_generate_functions import generating_with, one
 def names() -> Iterator[None]:
     with names_of_slime():
         yield
-
-
-def of_miles(module: str) -> Any:
-    """A module of Miles, as functions of users import it."""
-    return importlib.import_module(f"miles.rollout.{module}")
 
 
 def load(name: str, *, evaluation: bool = False) -> Any:
