@@ -71,5 +71,5 @@ def test_an_invalid_task_is_refused_in_one_sentence(data: dict[str, Any], compla
 def test_a_task_without_single_answers_cannot_warm_start() -> None:
     source = open_gym(reasoning_gym_task="propositional_logic", reasoning_gym_settings={}, eval_size=0)
     assert isinstance(source.get_samples(1)[0][0], Sample)
-    with pytest.raises(UserError, match="set warm_start_max_steps to 0"):
+    with pytest.raises(UserError, match="or warm_start_max_steps to 0"):
         next(source.warm_start_problems())

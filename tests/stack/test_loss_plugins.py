@@ -89,8 +89,8 @@ MINE: dict[str, Any] = {
 
 def train(root: Path, name: str, **settings: Any) -> None:
     """Two optimizer steps on the same samples, so that the second has ratios to clip."""
-    config = run_config(lr=1e-3, num_steps_per_rollout=2, **settings)
-    assert problems(config, "train.py") == problems(run_config(), "train.py")
+    config = run_config(n_samples_per_prompt=4, lr=1e-3, num_steps_per_rollout=2, **settings)
+    assert problems(config, "train.py") == problems(run_config(n_samples_per_prompt=4), "train.py")
     with learning(root / "tiny", config) as learner:
         [steps] = rank_batches(uneven_groups(0) * 2, config, 1)
         metrics = dict(learner.train(0, steps).metrics)
