@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from miles_async.config.device_plan import demand_of
-from miles_async.config.generation import generates
+from miles_async.config.generation import adapter_versions_of, generates
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
-from miles_async.models.lora import elements_of_attention, elements_of_feed_forward, elements_of_head
+from miles_async.models.lora import (
+    buffered_modules,
+    elements_of_attention,
+    elements_of_feed_forward,
+    elements_of_head,
+)
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
 from miles_async.planning.plan import (
@@ -165,7 +170,7 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        adapters=_adapters_per_layer(config, split_of(learner)),
+        adapters=_adapters_per_layer(config, split_of(learner), learner.lora_modules),
         head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
         heads=mtp_heads(config),
         # Without its adapters, the policy is its own reference model.
@@ -192,15 +197,15 @@ def adapter_elements(config: RunConfig) -> int | None:
     shape = shape_of(config.model)
     if shape is None:
         return None
-    return shape.layers * _adapters_per_layer(config, Split()).total + _head_adapter(config, 1) or None
+    per_layer = _adapters_per_layer(config, Split(), config.learner.lora_modules)
+    return shape.layers * per_layer.total + _head_adapter(config, 1) or None
 
 
-def _adapters_per_layer(config: RunConfig, split: Split) -> Weights:
-    """Elements of the adapters of a layer on a rank; 0 without adapters, or if no shape is known."""
-    shape, learner = shape_of(config.model), config.learner
-    if shape is None or not learner.lora_rank:
+def _adapters_per_layer(config: RunConfig, split: Split, modules: Sequence[str]) -> Weights:
+    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known."""
+    shape, rank = shape_of(config.model), config.learner.lora_rank
+    if shape is None or not rank:
         return Weights()
-    rank, modules = learner.lora_rank, learner.lora_modules
     attention = elements_of_attention(shape, rank, modules, split.tensor)
     if shape.experts is None:
         return Weights(attention + elements_of_feed_forward(shape, rank, modules, split.tensor))
@@ -216,6 +221,17 @@ def _head_adapter(config: RunConfig, tensor: int) -> int:
     return elements_of_head(shape, learner.lora_rank, learner.lora_modules, tensor)
 
 
+def _adapter_buffers(config: RunConfig) -> int:
+    """Elements of the buffers of a rank of an engine: for each version that it may hold, and for the model itself."""
+    shape, versions = shape_of(config.model), adapter_versions_of(config)
+    if shape is None or versions is None:
+        return 0
+    ranks = config.engine.rollout_num_gpus_per_engine
+    split = Split(tensor=ranks, expert_tensor=ranks)
+    per_layer = _adapters_per_layer(config, split, buffered_modules(config.learner.lora_modules))
+    return (versions.resident + 1) * (shape.layers * per_layer.total + _head_adapter(config, ranks))
+
+
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:
     """What determines the memory of the ranks of an engine on GPUs with `card` bytes."""
     arguments = config.engine.sglang_server_args
@@ -227,6 +243,7 @@ def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:
         width=width,
         cache_width=1 if cache.startswith("fp8") else width,
         fraction=float(fraction) if isinstance(fraction, int | float) else None,
+        adapters=_adapter_buffers(config),
         card=card,
     )
 

@@ -141,8 +141,10 @@ def _memory_rows(plan: MemoryPlan | None, precision: str) -> list[TableRow]:
     if plan.engine is not None:
         engine = plan.engine
         tokens = f" for {engine.tokens:,} tokens" if engine.per_token else ""
-        parts = f"weights {gib_text(engine.weights)}, KV cache {gib_text(engine.cache)}{tokens}"
-        rows.append(("engine", gib_text(engine.weights + engine.cache), f"on each rank: {parts}"))
+        adapters = f", adapters {gib_text(engine.adapters)}" if engine.adapters else ""
+        parts = f"weights {gib_text(engine.weights)}{adapters}, KV cache {gib_text(engine.cache)}{tokens}"
+        whole = engine.weights + engine.adapters + engine.cache
+        rows.append(("engine", gib_text(whole), f"on each rank: {parts}"))
     return rows
 
 

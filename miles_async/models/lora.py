@@ -45,6 +45,7 @@ MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
 """The linear layers under the names that Megatron-Bridge, and with it verl, ROLL and Miles, give them."""
 LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
 """The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
@@ -89,6 +90,12 @@ def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tupl
     if not left:
         raise UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
     return left
+
+
+def buffered_modules(modules: Sequence[str]) -> list[str]:
+    """The layers for whose adapters SGLang has buffers if these layers have adapters."""
+    joined = {name for group in _JOINED if not {*group}.isdisjoint(modules) for name in group}
+    return [name for name in (*MODULES, HEAD) if name in joined or name in modules]
 
 
 def elements_of_attention(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:

@@ -294,6 +294,8 @@ class EngineJob:
     """Bytes of an element of the KV cache."""
     fraction: float | None = None
     """SGLang's `mem_fraction_static`: part of the card for weights and KV cache. None is SGLang's default."""
+    adapters: int = 0
+    """Elements of the buffers for all adapters that an engine may hold, on each rank."""
     card: int
     """Bytes of the card."""
 
@@ -303,12 +305,14 @@ class EngineMemory:
     """Memory of each rank of an engine, in bytes."""
 
     weights: int
+    adapters: int
+    """For the buffers of adapters."""
     cache: int
-    """For the KV cache; negative if the weights do not fit."""
+    """For the KV cache; negative if weights and adapters do not fit."""
     per_token: float
     """Bytes of a token in the KV cache; 0 if the model has none."""
     fraction: float
-    """Part of the card for weights and KV cache."""
+    """Part of the card for weights, adapters and KV cache."""
 
     @property
     def tokens(self) -> int:
@@ -323,8 +327,9 @@ def plan_engine(job: EngineJob) -> EngineMemory:
     fraction = default_fraction(job.card, job.ranks) if job.fraction is None else job.fraction
     of_kinds = [kind.attention.cache(split) for kind in job.model.kinds]
     per_token = sum(of_kinds[layer] for layer in job.model.layers) * job.cache_width
-    cache = int(fraction * job.card) - weights
-    return EngineMemory(weights=weights, cache=cache, per_token=per_token, fraction=fraction)
+    adapters = job.adapters * job.width
+    cache = int(fraction * job.card) - weights - adapters
+    return EngineMemory(weights=weights, adapters=adapters, cache=cache, per_token=per_token, fraction=fraction)
 
 
 def default_fraction(card: int, ranks: int) -> float:

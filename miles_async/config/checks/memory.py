@@ -73,11 +73,13 @@ def _device_problems(config: RunConfig, model: Architecture, plan: MemoryPlan) -
             f"{gib_text(plan.room)}: {_advice(config, model, plan.card, _learner_changes(config), of_learner=True)}"
         )
     if engine is not None and not plan.engine_fits:
-        need = engine.weights + int(plan.longest * engine.per_token)
+        need = engine.weights + engine.adapters + int(plan.longest * engine.per_token)
+        adapters = f", {gib_text(engine.adapters)} of buffers for adapters" if engine.adapters else ""
         yield (
-            f"an engine rank needs {gib_text(need)} for its weights and the {plan.longest} tokens of the longest "
-            f"sample, but {card} leaves {gib_text(int(engine.fraction * plan.card))} for them (mem_fraction_static "
-            f"{engine.fraction:g}): {_advice(config, model, plan.card, _engine_changes(config), of_learner=False)}"
+            f"an engine rank needs {gib_text(need)} for its weights{adapters} and the {plan.longest} tokens of the "
+            f"longest sample, but {card} leaves {gib_text(int(engine.fraction * plan.card))} for them "
+            f"(mem_fraction_static {engine.fraction:g}): "
+            f"{_advice(config, model, plan.card, _engine_changes(config), of_learner=False)}"
         )
 
 
@@ -166,6 +168,10 @@ def _engine_changes(config: RunConfig) -> list[Change]:
     arguments = engine.sglang_server_args
     for fraction in (0.85, 0.9):
         changes.append({"sglang_server_args": arguments | {"mem_fraction_static": fraction}})
+    if config.learner.lora_rank:
+        limit = config.rollout.max_weight_staleness or 0
+        changes += [{"max_weight_staleness": limit >> number} for number in range(1, limit.bit_length())]
+        changes.append({"lora_rank": config.learner.lora_rank // 2})
     return changes
 
 

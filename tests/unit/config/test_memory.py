@@ -319,6 +319,22 @@ def test_the_plan_counts_adapters_of_the_experts_that_a_rank_holds(tmp_path: Pat
     assert adapter_elements(config) == 48 * 8 * (2 * (4096 + 2048) + 2 * (512 + 2048) + 128 * 3 * (768 + 2048))
 
 
+def test_an_engine_whose_adapters_do_not_fit_is_refused_with_a_limit_that_fits(tmp_path: Path) -> None:
+    """An adapter of rank 64 has 3.4 billion elements. An engine has room for ten versions, and for the model itself."""
+    adapters = {"lora_rank": 64, "max_weight_staleness": 8, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2}
+    config = job(tmp_path, "Qwen3-30B-A3B", **EIGHT_PARTS | adapters)
+    [problem] = [one for one in memory_problems(config) if one.startswith("an engine rank")]
+    assert "of buffers for adapters and the 8192 tokens of the longest sample" in problem
+    assert "or max_weight_staleness" in problem or "set max_weight_staleness" in problem
+
+
+def test_the_table_shows_the_memory_of_an_engine_s_adapters(tmp_path: Path) -> None:
+    config = job(tmp_path, "Qwen3-4B", rollout_num_gpus=8, lora_rank=32, max_weight_staleness=2)
+    engine = next(line for line in table(config, "train_async.py").splitlines() if line.startswith("engine "))
+    # Five buffers of 66,060,288 elements in bf16.
+    assert "weights 7.5 GiB, adapters 0.6 GiB, KV cache" in engine
+
+
 def test_the_optimizer_first_copies_the_weights_of_all_ranks_to_main_memory(tmp_path: Path) -> None:
     config = job(tmp_path, "Qwen3-4B", actor_num_nodes=8, optimizer_cpu_offload=True)
     model = planned_model(config)
