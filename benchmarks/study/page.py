@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import KEY_LIMITS, SEEDS, STALE, WINDOW, Cell, Outcome, cells
+from benchmarks.study.runs import KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -27,10 +27,6 @@ stack. Every run trains the same number of samples. Accuracy is greedy, on 512 h
 trains and publishes in turns. Its samples are fresh, except for the surplus of over-sampling, which the next batch
 uses. `make study` repeats the measurement. It continues where it was interrupted, and the results are in
 `benchmarks/results/study/`.
-
-These runs divided the advantages of a group by the standard deviation with n in its denominator. GRPO now takes n - 1,
-as slime does, so that the advantages of a group of four are 13 % smaller. Adam's step does not depend on their scale,
-except where gradients are clipped.
 """
 
 
@@ -156,7 +152,8 @@ def _summary(runs: Runs, waits: Runs) -> str:
     for limit in LIMITS:
         for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
             name = (f"limit {limit}", STALE + variant)
-            if name in runs and FRESH in runs:
+            # One seed says nothing about a difference.
+            if FRESH in runs and len(runs.get(name, ())) > 1:
                 age = fmean(run.staleness for run in runs[name].values())
                 sentences.append(
                     f"- With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
@@ -174,17 +171,18 @@ def _summary(runs: Runs, waits: Runs) -> str:
 
 def _really_stale(runs: Runs) -> str:
     planned = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
-    names = [name for name in planned if name in runs]
+    names = sorted((name for name in planned if name in runs), key=lambda name: limit_of(name[0]))
     if FRESH not in runs:
         return ""
     return f"""
 ## When samples are really stale
 
-In these runs, a hook waits before each reward, as a slow grader does, and many groups are in flight: 192 under a limit
-of 4, and 896 under a limit of 16, with batches of 64 (`benchmarks/study/slow_grader.py`). The samples are then on
-average at least 60 % as old as the limit allows. The tables below have the same job without the waits, where generation
-is the bottleneck and the mean staleness is about 1 at every limit. The runs in turns of this table have no surplus of
-over-sampling, so that their staleness is 0. They began with the same warm start as the other runs of the table.
+In these runs, a hook waits before each reward, as a slow grader does, and many groups are in flight: from 64 under a
+limit of 1 to 896 under a limit of 16, with batches of 64 (`benchmarks/study/slow_grader.py`). A row ends with the first
+run whose samples are on average less than {LEAST_SHARE:.0%} as old as the limit allows, which happens on a slow
+machine. The tables below have the same job without the waits, where generation is the bottleneck and the mean staleness
+is about 1 at every limit. The runs in turns of this table have no surplus of over-sampling, so that their staleness is
+0. They began with the same warm start as the other runs of the table.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
@@ -332,6 +330,10 @@ def _same_samples(runs: Runs) -> str:
         return ""
     return f"""
 ## The shipped limit of 2, at the same number of samples
+
+The runs of this section and the next one divided the advantages of a group by the standard deviation with n in its
+denominator. GRPO now takes n - 1, as slime does, so that the advantages of a group of four are 13 % smaller. Adam's
+step does not depend on their scale, except where gradients are clipped.
 
 {_table(runs, [IN_TURNS, SHIPPED, ("limit 2", "shuffled")])}
 

@@ -64,6 +64,11 @@ KEY_LIMITS = (1, 2, -1)
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
+def limit_of(schedule: str) -> int:
+    """The staleness limit of a schedule; 0 in turns."""
+    return 0 if schedule == "in turns" else int(schedule.removeprefix("limit "))
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the study."""
@@ -84,9 +89,7 @@ class Cell:
 
     def is_too_fresh(self, outcome: Outcome) -> bool:
         """Whether samples should have been really stale and were not."""
-        if self.schedule == "in turns" or not self.variant.startswith(STALE):
-            return False
-        return outcome.staleness < LEAST_SHARE * int(self.schedule.removeprefix("limit "))
+        return self.variant.startswith(STALE) and outcome.staleness < LEAST_SHARE * limit_of(self.schedule)
 
     def command(self, run_dir: Path) -> list[str]:
         entry, schedule = ("train.py", []) if self.schedule == "in turns" else ("train_async.py", self._asynchronous())
