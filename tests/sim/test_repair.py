@@ -285,7 +285,7 @@ def test_a_restarted_engine_that_no_router_takes_joins_later_without_another_sta
         refused = 0
 
         async def admit(self, engine: str) -> None:
-            if self._clock.monotonic() < restarted_at + 20:
+            if self._clock.monotonic() < restarted_at + 30:
                 self.refused += 1
                 if dies_while_waiting and self.refused == 2:
                     self._die(engine)
