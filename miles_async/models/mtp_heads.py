@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
+
+from miles_async.models.text_part import text_config
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def layers_of_heads(config: Mapping[str, Any]) -> range:
+    """The numbers of the layers that are MTP heads by a checkpoint's `config.json`; empty if it counts none."""
+    config = text_config(config)
+    layers, heads = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+    return range(layers, layers + heads)
 
 
 def is_of_heads(name: str, further: Container[int]) -> bool:

@@ -275,7 +275,7 @@ def test_an_engine_that_generates_no_token_after_a_restart_never_joins(engines: 
     assert world.fleet.routed() == ("engine-1",)
 
 
-@pytest.mark.parametrize(("dies_while_waiting", "starts"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("dies_while_waiting, starts", [(False, 1), (True, 2)])
 def test_a_restarted_engine_that_no_router_takes_joins_later_without_another_start(
     dies_while_waiting: bool, starts: int
 ) -> None:
