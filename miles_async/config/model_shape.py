@@ -126,7 +126,7 @@ def context_limit(config: RunConfig) -> int | None:
 
 def _context_length(hf_checkpoint: str) -> int | None:
     """The context of the model in tokens; None if `config.json` does not define it."""
-    config = _read_config(hf_checkpoint)
+    config: Mapping[str, Any] = _read_config(hf_checkpoint)
     config = config if "max_position_embeddings" in config else text_config(config)
     if (positions := config.get("max_position_embeddings")) is None:
         return None
