@@ -33,7 +33,7 @@ from miles_async.config.schema.model import hub_name
 from miles_async.config.table import TableRow, parallel_layout
 from miles_async.errors import TemplateError, TrajectoryError, UserError, collected, raise_collected
 from miles_async.models.lora import tensor_shapes
-from miles_async.models.mtp_heads import is_of_heads
+from miles_async.models.mtp_heads import is_of_heads, layers_of_heads
 from miles_async.models.text_part import text_name
 from miles_async.modes.shipped import Supervised
 from miles_async.rewards.factory import RunRewards
@@ -289,11 +289,9 @@ def _check_mtp_heads(config: RunConfig) -> None:
     if has_plugin(checkpoint) and config.learner.megatron_to_hf_mode != "bridge":
         # The settings are refused, because plug-ins build no heads.
         return
-    shape = hf_config(checkpoint)
-    shape = shape.get("text_config") or shape
-    layers, heads = shape.get("num_hidden_layers", 0), shape.get("num_nextn_predict_layers") or 0
+    further = layers_of_heads(hf_config(checkpoint))
     names = [text_name(name) for name in _tensor_names(Path(checkpoint).expanduser())]
-    if names and not any(is_of_heads(name, range(layers, layers + heads)) for name in names):
+    if names and not any(is_of_heads(name, further) for name in names):
         raise UserError(
             f"enable_mtp_training: hf_checkpoint {checkpoint} has no MTP heads: unset it, or use a checkpoint that has "
             "them"

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from miles_async.models.text_part import text_config
+
 Config = Mapping[str, Any]
 _REPEATED = re.compile(r"\[(\d(?:,\d)*),?\](?:\*(\d+))?")
 _Reader = Callable[[Config], Any]
@@ -141,7 +143,7 @@ COMPARED: Mapping[str, _Reader] = {
 
 def differences(flags: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Each flag whose value differs from that of the checkpoint, with both values."""
-    text = config.get("text_config") or config
+    text = text_config(config)
     if not text:
         return
     for name, given in flags.items():

@@ -14,6 +14,7 @@ from miles_async.config.schema import Model, RunConfig
 from miles_async.errors import UserError
 from miles_async.models.lora import base_hash
 from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_errors
+from miles_async.models.text_part import text_config
 
 
 def shape_of(model: Model) -> ModelShape | None:
@@ -38,10 +39,8 @@ def shape_of(model: Model) -> ModelShape | None:
         )
     config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
     if not MODELS.has(config.get("model_type", "")):
-        # Models that also take images have the dimensions of the language model in a part of their own.
-        language = config.get("text_config") or config
         try:
-            return ModelPlugin().shape(dict(language))
+            return ModelPlugin().shape(dict(text_config(config)))
         except KeyError:
             return None
     plugin = MODELS.find(config["model_type"])
@@ -102,10 +101,8 @@ def mtp_heads(config: RunConfig) -> int:
     """Number of MTP heads that the learner trains."""
     if not config.learner.enable_mtp_training or config.model.hf_checkpoint is None:
         return 0
-    content = hf_config(config.model.hf_checkpoint)
-    content = content.get("text_config") or content
     # The config.json of Qwen3-Next does not count its only one.
-    return int(COMPARED["mtp_num_layers"](content) or 1)
+    return int(COMPARED["mtp_num_layers"](text_config(hf_config(config.model.hf_checkpoint))) or 1)
 
 
 def balances_experts_by_bias(model: Model) -> bool:
@@ -115,7 +112,7 @@ def balances_experts_by_bias(model: Model) -> bool:
     The `config.json` of these models calls the number of experts `n_routed_experts`.
     """
     config = {} if model.hf_checkpoint is None else _read_config(model.hf_checkpoint)
-    return "n_routed_experts" in config or "n_routed_experts" in (config.get("text_config") or {})
+    return "n_routed_experts" in config or "n_routed_experts" in text_config(config)
 
 
 def context_limit(config: RunConfig) -> int | None:
@@ -129,8 +126,8 @@ def context_limit(config: RunConfig) -> int | None:
 
 def _context_length(hf_checkpoint: str) -> int | None:
     """The context of the model in tokens; None if `config.json` does not define it."""
-    config = _read_config(hf_checkpoint)
-    config = config if "max_position_embeddings" in config else config.get("text_config") or {}
+    config: Mapping[str, Any] = _read_config(hf_checkpoint)
+    config = config if "max_position_embeddings" in config else text_config(config)
     if (positions := config.get("max_position_embeddings")) is None:
         return None
     rope = config.get("rope_scaling") or {}

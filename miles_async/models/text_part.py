@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 TEXT_PARTS: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -17,6 +18,12 @@ TEXT_PARTS: Mapping[str, str] = {
 }
 """The architectures that also take images, each with the architecture of its text part."""
 _OF_IMAGES = re.compile(r"(^|\.)(visual|vision_tower|multi_modal_projector)\.")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a checkpoint's `config.json` about the language model: all of it if the model takes only text."""
+    part: Mapping[str, Any] | None = config.get("text_config")
+    return part or config
 
 
 def is_of_images(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,193 +35,161 @@ FIRST_ATTEMPTS = 32
 """A run ends if all of its first attempts at a group fail: these many, and at least those of two batches."""
 
 
-@dataclass(slots=True, kw_only=True)
 class Parts:
     """The objects that make up a run. `Service` decides when they work."""
 
-    tasks: TaskSupervisor
-    run_state: RunState
-    lifecycle: GroupLifecycle
-    admission: Admission
-    producer: Producer
-    collector: BatchCollector
-    held: HeldPrompts
-    training: Training
-    devices: SharedDevices
-    publisher: Publisher
-    repair: Repair
-    watchers: Mapping[str, Callable[[], Coroutine[Any, Any, None]]]
-    """The loops of `monitor.py` by name."""
-    checkpointer: Checkpointer
-    evaluator: Evaluator
-    source: RolloutSource
-    restorer: Restorer
-
-
-def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> Parts:
-    """Build the parts of one run. None of them does anything yet."""
-    tasks, run_state = TaskSupervisor(), RunState(ports.clock, ports.journal)
-    lifecycle = GroupLifecycle(
-        run_state,
-        ports.data,
-        ports.dead_letters,
-        max_attempts=config.rollout.max_attempts,
-        first_attempts=max(FIRST_ATTEMPTS, 2 * config.rollout.rollout_batch_size),
-    )
-    gate = StalenessGate(config.rollout.max_weight_staleness)
-    adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
-    engines = EngineChecks(run_state, ports.fleet)
-    producer = _producer(config, bounds, ports, run_state, lifecycle, tasks, engines)
-    admission = Admission(
-        max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
-    )
-    collector = BatchCollector(
-        run_state=run_state, lifecycle=lifecycle, producer=producer, gate=gate, admission=admission
-    )
-    held = HeldPrompts(
-        run_state,
-        lifecycle,
-        ports.data,
-        skip=producer.skip,
-        samples_per_group=config.rollout.n_samples_per_prompt,
-        limit=bounds.held,
-        keeps_groups=ports.keeps_groups,
-    )
-    devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
-    publisher = Publisher(
-        run_state=run_state,
-        lifecycle=lifecycle,
-        tasks=tasks,
-        channel=ports.channel,
-        fleet=ports.fleet,
-        pause_mode=config.weights.engine_pause,
-        adapters=ports.adapters,
-        colocated=config.cluster.colocate,
-        queue_depth=lambda: len(producer.queue),
-        on_live=collector.sweep_queue,
-    )
-    evaluator = Evaluator(
-        run_state,
-        ports.rewarder,
-        ports.eval_sets,
-        lambda: ports.fleet.serving() and not lifecycle.quarantine.has_engines_alone,
-        max_attempts=config.rollout.max_attempts,
-    )
-    monitor = RunMonitor(
-        run_state=run_state,
-        lifecycle=lifecycle,
-        producer=producer,
-        collector=collector,
-        held=held,
-        generator=ports.generator,
-        config=config,
-        processors=ports.processors,
-        adapters=ports.adapters,
-    )
-    training = Training(run_state, lifecycle, ports.learner, ports.dead_letters, gate, config)
-
-    def may_answer() -> bool:
-        """Whether the engines may be answering requests of this run."""
-        return bool(producer.attempts.at_engines_since or ports.generator.in_flight or held.taken)
-
-    return Parts(
-        tasks=tasks,
-        run_state=run_state,
-        lifecycle=lifecycle,
-        admission=admission,
-        producer=producer,
-        collector=collector,
-        held=held,
-        training=training,
-        devices=devices,
-        publisher=publisher,
-        repair=Repair(
-            run_state=run_state,
-            tasks=tasks,
+    def __init__(self, config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> None:
+        self._config, self._bounds, self._ports = config, bounds, ports
+        self.tasks, self.run_state = TaskSupervisor(), RunState(ports.clock, ports.journal)
+        self.lifecycle = GroupLifecycle(
+            self.run_state,
+            ports.data,
+            ports.dead_letters,
+            max_attempts=config.rollout.max_attempts,
+            first_attempts=max(FIRST_ATTEMPTS, 2 * config.rollout.rollout_batch_size),
+        )
+        self._engines = EngineChecks(self.run_state, ports.fleet)
+        self.producer = self._create_producer()
+        adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
+        self.admission = Admission(
+            max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
+        )
+        gate = StalenessGate(config.rollout.max_weight_staleness)
+        self.collector = BatchCollector(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            producer=self.producer,
+            gate=gate,
+            admission=self.admission,
+        )
+        self.held = HeldPrompts(
+            self.run_state,
+            self.lifecycle,
+            ports.data,
+            skip=self.producer.skip,
+            samples_per_group=config.rollout.n_samples_per_prompt,
+            limit=bounds.held,
+            keeps_groups=ports.keeps_groups,
+        )
+        self.evaluator = Evaluator(
+            self.run_state,
+            ports.rewarder,
+            ports.eval_sets,
+            lambda: ports.fleet.serving() and not self.lifecycle.quarantine.has_engines_alone,
+            max_attempts=config.rollout.max_attempts,
+        )
+        self.source = RolloutSource(
+            data=ports.data,
+            run_state=self.run_state,
+            held=self.held,
+            collector=self.collector,
+            evaluator=self.evaluator,
+            schedule=schedule,
+        )
+        self.training = Training(self.run_state, self.lifecycle, ports.learner, ports.dead_letters, gate, config)
+        self.checkpointer = Checkpointer(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            snapshot=self.held.snapshot,
+            learner=ports.learner,
+            tasks=self.tasks,
+            asynchronous=config.learner.async_save,
+        )
+        self.devices = SharedDevices(ports.learner, ports.fleet, colocated=config.cluster.colocate)
+        self.publisher = self._create_publisher()
+        self.repair = Repair(
+            run_state=self.run_state,
+            tasks=self.tasks,
             fleet=ports.fleet,
-            checks=engines,
-            publisher=publisher,
+            checks=self._engines,
+            publisher=self.publisher,
             interval_seconds=config.engine.engine_health_interval_seconds,
-            devices=devices.engine_start(),
-        ),
-        watchers={
-            "monitor": monitor.run,
-            "work": partial(follow_learner_work, run_state, ports.learner),
+            devices=self.devices.engine_start(),
+        )
+        self.restorer = Restorer(
+            self.run_state,
+            self.lifecycle,
+            self.producer,
+            self.training,
+            ports,
+            trains_off_lineage=config.rollout.off_lineage == "train",
+        )
+        self.watchers: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "monitor": self._create_monitor().run,
+            "work": partial(follow_learner_work, self.run_state, ports.learner),
             "load": partial(
                 follow_engine_load,
-                run_state,
-                lifecycle.ledger,
+                self.run_state,
+                self.lifecycle.ledger,
                 ports.fleet,
-                may_answer,
+                self._may_answer,
                 config.engine.sglang_router_request_timeout_secs,
                 adaptive,
             ),
-        },
-        checkpointer=Checkpointer(
-            run_state=run_state,
-            lifecycle=lifecycle,
-            snapshot=held.snapshot,
-            learner=ports.learner,
-            tasks=tasks,
-            asynchronous=config.learner.async_save,
-        ),
-        evaluator=evaluator,
-        source=RolloutSource(
-            data=ports.data,
-            run_state=run_state,
-            held=held,
-            collector=collector,
-            evaluator=evaluator,
-            schedule=schedule,
-        ),
-        restorer=Restorer(
-            run_state,
-            lifecycle,
-            producer,
-            training,
-            ports,
-            trains_off_lineage=config.rollout.off_lineage == "train",
-        ),
-    )
+        }
+        """The loops of `monitor.py` by name."""
 
+    def _create_producer(self) -> Producer:
+        rollout, ports = self._config.rollout, self._ports
+        head_policy = HeadPolicy(rollout.head_deadline_seconds, HeadAction(rollout.head_deadline_action))
+        attempts = Attempts(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            tasks=self.tasks,
+            generator=ports.generator,
+            engines=self._engines,
+            grading=Grading(
+                self.run_state,
+                ports.rewarder,
+                ports.dynamic_filter,
+                ports.limits,
+                min_samples=rollout.smallest_group,
+                max_attempts=rollout.max_attempts,
+            ),
+            head_policy=head_policy,
+            partial_rollout=rollout.partial_rollout,
+            sample_display=SampleDisplay(
+                ports.clock, ports.journal, self._config.observability.sample_interval_seconds, ports.text_of
+            ),
+        )
+        return Producer(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            tasks=self.tasks,
+            attempts=attempts,
+            engines=self._engines,
+            head_policy=head_policy,
+            window_size=self._bounds.window,
+            queue_capacity=rollout.queue_capacity,
+        )
 
-def _producer(
-    config: RunConfig,
-    bounds: Bounds,
-    ports: Ports,
-    run_state: RunState,
-    lifecycle: GroupLifecycle,
-    tasks: TaskSupervisor,
-    engines: EngineChecks,
-) -> Producer:
-    head_policy = HeadPolicy(config.rollout.head_deadline_seconds, HeadAction(config.rollout.head_deadline_action))
-    attempts = Attempts(
-        run_state=run_state,
-        lifecycle=lifecycle,
-        tasks=tasks,
-        generator=ports.generator,
-        engines=engines,
-        grading=Grading(
-            run_state,
-            ports.rewarder,
-            ports.dynamic_filter,
-            ports.limits,
-            min_samples=config.rollout.smallest_group,
-            max_attempts=config.rollout.max_attempts,
-        ),
-        head_policy=head_policy,
-        partial_rollout=config.rollout.partial_rollout,
-        sample_display=SampleDisplay(
-            ports.clock, ports.journal, config.observability.sample_interval_seconds, ports.text_of
-        ),
-    )
-    return Producer(
-        run_state=run_state,
-        lifecycle=lifecycle,
-        tasks=tasks,
-        attempts=attempts,
-        engines=engines,
-        head_policy=head_policy,
-        window_size=bounds.window,
-        queue_capacity=config.rollout.queue_capacity,
-    )
+    def _create_publisher(self) -> Publisher:
+        return Publisher(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            tasks=self.tasks,
+            channel=self._ports.channel,
+            fleet=self._ports.fleet,
+            pause_mode=self._config.weights.engine_pause,
+            adapters=self._ports.adapters,
+            colocated=self._config.cluster.colocate,
+            queue_depth=lambda: len(self.producer.queue),
+            on_live=self.collector.sweep_queue,
+        )
+
+    def _create_monitor(self) -> RunMonitor:
+        return RunMonitor(
+            run_state=self.run_state,
+            lifecycle=self.lifecycle,
+            producer=self.producer,
+            collector=self.collector,
+            held=self.held,
+            generator=self._ports.generator,
+            config=self._config,
+            processors=self._ports.processors,
+            adapters=self._ports.adapters,
+        )
+
+    def _may_answer(self) -> bool:
+        """Whether the engines may be answering requests of this run."""
+        return bool(self.producer.attempts.at_engines_since or self._ports.generator.in_flight or self.held.taken)

@@ -15,7 +15,7 @@ from miles_async.ports import Fleet
 MAX_FAILED_STARTS = 3
 """Failed starts of an engine in a row that end the run, if no other engine is routed."""
 MAX_BACKOFF_SECONDS = 60.0
-"""Upper limit of the pause between two starts of an engine, which doubles after each failure."""
+"""Upper limit of the pause between two attempts to let an engine join, which doubles after each failure."""
 
 
 class EngineChecks:
@@ -104,24 +104,29 @@ class Repair:
                 await self.checks.check(engine)
 
     async def _replace(self, engine: str) -> None:
-        """Restart an engine until it joins.
+        """Restart an engine until it joins. An engine that has started and that no router takes is not restarted again.
 
         Raises FatalError after `MAX_FAILED_STARTS` failures if no other engine is routed.
         """
-        failures = 0
+        failures, outages, has_started = 0, 0, False
         while engine in self.fleet.members():
             try:
                 async with self.devices:
-                    await self.fleet.restart(engine)
+                    if not has_started:
+                        await self.fleet.restart(engine)
+                        has_started = True
                     await self.publisher.join(engine)
                 return
             except RouterLostError as lost:
-                # The engine started; no router could take it.
-                sentence = f"engine {engine} waits for the router: {lost}"
+                outages += 1
+                # Warn once per start, not once per attempt.
+                if outages == 1:
+                    self.run_state.journal.warn(f"engine {engine} waits for the router: {lost}")
             except EngineLostError as lost:
-                failures += 1
+                failures, outages, has_started = failures + 1, 0, False
                 sentence = f"engine {engine} could not be replaced ({failures} attempts): {lost}"
-            if failures >= MAX_FAILED_STARTS and not self.fleet.routed():
-                raise FatalError(f"no engine is left: {sentence}")
-            self.run_state.journal.warn(sentence)
-            await self.run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0**failures))
+                if failures >= MAX_FAILED_STARTS and not self.fleet.routed():
+                    raise FatalError(f"no engine is left: {sentence}") from lost
+                self.run_state.journal.warn(sentence)
+            # The exponent has a limit, because the power of a large one is no float.
+            await self.run_state.clock.sleep(min(MAX_BACKOFF_SECONDS, 2.0 ** min(failures + outages, 10)))

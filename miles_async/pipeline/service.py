@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.evaluate import DueEvaluations
-from miles_async.pipeline.parts import compose
+from miles_async.pipeline.parts import Parts
 from miles_async.pipeline.restore import progress_values
 from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.bounds import Bounds, Schedule
@@ -97,7 +97,7 @@ class Service:
         """Groups in flight that a drain aborted."""
         self._trained: list[Group] = []
         """Groups trained since the last staged version."""
-        parts = compose(config, bounds, ports, schedule)
+        parts = Parts(config, bounds, ports, schedule)
         self._tasks = parts.tasks
         self.run_state = parts.run_state
         self.lifecycle = parts.lifecycle

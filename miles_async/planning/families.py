@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles_async.models.text_part import text_config
 from miles_async.planning.layers import (
     Architecture,
     Attention,
@@ -23,7 +24,7 @@ def architecture(config: HfConfig) -> Architecture | None:
 
     Raises KeyError if a dimension is missing.
     """
-    config = config.get("text_config") or config
+    config = text_config(config)
     layer = _FAMILIES.get(config.get("model_type", ""))
     if layer is None:
         return None
@@ -77,22 +78,6 @@ def _llama(config: HfConfig, number: int) -> Layer:
     return Layer(_attention(config), _dense(config))
 
 
-def _qwen2(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config, has_biases=True), _dense(config))
-
-
-def _qwen3(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config, has_norms=True), _dense(config))
-
-
-def _mixtral(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config), _experts(config, is_fused_locally=False))
-
-
-def _qwen3_moe(config: HfConfig, number: int) -> Layer:
-    return Layer(_attention(config, has_norms=True), _experts(config))
-
-
 def _gpt_oss(config: HfConfig, number: int) -> Layer:
     attention = _attention(config, has_biases=True, has_output_bias=True, has_sinks=True)
     return Layer(attention, _experts(config, has_biases=True, is_clamped=True))
@@ -139,10 +124,10 @@ _FAMILIES: Mapping[str, Callable[[HfConfig, int], Layer]] = {
     "llama": _llama,
     "mistral": _llama,
     "gemma": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
+    "qwen2": lambda config, _: Layer(_attention(config, has_biases=True), _dense(config)),
+    "qwen3": lambda config, _: Layer(_attention(config, has_norms=True), _dense(config)),
+    "mixtral": lambda config, _: Layer(_attention(config), _experts(config, is_fused_locally=False)),
+    "qwen3_moe": lambda config, _: Layer(_attention(config, has_norms=True), _experts(config)),
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,

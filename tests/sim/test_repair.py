@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import RunConfig
-from miles_async.errors import EngineLostError, FatalError
-from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded
+from miles_async.errors import EngineLostError, FatalError, RouterLostError
+from miles_async.events import AdmissionBlocked, Evaluated, GroupMoved, PublishEnded, StepEnded, WarningRaised
 from miles_async.identity import IdentityMap
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus, SendOutcome
@@ -273,6 +273,33 @@ def test_an_engine_that_generates_no_token_after_a_restart_never_joins(engines: 
         return
     check_that_all_is_well(world.run())
     assert world.fleet.routed() == ("engine-1",)
+
+
+@pytest.mark.parametrize("dies_while_waiting, starts", [(False, 1), (True, 2)])
+def test_a_restarted_engine_that_no_router_takes_joins_later_without_another_start(
+    dies_while_waiting: bool, starts: int
+) -> None:
+    restarted_at = 20.3 + START_SECONDS
+
+    class WithoutRouter(doomed(Fate(kills=[(20.3, "engine-1")]))):  # type: ignore[misc]
+        refused = 0
+
+        async def admit(self, engine: str) -> None:
+            if self._clock.monotonic() < restarted_at + 30:
+                self.refused += 1
+                if dies_while_waiting and self.refused == 2:
+                    self._die(engine)
+                raise RouterLostError("connection refused")
+            await super().admit(engine)
+
+    world = World(config=config(), engine_kind=WithoutRouter).run()
+    check_that_all_is_well(world)
+    assert isinstance(world.fleet, WithoutRouter)
+    assert world.fleet.refused >= 2
+    assert engines_of(world).starts == ["engine-1"] * starts
+    assert set(world.fleet.routed()) == {"engine-0", "engine-1"}
+    waits = [each.text for each in world.trace.of(WarningRaised) if "waits for the router" in each.text]
+    assert len(waits) == starts
 
 
 def test_an_engine_that_cannot_be_restarted_does_not_end_a_run_that_has_another() -> None:

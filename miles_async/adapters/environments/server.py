@@ -362,11 +362,13 @@ class Roll:
     SETTINGS: Mapping[str, Any] = {"tags": {}, "max_new_tokens": None}
     """`tags` are entries of ROLL's `custom_envs` by name. `max_new_tokens` limits each answer, in addition to
     `max_tokens_per_step` of the tag."""
-    KEYS = frozenset({"env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template"})
+    KEYS = ("env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template")
     """What each tag has."""
     NATIVE = "AgentNativeStepEnvManager"
     """The class for environments whose observations are chat messages."""
     BY_STEP = ("StepEnvManager", "StepConcatEnvManager", NATIVE)
+    """Classes with which each step of a trajectory is a sample."""
+    MANAGERS = ("TrajEnvManager", *BY_STEP)
     MAX_STEPS = 128
     """Limit for the steps of a trajectory with these classes: its segments at the endpoint."""
     MODES: Mapping[Any, Any] = {"sum": sum, "min": min, "max": max, "first": itemgetter(0), "last": itemgetter(-1)}
@@ -396,10 +398,11 @@ class Roll:
         """By tag. A call into an environment holds its slot to the end, even if the task of the call is cancelled."""
         self._model: Any = None
         for tag, of_tag in self._tags.items():
-            if missing := self.KEYS - of_tag.keys():
+            if missing := set(self.KEYS) - of_tag.keys():
                 raise ValueError(f"tags.{tag} has no {', '.join(sorted(missing))}")
-            if (manager := self._manager(of_tag)) not in (known := ("TrajEnvManager", *self.BY_STEP)):
-                raise ValueError(f"env_manager_cls of tags.{tag} is {manager}: set it to one of {', '.join(known)}")
+            if (manager := self.manager_of(of_tag)) not in self.MANAGERS:
+                known = ", ".join(self.MANAGERS)
+                raise ValueError(f"env_manager_cls of tags.{tag} is {manager}: set it to one of {known}")
             if manager in self.BY_STEP and of_tag["max_steps"] > self.MAX_STEPS:
                 raise ValueError(
                     f"max_steps of tags.{tag} is {of_tag['max_steps']}: set it to {self.MAX_STEPS} or less"
@@ -431,7 +434,7 @@ class Roll:
         reused = bool(idle) and fixed
         env = idle.pop() if reused else await self._in_thread(tag, partial(self._made, tag, task["seed"]))
         observation, info = await self._call(tag, env.reset, seed=task["seed"])
-        manager = self._manager(of_tag)
+        manager = self.manager_of(of_tag)
         native = manager == self.NATIVE
         if native and env.env_reset_failed:
             await self._call(tag, env.close)
@@ -465,7 +468,7 @@ class Roll:
 
         Returns the steps, whether the environment has terminated, and what it said last. `step` is the first one.
         """
-        of_tag, manager = self._tags[tag], self._manager(self._tags[tag])
+        of_tag, manager = self._tags[tag], self.manager_of(self._tags[tag])
         by_step = manager in self.BY_STEP
         limit = min(filter(None, (of_tag["max_tokens_per_step"], self._max_new_tokens)))
         # As in ROLL, an environment whose observations are messages counts its steps itself.
@@ -503,14 +506,15 @@ class Roll:
         return steps, terminated, step.info
 
     @staticmethod
-    def _manager(of_tag: Mapping[str, Any]) -> str:
+    def manager_of(of_tag: Mapping[str, Any]) -> str:
+        """The name of the class in ROLL that runs the environments of a tag."""
         return str(of_tag.get("env_manager_cls", "TrajEnvManager")).rpartition(".")[2]
 
     def _prompt(self, of_tag: Mapping[str, Any], steps: Sequence[RollStep]) -> list[dict[str, Any]]:
         """Set the state of the last step, and return the messages that precede its answer: all with `BY_STEP`, else
         those that follow the answer before."""
         *_, step = steps
-        manager = self._manager(of_tag)
+        manager = self.manager_of(of_tag)
         state = step.observation
         if manager == self.NATIVE:
             messages = list(step.observation)
@@ -526,7 +530,7 @@ class Roll:
     def _all_messages(self, of_tag: Mapping[str, Any], steps: Sequence[RollStep], shown: str) -> list[dict[str, Any]]:
         """A prompt with earlier steps, at most `history_length` - 1 of them."""
         earlier = steps[-of_tag["history_length"] : -1] if "history_length" in of_tag else ()
-        if self._manager(of_tag) == "StepConcatEnvManager":
+        if self.manager_of(of_tag) == "StepConcatEnvManager":
             content = of_tag["agent_template"].format(
                 history="\n".join(one.observation for one in earlier), current_observation=shown
             )

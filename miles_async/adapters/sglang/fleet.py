@@ -30,6 +30,8 @@ RELEASE = (f"/flush_cache?timeout={IDLE_SECONDS}", "/release_memory_occupation")
 """Requests that release the memory of an engine. SGLang would end if it were not idle yet; the first one waits."""
 ALLOCATE = ("/resume_memory_occupation",)
 """Requests that allocate it again."""
+MEMORY_SECONDS = 30.0
+"""Time limit for each of these requests."""
 ROUTER_POLL_SECONDS = 0.05
 ROUTER_SECONDS = 10.0
 """A router that has not answered after this time is restarted. It answers within milliseconds, also under load."""
@@ -62,10 +64,8 @@ def _ignore_event(event: Event) -> None: ...
 class StartedEngines:
     """Engines that are in no fleet yet, as a user of devices that the learner shares."""
 
-    def __init__(self, engines: Sequence[EngineInfo], timeout: float = 30.0) -> None:
-        """`timeout` is in seconds until an engine has released or allocated memory."""
+    def __init__(self, engines: Sequence[EngineInfo]) -> None:
         self._engines = engines
-        self._timeout = timeout
 
     async def offload(self) -> None:
         """Release the memory of all engines. Raises EngineLostError if one of them does not."""
@@ -79,7 +79,7 @@ class StartedEngines:
         client = JsonClient()
         try:
             for path in paths:
-                asked = (client.post(one.url + path, key=one.key, within=self._timeout) for one in self._engines)
+                asked = (client.post(one.url + path, key=one.key, within=MEMORY_SECONDS) for one in self._engines)
                 await asyncio.gather(*asked)
         except TrajectoryError as refusal:
             raise EngineLostError(str(refusal)) from refusal
@@ -352,7 +352,8 @@ class SGLangFleet:
         await self._client.close()
 
     async def _load_of(self, engine: EngineInfo) -> list[EngineLoad]:
-        answer = await self._get(engine, "/v1/loads?include=core")
+        url = f"{engine.url}/v1/loads?include=core"
+        answer = await self._client.get(url, key=engine.key, within=self._health_timeout)
         return [
             EngineLoad(
                 source=f"{engine.url} rank {rank['dp_rank']}",
@@ -388,9 +389,6 @@ class SGLangFleet:
             await self._client.post(engine.url + path, body, key=engine.key, within=within or self._health_timeout)
         except TrajectoryError as refusal:
             raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
-
-    async def _get(self, engine: EngineInfo, path: str) -> Any:
-        return await self._client.get(engine.url + path, key=engine.key, within=self._health_timeout)
 
     async def _on_all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
         """Call `act` on all routed engines at once; fence those for which it fails."""

@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from miles_async.adapters.environments.server import Roll
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.prompt_files import count_rows
 
@@ -46,15 +47,6 @@ def trains_agents(keys: CombinedKeys) -> bool:
     return bool(keys.given("train_env_manager", "custom_envs"))
 
 
-STEP_MANAGERS = ("StepEnvManager", "StepConcatEnvManager", "AgentNativeStepEnvManager")
-"""Classes of ROLL with which each step of a trajectory is a sample."""
-
-
-def manager_of(tag: Mapping[str, Any]) -> str:
-    """The name of the class that runs an entry of `custom_envs`."""
-    return str(tag.get("env_manager_cls", "TrajEnvManager")).rpartition(".")[2]
-
-
 def trained_tags(keys: CombinedKeys) -> list[Mapping[str, Any]]:
     """The entries of `custom_envs` that are trained, as far as they are sections."""
     tags = keys.section("train_env_manager").get("tags")
@@ -64,7 +56,7 @@ def trained_tags(keys: CombinedKeys) -> list[Mapping[str, Any]]:
 
 def trains_steps(keys: CombinedKeys) -> bool:
     """Whether each step of a trajectory is a sample."""
-    return any(manager_of(tag) in STEP_MANAGERS for tag in trained_tags(keys))
+    return any(Roll.manager_of(tag) in Roll.BY_STEP for tag in trained_tags(keys))
 
 
 def whole_number_in(keys: CombinedKeys, section: Mapping[str, Any], prefix: str, name: str) -> int | None:

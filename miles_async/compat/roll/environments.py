@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll.data import (
-    STEP_MANAGERS,
-    evaluates,
-    manager_of,
-    trained_tags,
-    trains_agents,
-    trains_steps,
-    whole_number_in,
-)
+from miles_async.adapters.environments.server import Roll
+from miles_async.compat.roll.data import evaluates, trained_tags, trains_agents, trains_steps, whole_number_in
 from miles_async.config.combined_keys import CombinedKeys
 
 _TRAIN, _EVAL = "train_env_manager", "val_env_manager"
@@ -26,7 +19,6 @@ _SETTINGS: Mapping[str, Any] = {
     "rollout.reasoning_parser": "none",
 }
 """What all files with environments have. ROLL renders chats without thinking."""
-_NEEDED = ("env_type", "max_steps", "max_tokens_per_step", "agent_system_template", "agent_template")
 _OPTIONAL = ("history_length", "env_config", "tool_wrapper", "use_thread_lock", "max_env_step_concurrent")
 _SAMPLING = ("temperature", "top_p", "top_k")
 _READ = ("tags", "num_groups_partition", "num_env_groups", "group_size", "generating_args")
@@ -53,10 +45,10 @@ def environments(keys: CombinedKeys) -> None:
         keys.set(setting, value, "custom_envs")
     if trains_steps(keys):
         keys.set("learner.segments_are_samples", True, "custom_envs")
-        if not all(manager_of(tag) in STEP_MANAGERS for tag in trained_tags(keys)):
+        if not all(Roll.manager_of(tag) in Roll.BY_STEP for tag in trained_tags(keys)):
             keys.refuse(
                 f"env_manager_cls of the tags in {_TRAIN}.tags: steps are samples of some tags and not of others, set "
-                f"it to one of {', '.join(STEP_MANAGERS)} for all of them"
+                f"it to one of {', '.join(Roll.BY_STEP)} for all of them"
             )
     sizes = _evaluation(keys, evaluated, eval_sampling)
     for tag, groups in trained.items():
@@ -115,21 +107,20 @@ def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         keys.refuse(f"custom_envs.{tag} is missing, or is no section: add it, or remove it from tags")
         return {}
-    manager = manager_of(found)
+    manager = Roll.manager_of(found)
     runner = str(found.get("agent_runner_cls")).rpartition(".")[2]
     # The first and the last make one conversation of a trajectory.
-    known = ("TrajEnvManager", *STEP_MANAGERS)
-    if manager not in known and (manager, runner) != ("ProxyEnvManager", "GEMRunner"):
+    if manager not in Roll.MANAGERS and (manager, runner) != ("ProxyEnvManager", "GEMRunner"):
         keys.refuse(
             f"custom_envs.{tag}.env_manager_cls {manager!r:.80} has no counterpart: set it to one of "
-            f"{', '.join(known)}, or set custom_generate_function_path"
+            f"{', '.join(Roll.MANAGERS)}, or set custom_generate_function_path"
         )
     for name in ("max_steps", "max_tokens_per_step"):
         whole_number_in(keys, found, f"custom_envs.{tag}", name)
-    if missing := [name for name in _NEEDED if name not in found]:
+    if missing := [name for name in Roll.KEYS if name not in found]:
         keys.refuse(f"custom_envs.{tag} has no {', '.join(missing)}: add what is missing")
-    by_step = {"env_manager_cls": manager} if manager in STEP_MANAGERS else {}
-    return by_step | {name: found[name] for name in (*_NEEDED, *_OPTIONAL) if name in found}
+    by_step = {"env_manager_cls": manager} if manager in Roll.BY_STEP else {}
+    return by_step | {name: found[name] for name in (*Roll.KEYS, *_OPTIONAL) if name in found}
 
 
 def _sampling(keys: CombinedKeys, manager: str) -> Mapping[str, Any]:

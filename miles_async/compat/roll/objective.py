@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_async.compat.roll.data import STEP_MANAGERS, trains_agents, trains_steps
+from miles_async.adapters.environments.server import Roll
+from miles_async.compat.roll.data import trains_agents, trains_steps
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.translation import converts
 
@@ -51,7 +52,7 @@ def advantages(keys: CombinedKeys) -> None:
     ):
         advice = "step_reinforce, gigpo, grpo or reinforce" if by_step else "grpo or reinforce"
         if estimator in ("step_reinforce", "gigpo"):
-            advice += f", or set env_manager_cls of custom_envs to one of {', '.join(STEP_MANAGERS)}"
+            advice += f", or set env_manager_cls of custom_envs to one of {', '.join(Roll.BY_STEP)}"
         keys.refuse(
             f"adv_estimator {estimator!r:.80} is no advantage_estimator here: set it to {advice}, or write a function "
             "for custom_advantage_function_path"

@@ -65,6 +65,8 @@ class Instruments:
         self._declare_generation()
         self._declare_staleness()
         self._declare_learner()
+        self._declare_data_sets()
+        self._declare_evaluations()
         self._declare_weights_and_engines()
 
     def values(self) -> Values:
@@ -383,6 +385,8 @@ class Instruments:
             "learner_idle_seconds",
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
+
+    def _declare_data_sets(self) -> None:
         self.dataset_reward = self._gauges(
             "dataset_reward",
             "Mean reward of the last groups of a data set. "
@@ -411,6 +415,8 @@ class Instruments:
             "Worry if it is large while `eval_reward` falls: the policy memorizes. Add data.",
             "dataset",
         )
+
+    def _declare_evaluations(self) -> None:
         self.eval_accuracy = self._gauges(
             "eval_accuracy_ratio",
             "Fraction of samples with the full reward on a data set. "
@@ -442,7 +448,7 @@ class Instruments:
         self.eval_newest_version = self._gauges(
             "eval_newest_weight_version", "Newest weight version of the last evaluation of a data set.", "name"
         )
-        self.skipped_evaluations = counter(
+        self.skipped_evaluations = self._counter(
             "skipped_evaluations",
             "Evaluations that were skipped because a newer one was due before they could start. "
             "Worry if it rises: evaluations take longer than --eval-interval batches. Raise it, or lower --eval-size.",

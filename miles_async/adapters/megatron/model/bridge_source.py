@@ -33,7 +33,7 @@ from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, 
 from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.mtp_heads import is_of_heads
+from miles_async.models.mtp_heads import is_of_heads, layers_of_heads
 from miles_async.models.plugin import ModelShape
 from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
@@ -95,9 +95,7 @@ class BridgeSource(ModelSource):
         except _REFUSALS as error:
             raise self._refusal(error) from error
         self.shape = _shape(self.config)
-        further = self._auto.hf_pretrained.config.to_dict().get("num_nextn_predict_layers") or 0
-        self._further = range(self.shape.layers, self.shape.layers + further)
-        """Numbers of the layers of a checkpoint that are MTP heads."""
+        self._further = layers_of_heads(self._auto.hf_pretrained.config.to_dict())
         if settings.enable_mtp_training and not any(map(self.is_of_heads, self._names)):
             raise UserError(
                 f"{self._path} has no MTP heads, which enable_mtp_training would train: unset it, or use a checkpoint "
