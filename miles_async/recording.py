@@ -147,6 +147,7 @@ class GroupRecord:
         sample.response, sample.response_length = recorded.response, recorded.response_length
         sample.spans = shift_versions(recorded.spans, live_version - self.version)
         sample.status, sample.reward = recorded.status, recorded.reward
+        sample.remove_sample = recorded.remove_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
