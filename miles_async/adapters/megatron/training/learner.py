@@ -336,7 +336,7 @@ class MegatronLearner:
                 if of_logits:
                     logits = inference.whole_logits(self._model, model_input, output, functions.layout.rows)
                 result = functions.logits_loss(logits) if of_logits else functions.token_loss(logprobs, entropy)
-                return function_loss(logprobs, entropy, columns, result, total_tokens=total)
+                return function_loss(*(logprobs, entropy, columns, result), total_tokens=total, settings=self._loss)
             return policy_loss(
                 *(logprobs, entropy, columns),
                 total_tokens=total,
