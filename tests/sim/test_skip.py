@@ -288,7 +288,8 @@ def test_repeat_scores_recorded_responses_against_the_label_of_their_own_prompt(
 ) -> None:
     """Other data, or another order of the same data, has other prompts at the same positions."""
     get_samples, look_at = Feed.get_samples, SkippingWorld._look_at
-    problem, seen = ("1 + 1", "2"), set()
+    problem = "1 + 1", "2"
+    seen: set[tuple[Any, Any]] = set()
 
     def with_problem(self: Feed, num_samples: int) -> list[Group]:
         groups = get_samples(self, num_samples)
@@ -303,7 +304,7 @@ def test_repeat_scores_recorded_responses_against_the_label_of_their_own_prompt(
     monkeypatch.setattr(Feed, "get_samples", with_problem)
     monkeypatch.setattr(SkippingWorld, "_look_at", look)
     play(tmp_path, num_rollout=1)
-    problem = ("5 + 5", "10")
+    problem = "5 + 5", "10"
     world = play(tmp_path, num_rollout=1, role={"action": "repeat"})
     assert world.live.asked == []
     assert seen == {("1 + 1", "2")}
