@@ -33,6 +33,8 @@ class Guest(Plugin):
 
     is_compared: ClassVar[bool] = False
     """Whether each run names its defaults that differ from the project's."""
+    recorded: ClassVar[tuple[str, ...]] = ()
+    """The guest's settings on which responses depend. A recording that was made with others is not replayed."""
 
     def recognises(self, content: Mapping[str, Any]) -> bool:
         """Whether a configuration file with this content is one of the project."""

@@ -117,19 +117,21 @@ class GroupRecord:
             feed_index=group.feed_index, prompt=prompt, version=version, seconds=seconds, samples=samples
         )
 
-    def replay_into(self, group: Group, live_version: int) -> None:
+    def replay_into(self, group: Group, live_version: int, *, same_prompt: bool = True) -> None:
         """Fill `group` with the recorded responses, in place.
 
         The spans are shifted so that the group is as old relative to `live_version` as it was when it was recorded.
         Metadata that generation added is restored, but label and metadata from the current data take precedence. If
         another prompt was recorded (action `repeat`), its prompt, label and metadata come with its tokens, and only
-        the sample's index and feed index stay.
+        the sample's index and feed index stay. `same_prompt` says whether the group has the prompt whose hash is
+        `prompt`. A group with another feed index counts as another prompt.
         """
+        same_prompt = same_prompt and group.feed_index == self.feed_index
         members: list[Sample] = []
         for sample, segments in zip(group, trajectories_of(self.samples), strict=True):
             replayed = [sample, *(replace(sample) for _ in segments[1:])]
             for segment, recorded in zip(replayed, segments, strict=True):
-                self._fill(segment, recorded, live_version, same_prompt=group.feed_index == self.feed_index)
+                self._fill(segment, recorded, live_version, same_prompt=same_prompt)
             members += replayed
         group[:] = members
 
@@ -145,6 +147,7 @@ class GroupRecord:
         sample.response, sample.response_length = recorded.response, recorded.response_length
         sample.spans = shift_versions(recorded.spans, live_version - self.version)
         sample.status, sample.reward = recorded.status, recorded.reward
+        sample.remove_sample = recorded.remove_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

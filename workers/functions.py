@@ -269,7 +269,7 @@ class BatchPreparation:
         """Raises UserError if the sample filter cannot be imported."""
         self._args = args
         self._events = events
-        self._reward_key = config.rollout.reward_key
+        self._reward_key_of = config.reward_key_of
         self._template = config.debug.rollout_file
         self._save_has_failed = False
         self._filter_path = config.rollout.rollout_sample_filter_path
@@ -286,7 +286,7 @@ class BatchPreparation:
         for group in groups:
             for sample in group:
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
-                    sample.reward_key = self._reward_key
+                    sample.reward_key = self._reward_key_of(sample.dataset)
         # In threads, because the filter is a user's code and large files take long: other loops must not wait for them.
         if self._filter is not None:
             await asyncio.to_thread(self._filter_samples, self._filter, rollout_id, groups)

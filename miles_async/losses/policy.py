@@ -41,6 +41,8 @@ class PolicyLossSettings:
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"]
     masks: TokenMasks = NO_MASKS
     mismatch_metrics: bool = False
+    uses_rollout_logprobs: bool = False
+    """The old log-probabilities are those of the engines, so they do not say what the learner computes."""
 
     @classmethod
     def from_algorithm(cls, algorithm: Algorithm) -> PolicyLossSettings:
@@ -59,6 +61,7 @@ class PolicyLossSettings:
             kl_estimator=algorithm.kl_loss_type,
             masks=TokenMasks.from_algorithm(algorithm),
             mismatch_metrics=algorithm.get_mismatch_metrics,
+            uses_rollout_logprobs=algorithm.use_rollout_logprobs,
         )
 
 
@@ -108,7 +111,8 @@ def policy_loss(
     per_token = (policy.objective + others) * columns.loss_weights
     loss = -per_token.sum() / total_tokens
     with torch.no_grad():
-        sums = _sums(columns, per_token, entropy, policy.clipped, policy.bounded, policy.weight, kl)
+        learner = _learner_logprobs(logprobs, columns, settings)
+        sums = _sums(columns, learner, per_token, entropy, policy.clipped, policy.bounded, policy.weight, kl)
         if settings.mismatch_metrics:
             sums = replace(sums, metrics=_mismatch(columns, total_tokens))
     if functions is None:
@@ -120,12 +124,19 @@ def policy_loss(
 
 
 def function_loss(
-    logprobs: Tensor, entropy: Tensor, columns: TokenColumns, result: FunctionResult, *, total_tokens: int
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: TokenColumns,
+    result: FunctionResult,
+    *,
+    total_tokens: int,
+    settings: PolicyLossSettings,
 ) -> tuple[Tensor, TokenSums]:
     """The loss that a function of the user computed, with the same return values as `policy_loss`."""
     with torch.no_grad():
         zeros = torch.zeros_like(logprobs)
-        sums = _sums(columns, zeros, entropy, zeros, zeros, torch.ones_like(logprobs), zeros)
+        learner = _learner_logprobs(logprobs, columns, settings)
+        sums = _sums(columns, learner, zeros, entropy, zeros, zeros, torch.ones_like(logprobs), zeros)
     return result.loss, _with_loss(sums, result.loss.detach(), total_tokens, result.metrics)
 
 
@@ -203,8 +214,14 @@ def _policy_terms(
     return _PolicyTerms(weight * objective, clipped, weight, bounded)
 
 
+def _learner_logprobs(logprobs: Tensor, columns: TokenColumns, settings: PolicyLossSettings) -> Tensor:
+    """[m] under the weights before the batch's first step, or under the current ones if no pass has computed those."""
+    return (logprobs if settings.uses_rollout_logprobs else columns.old_logprobs).detach()
+
+
 def _sums(
     columns: TokenColumns,
+    learner: Tensor,
     per_token: Tensor,
     entropy: Tensor,
     clipped: Tensor,
@@ -212,8 +229,8 @@ def _sums(
     weight: Tensor,
     kl: Tensor,
 ) -> TokenSums:
-    """Add up the statistics of all trained tokens, each [m]."""
-    log_ratio = columns.old_logprobs.detach() - columns.rollout_log_probs
+    """Add up the statistics of all trained tokens, each [m]. `learner` are the learner's log-probabilities."""
+    log_ratio = learner - columns.rollout_log_probs
     # The clamp keeps the metrics finite: if the true ratio overflows, the loss reports it.
     ratio = log_ratio.clamp(-20, 20).exp()
     gap = log_ratio.abs()
@@ -345,8 +362,9 @@ def policy_metrics(sums: Tensor, maximum: Tensor, skipped: Sequence[float]) -> M
       0.2: lower `--lr`, or take fewer steps per batch (`--num-steps-per-rollout`).
     - `bounded_fraction`: Fraction of tokens whose importance weight the off-policy correction limits or sets to 0.
       Worry if it exceeds 0.2: samples are too stale, or the engines compute other log-probabilities than the learner.
-    - `logprob_gap_mean`: Mean distance in nats between the log-probabilities of the engines and of the learner. Worry
-      if it is high in the first batches, when no sample is stale: the engines do not compute the learner's model.
+    - `logprob_gap_mean`: Mean distance in nats between the log-probabilities of the engines and of the learner, before
+      the batch's first step, or in each step with `--use-rollout-logprobs`. Worry if it is high in the first batches,
+      when no sample is stale: the engines do not compute the learner's model.
     - `logprob_gap_max`: The largest such distance of a token.
     - `importance_weight`: Mean importance weight of the tokens, after the correction. Worry if it is far from 1: the
       samples are from another policy than the one that is trained.

@@ -130,6 +130,7 @@ class RolloutFunctionAdapter:
         self._function = function
         self._args = args
         self._rollout = config.rollout
+        self._reward_key_of = config.reward_key_of
         self._min_samples = config.rollout.smallest_group
         self._score_tokens = _zero_log_probs if config.learner.loss_type == "sft_loss" else score_tokens
         self._recording = recording
@@ -206,7 +207,7 @@ class RolloutFunctionAdapter:
                     return refused[sample]
                 check_columns(sample, self._limits, source.trainer_version)
                 if isinstance(sample.reward, dict) and sample.reward_key is None:
-                    sample.reward_key = self._rollout.reward_key
+                    sample.reward_key = self._reward_key_of(sample.dataset)
                 check_reward(sample)
             dates = [source.version_when_taken(sample) for sample in group]
             await asyncio.gather(

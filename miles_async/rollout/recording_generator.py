@@ -200,12 +200,13 @@ class RecordingGenerator:
         return [GroupRecord.of(group, prompt=prompt, live_version=self._live_version(), seconds=seconds)]
 
     async def _replay(self, group: Group, record: GroupRecord, began: float) -> None:
-        if not self._recordings.matches_prompt(record.prompt, prompt_hash(group), group.feed_index):
+        prompt = prompt_hash(group)
+        if not self._recordings.matches_prompt(record.prompt, prompt, group.feed_index):
             await self._generate(group)
             return
         remaining = record.seconds - (self._clock.monotonic() - began) if self._replays_timing else 0.0
         if not await self._aborted_within(group, remaining):
-            record.replay_into(group, self._live_version())
+            record.replay_into(group, self._live_version(), same_prompt=prompt == record.prompt)
             assert group.sequence is not None, "admission has numbered the group"
             self._events.emit(
                 GroupReplayed(time=self._clock.time(), sequence=group.sequence, recorded=record.feed_index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
+from miles_async.guests import GUESTS
 from miles_async.models.lora import CONFIG, TENSORS
 from miles_async.recording import Recording, SkipAction, Steps, choose_step, differences
 from miles_async.types import Group
@@ -27,7 +29,9 @@ _RECORDED_IF_CHANGED = (
     "apply_chat_template_kwargs",
     "environment",
     "environment_settings",
+    "reasoning_parser",
     "rollout_sample_hook_path",
+    "tool_call_parser",
     "tool_max_turns",
     "tool_search_corpus",
 )
@@ -202,7 +206,8 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
     """
     rollout = config.rollout
     folder = None if checkpoint is None else Path(checkpoint)
-    changed = values_of(config, _RECORDED_IF_CHANGED).items()
+    of_guests = chain.from_iterable(guest.recorded for guest in GUESTS.usable().values())
+    changed = values_of(config, [*_RECORDED_IF_CHANGED, *of_guests]).items()
     further = {name: value for name, value in changed if value != SETTINGS[name].default}
     of_datasets = {
         name: dataset.model_dump(include=_OF_DATASETS, exclude_none=True)

@@ -22,6 +22,7 @@ from miles_async.compat.slime.base_types import RolloutFnTrainOutput
 from miles_async.compat.slime.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from miles_async.compat.slime.imports import install_slime_imports
 from miles_async.config.schema import RunConfig
+from miles_async.config.schema.data import TrainDataset
 from miles_async.errors import InfrastructureError, RouterLostError, TrajectoryError, UserError
 from miles_async.events import GroupGenerated, StepStarted
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -40,7 +41,7 @@ from miles_async.rollout.sglang_rollout import (
     get_rollout_num_engines,
 )
 from miles_async.scheduling.bounds import Schedule
-from miles_async.types import Group, Sample, SampleStatus, Verdict, VersionSpan
+from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus, Verdict, VersionSpan
 from tests.configuration import run_config
 from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
@@ -303,6 +304,23 @@ async def test_a_batch_of_groups_that_the_filter_keeps_is_generated_and_the_othe
     dropped = [number for number in args.all_numbers if not number % 2]
     assert sorted([*numbers, *returned, *dropped]) == list(range(prompts.taken)), "each prompt is accounted for"
     assert GenerateState(args).pendings == set()
+
+
+async def test_a_group_is_filtered_by_the_filter_of_its_data_set() -> None:
+    class OfTwoSets(Prompts):
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            groups = super().get_samples(num_samples)
+            for sample in chain.from_iterable(groups):
+                name = "code" if sample.metadata["number"] < 8 else "math"
+                sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
+            return groups
+
+    code = TrainDataset(prompt_data="code.jsonl", dynamic_sampling_filter_path=f"{__name__}.keep_odd")
+    sets = {"code": code, "math": TrainDataset(prompt_data="math.jsonl")}
+    args = Run().args(rollout_batch_size=8, over_sampling_batch_size=12, datasets=sets)
+    output, _ = await generate_rollout_async(args, 0, OfTwoSets().get_samples)
+    numbers = {group[0].metadata["number"] for group in output.samples}
+    assert numbers == {1, 3, 5, 7, 8, 9, 10, 11}
 
 
 async def test_a_plain_function_generates_a_batch_from_its_thread() -> None:

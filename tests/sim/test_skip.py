@@ -283,6 +283,33 @@ def test_repeat_replays_the_recorded_groups_for_all_others_of_the_stream(tmp_pat
     assert second.live.asked == []
 
 
+def test_repeat_scores_recorded_responses_against_the_label_of_their_own_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other data, or another order of the same data, has other prompts at the same positions."""
+    get_samples, look_at = Feed.get_samples, SkippingWorld._look_at
+    problem = "1 + 1", "2"
+    seen: set[tuple[Any, Any]] = set()
+
+    def with_problem(self: Feed, num_samples: int) -> list[Group]:
+        groups = get_samples(self, num_samples)
+        for sample in (sample for group in groups for sample in group):
+            sample.prompt, sample.label = problem
+        return groups
+
+    def look(self: SkippingWorld, group: Group) -> bool:
+        seen.update((sample.prompt, sample.label) for sample in group)
+        return look_at(self, group)
+
+    monkeypatch.setattr(Feed, "get_samples", with_problem)
+    monkeypatch.setattr(SkippingWorld, "_look_at", look)
+    play(tmp_path, num_rollout=1)
+    problem = "5 + 5", "10"
+    world = play(tmp_path, num_rollout=1, role={"action": "repeat"})
+    assert world.live.asked == []
+    assert seen == {("1 + 1", "2")}
+
+
 def test_a_recording_of_other_settings_stops_the_run_and_names_the_field(tmp_path: Path) -> None:
     play(tmp_path, identity={"model": "a", "rollout_temperature": 1.0})
     with pytest.raises(UserError, match=r"made under other settings: rollout_temperature was 1\.0 and is 0\.7"):

@@ -1,19 +1,22 @@
-"""Auxiliary losses of the routers, which a model plug-in turns on, against transformers and plain autograd."""
+"""Auxiliary losses and biases of the routers, which a model plug-in turns on."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from miles_async.adapters.megatron.model.factory import MegatronModel
 from miles_async.batching.batch import PackedBatch, TrainStep, rank_batches
 from miles_async.models.experts import Qwen3Moe
+from miles_async.models.plugin import Same
 from tests.configuration import run_config
-from tests.stack.learning import create_experts, learning, uneven_groups
+from tests.stack.learning import create_experts, learning, uneven_groups, weights_of
 
 BALANCE, SIZE = 0.01, 0.002
 """Coefficients of the load-balancing loss and of the z-loss."""
@@ -89,3 +92,33 @@ def test_auxiliary_losses_of_routers_are_added_at_the_scale_of_their_coefficient
     expected = torch.stack(torch.autograd.grad(auxiliary_loss(reference, step.micro_batches), weights))
     assert expected.abs().max() > 1e-4
     assert torch.allclose(found - without, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_batch_that_is_not_finite_leaves_the_biases_of_routers_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Megatron adjusts the biases when it reduces the gradients, before it is known whether these are finite."""
+    create_experts(tmp_path, 1)
+    file, bias = tmp_path / "model.safetensors", "mlp.gate.e_score_correction_bias"
+    biases = {f"model.layers.{layer}.{bias}": torch.zeros(4) for layer in range(2)}
+    save_file({**load_file(file), **biases}, file, {"format": "pt"})
+    config, tensors = Qwen3Moe.transformer_config, Qwen3Moe.layer_tensors
+    turned_on = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    monkeypatch.setattr(Qwen3Moe, "transformer_config", lambda *a: config(*a) | turned_on)
+    monkeypatch.setattr(Qwen3Moe, "layer_tensors", lambda *a: tensors(*a) | {"mlp.router.expert_bias": Same(bias)})
+    sizes = {"rollout_batch_size": 3, "n_samples_per_prompt": 4, "num_steps_per_rollout": steps}
+    run = run_config(lr=1e-4, max_tokens_per_gpu=1000, **sizes)
+    poisoned = uneven_groups(0)
+    poisoned[-1][0].reward = math.nan
+
+    def biases_of(learner: Any) -> dict[str, torch.Tensor]:
+        return {name: one for name, one in weights_of(learner).items() if name.endswith(bias)}
+
+    with learning(tmp_path, run) as learner:
+        before = biases_of(learner)
+        assert len(before) == 2
+        assert not learner.train(0, rank_batches(poisoned, run, 1)[0]).finite
+        assert all(torch.equal(one, before[name]) for name, one in biases_of(learner).items())
+        assert learner.train(1, rank_batches(uneven_groups(0), run, 1)[0]).finite
+        assert any(not torch.equal(one, before[name]) for name, one in biases_of(learner).items())

@@ -482,6 +482,18 @@ def test_metrics_are_given_for_the_tokens_of_every_staleness() -> None:
     assert not [name for name in metrics if name.endswith("staleness_1")], "there were none"
 
 
+def test_the_gap_to_the_engines_is_measured_also_if_their_logprobs_are_those_of_the_old_policy() -> None:
+    tensors = inputs()
+    tensors["old_logprobs"] = tensors["rollout_log_probs"]
+    gap = (tensors["logprobs"] - tensors["rollout_log_probs"]).abs()
+    _, sums = loss_of(tensors, 40, settings(method="none", uses_rollout_logprobs=True))
+    metrics = policy_metrics(sums.sums, sums.maximum, [0.0] * STALENESS_CLASSES)
+    assert metrics["logprob_gap_mean"] == pytest.approx(gap.mean().item())
+    assert metrics["logprob_gap_max"] == pytest.approx(gap.max().item())
+    assert metrics["ess"] < 1
+    assert PolicyLossSettings.from_algorithm(Algorithm(use_rollout_logprobs=True)).uses_rollout_logprobs
+
+
 def test_tokens_that_took_no_pass_count_in_the_loss_and_in_the_shares_only() -> None:
     sums = torch.zeros(STALENESS_CLASSES, len(SUMS))
     for name, value in {"tokens": 4, "objective": -2, "ratio": 4, "ratio_squared": 4, "entropy": 8}.items():

@@ -19,11 +19,13 @@ from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerato
 from miles_async.adapters.sglang.response import extend
 from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
+from miles_async.config.fields import with_settings
 from miles_async.config.schema import Learner, Rollout, RunConfig
+from miles_async.config.schema.data import TrainDataset
 from miles_async.errors import PromptTooLongError, TrajectoryError, UserError
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
 from miles_async.sample_schema import check_group, check_sample, decode_answers
-from miles_async.types import Group, Prompt, Sample, VersionSpan
+from miles_async.types import FROM_DATASET, Group, Prompt, Sample, VersionSpan
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from workers.specs import sample_limits
@@ -302,9 +304,9 @@ class Source:
         self.refused.append(error)
 
 
-def collect(function: Any) -> tuple[list[Group], list[str]]:
+def collect(function: Any, **values: Any) -> tuple[list[Group], list[str]]:
     """Call a rollout function for batches of two groups of one sample."""
-    settings = RunConfig(rollout=Rollout(rollout_batch_size=2, n_samples_per_prompt=1))
+    settings = with_settings(RunConfig(rollout=Rollout(rollout_batch_size=2, n_samples_per_prompt=1)), **values)
     source = Source()
 
     async def score(sample: Sample) -> None:
@@ -328,6 +330,19 @@ def test_an_invalid_group_of_a_rollout_function_is_replaced(fields: dict[str, An
     assert asked == [2, 1]
     assert [group[0].index for group in groups] == [6, 7]
     assert complaint in refused
+
+
+def test_the_entry_of_a_reward_that_counts_is_that_of_the_data_set_of_the_prompt() -> None:
+    async def function(args: Any, rollout_id: int, source: Any, evaluation: bool) -> Any:
+        rewards = {"format": 1.0, "tests": 0.25}
+        names = "code", "math"
+        return [[finished(reward=rewards, metadata={FROM_DATASET: {"name": name, "epochs": 0.0}})] for name in names]
+
+    code = TrainDataset(prompt_data="code.jsonl", reward_key="tests")
+    sets = {"code": code, "math": TrainDataset(prompt_data="math.jsonl")}
+    groups, refused = collect(function, datasets=sets, reward_key="format")
+    assert refused == []
+    assert [group.rewards for group in groups] == [[0.25], [1.0]]
 
 
 def test_a_function_that_only_returns_invalid_groups_ends_the_run_with_a_user_error() -> None:

@@ -19,6 +19,14 @@ class Miles(Guest):
     """Gives the flags that Miles adds to slime's their meaning, and calls functions, agents and tools as Miles does."""
 
     name = "miles"
+    recorded = (
+        "custom_agent_function_path",
+        "generate_tool_specs_path",
+        "generate_execute_tool_function_path",
+        "generate_max_turns",
+        "max_seq_len",
+        "max_answer_len",
+    )
 
     class Settings(Section):
         async_data_buffer_capacity_factor: float | None = Field(None, gt=0, le=1e6)

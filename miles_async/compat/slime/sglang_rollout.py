@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -178,8 +179,7 @@ async def generate_rollout_async(
         return output
     """
     state, size = GenerateState(args), args.rollout_batch_size
-    path = args.dynamic_sampling_filter_path
-    keep = None if path is None else load_function(path, setting="dynamic_sampling_filter_path")
+    load_filter = cache(partial(load_function, setting="dynamic_sampling_filter_path"))
     kept: list[list[Sample]] = []
     unused: list[list[Sample]] = []
     finished: list[list[Sample]] = []
@@ -195,9 +195,9 @@ async def generate_rollout_async(
         done, state.pendings = await asyncio.wait(state.pendings, return_when=asyncio.FIRST_COMPLETED)
         for group in (task.result() for task in done):
             finished.append(group)
-            verdict = (
-                Verdict(True) if keep is None or _has(group, SampleStatus.FAILED) else Verdict.of(keep(args, group))
-            )
+            path, verdict = _filter_of(args, group), Verdict(True)
+            if path is not None and not _has(group, SampleStatus.FAILED):
+                verdict = Verdict.of(load_filter(path)(args, group))
             fallback = verdict.keep_when_insufficient and state.remaining_batch_size <= size
             if not verdict.keep and not fallback:
                 dropped[f"rollout/dynamic_filter/drop_{verdict.reason}"] += 1
@@ -232,6 +232,13 @@ def generate_abortable_samples(
         )
     output, unused = run(generate_rollout_async(args, rollout_id, data_source))
     return output.samples, unused
+
+
+def _filter_of(args: Arguments, group: list[Sample]) -> str | None:
+    """The path of the dynamic filter for a group: that of its data set, or else that of the run."""
+    own = args.datasets.get(group[0].dataset)
+    path: str | None = None if own is None else own.dynamic_sampling_filter_path
+    return args.dynamic_sampling_filter_path if path is None else path
 
 
 def _ordered(groups: Sequence[list[Sample]]) -> list[list[Sample]]:

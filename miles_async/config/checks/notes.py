@@ -120,6 +120,10 @@ def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
         "skip.rollout": skip.rollout.enable,
         "skip.async_rollout": skip.async_rollout.enable,
     }
+    settings |= {
+        f"datasets.{name}.dynamic_sampling_filter_path": dataset.dynamic_sampling_filter_path is not None
+        for name, dataset in config.data.datasets.items()
+    }
     for name in (name for name, is_set in settings.items() if is_set):
         yield f"{name} has no effect, because the worker of {rollout.rollout_function_path} generates: unset it"
 

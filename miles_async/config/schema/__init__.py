@@ -110,6 +110,12 @@ class RunConfig(Section):
             return self.rollout.rollout_top_k
         return max(2, self.engine.sampling_mask_limit // 2)
 
+    def reward_key_of(self, dataset: str) -> str | None:
+        """The entry that counts of a reward that is a dictionary, for prompts of this data set; empty if it has no
+        name."""
+        own = self.data.datasets.get(dataset)
+        return self.rollout.reward_key if own is None or own.reward_key is None else own.reward_key
+
     @property
     def samples_per_rollout(self) -> int:
         """Samples per training batch."""

@@ -30,6 +30,7 @@ Reference answer:
 {reference}
 """
 _MAX_TOKENS = 512
+_VERDICT, _BEGINS_WITH_VERDICT = re.compile(r"(?i)\b(?:yes|no)\b"), re.compile(r"(?i)\W*(?:yes|no)\b")
 
 
 class LlmJudge(RemoteRm):
@@ -75,9 +76,17 @@ def _question(prompt: Any) -> str:
 
 
 def _verdict(answer: Any) -> float:
-    """Raises ValueError if a server that is no judge has answered."""
+    """Raises ValueError if a server that is no judge has answered, or if the answer was cut off before its verdict."""
     match answer:
+        case {"choices": [{"message": {"content": str(text)}, "finish_reason": "length"}, *_]} if (
+            "</think>" not in text and _BEGINS_WITH_VERDICT.match(text) is None
+        ):
+            raise ValueError(
+                f"the judge at rm_url has not decided within {_MAX_TOKENS} tokens: serve it without reasoning, or "
+                "serve another model"
+            )
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
-            return float(re.search(r"(?i)\byes\b", after_reasoning(text)) is not None)
+            found = _VERDICT.search(after_reasoning(text))
+            return float(found is not None and found[0].lower() == "yes")
     said = ", ".join(map(str, answer)) if isinstance(answer, Mapping) else type(answer).__name__
     raise ValueError(f"rm_url answered {said:.80} instead of a chat completion: set it to the address of a judge")

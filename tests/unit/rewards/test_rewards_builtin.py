@@ -218,12 +218,20 @@ async def test_a_remote_reward_receives_the_whole_response_also_with_the_prefix_
     assert judge.asked == [{"prompt": "q", "response": "r", "label": "l"}]
 
 
-def completion(text: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+def completion(text: str, reason: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
 
 
 @pytest.mark.parametrize(
-    "text, reward", [("YES", 1.0), ("<think>Yes?</think> **No**", 0.0), ("no, yesterday", 0.0), ("", 0.0)]
+    "text, reward",
+    [
+        ("YES", 1.0),
+        ("<think>Yes?</think> **No**", 0.0),
+        ("no, yesterday", 0.0),
+        ("", 0.0),
+        ("NO. YES would need the same unit.", 0.0),
+        ("YES, there is no difference", 1.0),
+    ],
 )
 async def test_a_judge_is_asked_for_a_completion_and_its_yes_is_the_reward(text: str, reward: float) -> None:
     judge = Judge((200, completion(text)))
@@ -233,6 +241,16 @@ async def test_a_judge_is_asked_for_a_completion_and_its_yes_is_the_reward(text:
     [message] = asked["messages"]
     assert message["role"] == "user"
     assert message["content"].endswith("Question:\nq\n\nResponse:\nr\n\nReference answer:\nl\n")
+
+
+async def test_a_judge_that_is_cut_off_before_its_verdict_scores_nothing() -> None:
+    """The reasoning of a judge names both answers."""
+    with pytest.raises(
+        TrajectoryError, match="the judge at rm_url has not decided within 512 tokens: serve it without"
+    ):
+        await Judge((200, completion("Would YES be right? The response says", "length"))).score(rm_type="llm_judge")
+    assert await Judge((200, completion("YES. The response says", "length"))).score(rm_type="llm_judge") == 1.0
+    assert await Judge((200, completion("Hm.</think>No, be", "length"))).score(rm_type="llm_judge") == 0.0
 
 
 async def test_a_server_that_is_no_judge_is_an_error_of_its_samples() -> None:

@@ -215,8 +215,8 @@ class MegatronLearner:
         # All steps of the batch are off-policy by the same weights, so these values come first, before any step.
         pre_step_values = self._pre_step_values(rollout_id, steps) * self._settings.passes_per_rollout
         steps = [*steps] * self._settings.passes_per_rollout
-        # A single step is only applied if it is finite, so it needs no snapshot.
-        snapshots = [Snapshot(model) for model in self._trained.values()] if len(steps) > 1 else []
+        # A single step is only applied if it is finite, so it needs no copy of the weights.
+        snapshots = [Snapshot(model, weights=len(steps) > 1) for model in self._trained.values()]
         metrics: list[Mapping[str, float]] = []
         finite = True
         for number, (step, values) in enumerate(zip(steps, pre_step_values, strict=True)):
@@ -336,7 +336,7 @@ class MegatronLearner:
                 if of_logits:
                     logits = inference.whole_logits(self._model, model_input, output, functions.layout.rows)
                 result = functions.logits_loss(logits) if of_logits else functions.token_loss(logprobs, entropy)
-                return function_loss(logprobs, entropy, columns, result, total_tokens=total)
+                return function_loss(*(logprobs, entropy, columns, result), total_tokens=total, settings=self._loss)
             return policy_loss(
                 *(logprobs, entropy, columns),
                 total_tokens=total,

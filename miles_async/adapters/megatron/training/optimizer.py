@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ def model_tensors(model: TrainedModel, *, frozen: bool = True) -> Iterator[Tenso
                 yield from scales.values()
 
 
+def routing_biases(model: TrainedModel) -> list[Tensor]:
+    """The biases with which routers balance experts. `reduce_gradients` changes them, and no optimizer holds them."""
+    buffers = (named for chunk in model.chunks for named in chunk.module.named_buffers())
+    return [buffer for name, buffer in buffers if name.endswith("expert_bias")]
+
+
 def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """The distinct storages of these tensors, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
@@ -142,12 +149,13 @@ class Snapshot:
     """Copy of weights, optimizer state and step count in host memory, one at a time for each model.
 
     A batch of several optimizer steps is restored from it if a later step fails, so that all of its steps count or
-    none.
+    none. Without `weights` it only has what a step changes that is not taken: the biases of routers.
     """
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainedModel, *, weights: bool = True) -> None:
         self._model, self._steps_taken = model, model.steps_taken
-        self._storages = list(distinct_storages(model_tensors(model, frozen=False)).values())
+        tensors = chain(routing_biases(model), model_tensors(model, frozen=False) if weights else ())
+        self._storages = list(distinct_storages(tensors).values())
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = not any(optimizer.state for optimizer in model.inner_optimizers)
         # Fused optimizers count their steps there.

@@ -218,6 +218,13 @@ def test_a_recording_of_another_prompt_replaces_prompt_and_label_but_not_the_fee
     assert group[0].metadata == {"feed_index": "sample_0_9", "nested": {"a": [1.5]}}
 
 
+def test_a_sample_that_the_generate_function_removed_is_removed_in_the_replay_too() -> None:
+    removed = replace(sample(0), remove_sample=True)
+    group = Group([Sample(index=8), Sample(index=9)], feed_index="sample_0_3")
+    recording(removed, sample(1)).groups[0].replay_into(group, 4)
+    assert [member.remove_sample for member in group] == [True, False]
+
+
 def test_recordings_are_listed_and_removed_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = RecordingStore(tmp_path / "e_p" / "GBS1_N2_in8_out8")
     for step in (1, 2, 3, 7):

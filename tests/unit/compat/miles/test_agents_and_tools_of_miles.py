@@ -22,8 +22,10 @@ from miles_async.compat.slime import http_utils
 from miles_async.config.load import read_yaml, write_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError
+from miles_async.recording import differences
 from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
+from miles_async.rollout.recordings import identity_of
 from miles_async.types import Group, Sample, SampleStatus
 from tests.configuration import run_config
 from tests.unit.adapters.agents.test_agent_endpoint import TOOLS, ScriptedParser
@@ -243,6 +245,24 @@ def test_the_limits_of_a_resolved_configuration_stay_when_it_is_read_again(tmp_p
     again = {one.path[-1]: one.value for one in read_yaml(tmp_path / "config.yaml")}
     assert (again["rollout_max_response_len"], again["max_answer_len"], again["max_seq_len"]) == (899, 100, 900)
     assert run_config("--config", str(tmp_path / "config.yaml")) is not None
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("custom_agent_function_path", "my.other_agent"),
+        ("generate_tool_specs_path", "my.other_tools"),
+        ("generate_execute_tool_function_path", "my.other_execute"),
+        ("generate_max_turns", 3),
+        ("max_seq_len", 700),
+        ("max_answer_len", 7),
+    ],
+)
+def test_a_recording_of_another_agent_or_with_other_tools_is_not_replayed(setting: str, value: Any) -> None:
+    """The generate function is the same for every agent, and for all tools."""
+    settings = {"custom_agent_function_path": "my.agent", "rollout_max_response_len": 600, "max_seq_len": 800}
+    before, after = (identity_of(run_config(**settings | changed)) for changed in ({}, {setting: value}))
+    assert setting in differences(before, after)
 
 
 def test_an_agent_or_tools_need_no_generate_function() -> None:

@@ -261,6 +261,8 @@ def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
         ("environment_settings", "--environment-settings", '{"max_turns": 3}'),
         ("tool_max_turns", "--tool-max-turns", "7"),
         ("tool_search_corpus", "--tool-search-corpus", "documents.jsonl"),
+        ("tool_call_parser", "--tool-call-parser", "hermes"),
+        ("reasoning_parser", "--reasoning-parser", "qwen3"),
         ("lora_load", "--lora-load", "adapter"),
     ],
 )
