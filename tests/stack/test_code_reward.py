@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +37,24 @@ async def scores(label: Any, *responses: str) -> list[float]:
     return [sample.reward["score"] for sample in await scored(label, *responses)]
 
 
+async def scored_by_one_process(rows: Sequence[tuple[Any, Sequence[str]]]) -> list[list[Any]]:
+    """The same for several rows, with their labels and responses. One process, which takes a second to start, is
+    enough for all, because each response is evaluated in a separate child."""
+    rewarder = RunRewards(run_config(rm_type="code"), args=None)
+    groups = [
+        Group(
+            (Sample(index=i, response=text, label=label) for i, text in enumerate(responses)), feed_index=f"a_0_{row}"
+        )
+        for row, (label, responses) in enumerate(rows)
+    ]
+    try:
+        for group in groups:
+            await rewarder.score(group)
+    finally:
+        await rewarder.close()
+    return [list(group) for group in groups]
+
+
 async def test_the_rewards_are_whether_all_tests_pass_and_the_share_that_passes() -> None:
     half = "def add(a, b):\n    return 0"
     right, wrong = await scored(ASSERTED, block(ADD), block(half))
@@ -51,32 +70,33 @@ READS = "a, b = map(int, input().split())\nprint(a + b)"
 SOLUTION = "class Solution:\n    def add(self, a: int, rest: List[int]) -> tuple:\n        return a, sum(rest)"
 
 
-@pytest.mark.parametrize(
-    "label, code",
-    [
-        (ASSERTED, ADD),
-        ("assert add(1, 2) == 3", ADD),
-        (json.dumps([{"assert_code": text} for text in ASSERTED]), ADD),
-        ([{"assert_code": TEST_FUNCTIONS}], ADD),
-        ([CHECK], ADD),
-        ([{**CHECK, "import_prefix": "import numbers as n\n"}], ADD.replace("a, b", "a: n.Number, b")),
-        ([{"stdin": "1 2\n", "expected_stdout": "3\n"}], READS),
-        (
-            [{"input": "1 2\n", "output": "3"}],
-            f"if __name__ == '__main__':\n    {READS.replace(chr(10), chr(10) + '    ')}",
-        ),
-        ({"inputs": ["1 2", "2 3"], "outputs": ["3", "5.0"]}, f"{READS}\nexit()"),
-        ({"inputs": [["1", "2"]], "outputs": ["1  2"]}, "print(*open(0).read().split())"),
-        ({"inputs": ["1"], "outputs": ["1"]}, "sys.stdout.buffer.write(sys.stdin.buffer.read())"),
-        ({"inputs": ["1\n[2, 3]"], "outputs": ["[1, 5]"], "fn_name": "add"}, SOLUTION),
-        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, ADD),
-        ({"inputs": ["3000"], "outputs": ["0"]}, "def f(n):\n    return n and f(n - 1)\nprint(f(int(input())))"),
-        ([{"assert_code": "assert 'Done.' in {response}"}], ADD),
-    ],
-)
-async def test_right_code_passes_each_format_of_tests_and_wrong_code_fails(label: Any, code: str) -> None:
-    wrong = "I think." if "{response}" in str(label) else block("def add(a, b):\n    return -9\nprint(-9)")
-    assert await scores(label, block(code), wrong) == [1.0, 0.0]
+FORMATS: list[tuple[Any, str]] = [
+    (ASSERTED, ADD),
+    ("assert add(1, 2) == 3", ADD),
+    (json.dumps([{"assert_code": text} for text in ASSERTED]), ADD),
+    ([{"assert_code": TEST_FUNCTIONS}], ADD),
+    ([CHECK], ADD),
+    ([{**CHECK, "import_prefix": "import numbers as n\n"}], ADD.replace("a, b", "a: n.Number, b")),
+    ([{"stdin": "1 2\n", "expected_stdout": "3\n"}], READS),
+    (
+        [{"input": "1 2\n", "output": "3"}],
+        f"if __name__ == '__main__':\n    {READS.replace(chr(10), chr(10) + '    ')}",
+    ),
+    ({"inputs": ["1 2", "2 3"], "outputs": ["3", "5.0"]}, f"{READS}\nexit()"),
+    ({"inputs": [["1", "2"]], "outputs": ["1  2"]}, "print(*open(0).read().split())"),
+    ({"inputs": ["1"], "outputs": ["1"]}, "sys.stdout.buffer.write(sys.stdin.buffer.read())"),
+    ({"inputs": ["1\n[2, 3]"], "outputs": ["[1, 5]"], "fn_name": "add"}, SOLUTION),
+    ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}, ADD),
+    ({"inputs": ["3000"], "outputs": ["0"]}, "def f(n):\n    return n and f(n - 1)\nprint(f(int(input())))"),
+    ([{"assert_code": "assert 'Done.' in {response}"}], ADD),
+]
+
+
+async def test_right_code_passes_each_format_of_tests_and_wrong_code_fails() -> None:
+    wrong = block("def add(a, b):\n    return -9\nprint(-9)")
+    rows = [(label, (block(code), "I think." if "{response}" in str(label) else wrong)) for label, code in FORMATS]
+    for (label, code), samples in zip(FORMATS, await scored_by_one_process(rows), strict=True):
+        assert [sample.reward["score"] for sample in samples] == [1.0, 0.0], (label, code)
 
 
 async def test_the_last_code_block_that_defines_something_is_run() -> None:
@@ -86,32 +106,32 @@ async def test_the_last_code_block_that_defines_something_is_run() -> None:
     assert await scores(ASSERTED, block(ADD) + block("def add(a, b): return 7")) == [0.0]
 
 
-@pytest.mark.parametrize(
-    "label, response, reason",
-    [
-        ("", block(ADD), "the row has no tests"),
-        ([], block(ADD), "the row has no tests"),
-        ([{}], block(ADD), "the row has a test without assert_code, or stdin and expected_stdout"),
-        (ASSERTED, "", "the response has no Python code"),
-        (ASSERTED, "```python\ndef add", "the response has no complete code block"),
-        (ASSERTED, block("int main() {}", "cpp"), "the response has no Python code"),
-        (ASSERTED, "I do not know.", "SyntaxError: invalid syntax"),
-        (ASSERTED, block("x = '\0'"), "null bytes"),
-        (ASSERTED, block("import os\nwhile True: os.fork()"), "test 0: (PermissionError|BlockingIOError)"),
-        (ASSERTED, block(f"{ADD}\nexit(0)"), "test 0: SystemExit: 0"),
-        (ASSERTED, block("class Stop(BaseException): pass\nraise Stop('here')"), "test 0: Stop: here"),
-        (ASSERTED, block("x = bytes(8 * 10**9)"), "test 0: MemoryError"),
-        (
-            [{"stdin": "", "expected_stdout": "1"}],
-            block("while True: print('1' * 10**6)"),
-            "test 0: MemoryError: more than 10000000 bytes were printed",
-        ),
-    ],
-)
-async def test_what_cannot_pass_gets_nothing_and_the_reason(label: Any, response: str, reason: str) -> None:
-    [sample] = await scored(label, response)
-    assert {name: sample.reward[name] for name in WRONG} == WRONG
-    assert re.search(reason, sample.reward["error"])
+REFUSED: list[tuple[Any, str, str]] = [
+    ("", block(ADD), "the row has no tests"),
+    ([], block(ADD), "the row has no tests"),
+    ([{}], block(ADD), "the row has a test without assert_code, or stdin and expected_stdout"),
+    (ASSERTED, "", "the response has no Python code"),
+    (ASSERTED, "```python\ndef add", "the response has no complete code block"),
+    (ASSERTED, block("int main() {}", "cpp"), "the response has no Python code"),
+    (ASSERTED, "I do not know.", "SyntaxError: invalid syntax"),
+    (ASSERTED, block("x = '\0'"), "null bytes"),
+    (ASSERTED, block("import os\nwhile True: os.fork()"), "test 0: (PermissionError|BlockingIOError)"),
+    (ASSERTED, block(f"{ADD}\nexit(0)"), "test 0: SystemExit: 0"),
+    (ASSERTED, block("class Stop(BaseException): pass\nraise Stop('here')"), "test 0: Stop: here"),
+    (ASSERTED, block("x = bytes(8 * 10**9)"), "test 0: MemoryError"),
+    (
+        [{"stdin": "", "expected_stdout": "1"}],
+        block("while True: print('1' * 10**6)"),
+        "test 0: MemoryError: more than 10000000 bytes were printed",
+    ),
+]
+
+
+async def test_what_cannot_pass_gets_nothing_and_the_reason() -> None:
+    rows = [(label, (response,)) for label, response, _ in REFUSED]
+    for (label, response, reason), [sample] in zip(REFUSED, await scored_by_one_process(rows), strict=True):
+        assert {name: sample.reward[name] for name in WRONG} == WRONG, (label, response)
+        assert re.search(reason, sample.reward["error"]), (label, response)
 
 
 @pytest.mark.parametrize(

@@ -98,24 +98,26 @@ async def test_an_expensive_formula_counts_as_wrong_and_the_other_answers_keep_t
     assert [score["score"] for score in scores] == [1.0, -1.0, 1.0, -1.0]
 
 
-@pytest.mark.parametrize(
-    "response, error",
-    [
-        ("__import__('socket').socket()", "PermissionError"),
-        ("__import__('socket').create_connection(('127.0.0.1', 9))", "PermissionError"),
-        ("os.fork()", "PermissionError|BlockingIOError"),
-        ("os.posix_spawn('/bin/true', ['true'], {})", "PermissionError|BlockingIOError"),
-        ("os.execv('/bin/true', ['true'])", "PermissionError"),
-        ("os.kill(os.getppid(), 0)", "PermissionError"),
-        ("bytes(8 * 10**9)", "MemoryError"),
-        ("[open('/dev/null') for _ in range(100)]", "OSError: .*Too many open files"),
-        ("input()", "EOFError"),
-    ],
-)
-async def test_a_response_cannot_use_the_network_other_processes_or_many_resources(response: str, error: str) -> None:
-    [failure] = await evaluated(response)
-    assert isinstance(failure, GraderError)
-    assert re.search(error, str(failure))
+LIMITED = [
+    ("__import__('socket').socket()", "PermissionError"),
+    ("__import__('socket').create_connection(('127.0.0.1', 9))", "PermissionError"),
+    ("os.fork()", "PermissionError|BlockingIOError"),
+    ("os.posix_spawn('/bin/true', ['true'], {})", "PermissionError|BlockingIOError"),
+    ("os.execv('/bin/true', ['true'])", "PermissionError"),
+    ("os.kill(os.getppid(), 0)", "PermissionError"),
+    ("bytes(8 * 10**9)", "MemoryError"),
+    ("[open('/dev/null') for _ in range(100)]", "OSError: .*Too many open files"),
+    ("input()", "EOFError"),
+]
+"""Responses, and the errors that they get."""
+
+
+async def test_a_response_cannot_use_the_network_other_processes_or_many_resources() -> None:
+    async with confined_graders() as graders:
+        failures = await graders.grade([Sample(index=i, response=text) for i, (text, _) in enumerate(LIMITED)])
+    for (response, error), failure in zip(LIMITED, failures, strict=True):
+        assert isinstance(failure, GraderError), response
+        assert re.search(error, str(failure)), response
 
 
 async def test_a_response_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,14 +288,14 @@ ctypes.memmove(id(0.0) + 16, ctypes.byref(ctypes.c_double(1.0)), 8)
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
-async def test_a_response_cannot_give_a_reward_to_another_one(name: str) -> None:
-    """A wrong answer is scored in the same group behind the attack, and in four later groups."""
-    code = FORGERIES[name].replace("ANSWERS", "[n for n in range(3, 64) if os.path.exists(f'/dev/fd/{n}')][0]")
+async def test_a_response_cannot_give_a_reward_to_another_one() -> None:
+    """A wrong answer is scored in the same group behind each attack, and in four later groups."""
     async with confined_graders() as graders:
-        _, beside = await graders.grade([Sample(response=grader_attacks.text(code)), Sample(response="0")])
-        later = [await graders.grade([Sample(response="0")]) for _ in range(4)]
-        assert (beside, later) == (0.0, [[0.0]] * 4)
+        for name, code in FORGERIES.items():
+            code = code.replace("ANSWERS", "[n for n in range(3, 64) if os.path.exists(f'/dev/fd/{n}')][0]")
+            _, beside = await graders.grade([Sample(response=grader_attacks.text(code)), Sample(response="0")])
+            later = [await graders.grade([Sample(response="0")]) for _ in range(4)]
+            assert (beside, later) == (0.0, [[0.0]] * 4), name
 
 
 async def test_poisoned_responses_cost_their_reward_and_not_the_process_of_the_scorer() -> None:

@@ -1,17 +1,18 @@
-"""One half of a run at a time on the real stack: generate and save batches, then train on them and inspect them."""
+"""One half of a run at a time on the real stack: generate and save batches, then train on them.
+
+`tests/stack/test_pages.py` inspects such batches with the commands of `docs/how-to/debug-rewards.md`.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from miles_async.adapters.storage.rollout_file import load_groups
 from miles_async.types import SampleStatus
-from tests.stack.job import ROOT, job
+from tests.stack.job import job
 from tests.waiting import START_SECONDS
 
 SMALL = (
@@ -68,11 +69,3 @@ def test_a_run_that_only_trains_starts_no_engine_and_takes_the_saved_batches(sav
     steps = [line for line in events.read_text().splitlines() if '"StepEnded"' in line]
     assert len(steps) == 2
     assert all('"finite":true' in line and '"grad_norm":0.0,' not in line for line in steps)
-
-
-def test_a_saved_batch_can_be_inspected(saved: Path) -> None:
-    file = saved / "rollout_data" / "0.safetensors"
-    command = [sys.executable, "-m", "workers.inspect_rollout", str(file)]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "rollout 0: 4 groups" in shown
-    assert len(shown.splitlines()) == 6

@@ -18,14 +18,13 @@ import pytest
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.checkpoint import training_state
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
-from miles_async.adapters.sglang.launch import EngineServer, EngineSpec
 from miles_async.adapters.system.network_ports import claim_port
-from miles_async.adapters.weights.engine import call_engine
 from miles_async.batching.batch import TrainStep, policy_steps, rank_batches
 from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.models.experts import Qwen3Moe
@@ -35,7 +34,6 @@ from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
 from tests.stack.learning import create_experts, gradients_of, learning, prompted_groups, save_state, uneven_groups
 from tests.stack.pretended_device import pretended_gpu
-from tests.waiting import PATIENCE_SECONDS
 
 RANKS = 4
 
@@ -383,19 +381,18 @@ def test_a_checkpoint_in_bfloat16_restores_float32_weights_in_another_layout(run
         assert (own[norm] - full[norm]).abs().mean() < 2e-5 < (own[norm] - 1).abs().mean()
 
 
-def test_an_engine_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_experts(runs: Path, tmp_path: Path) -> None:
-    trained = runs / "expert parallel, pipeline"
-    engine = EngineServer(EngineSpec(name="e0", model_path=str(trained / "saved"), log_path=tmp_path / "engine.log"))
-    try:
-        info = engine.start()
-        for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
-            asked = {"input_ids": group[0].tokens, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
-            answer = call_engine(info, "/generate", asked | {"logprob_start_len": 0}, timeout=PATIENCE_SECONDS)
-            entries = answer["meta_info"]["input_token_logprobs"]
-            found = [logprob for logprob, *_ in entries[1:]]
-            assert found == pytest.approx(expected, abs=1e-5)
-    finally:
-        engine.stop()
+def test_transformers_agrees_with_a_checkpoint_of_pipeline_stages_and_shared_experts(runs: Path) -> None:
+    """Engines load such files in `test_weight_transports.py`, where they agree with transformers."""
+    trained, given = runs / "expert parallel, pipeline", runs / "experts"
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (trained / "saved", given))
+    shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in one.items()} for one in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    model = AutoModelForCausalLM.from_pretrained(trained / "saved", dtype=torch.float32)
+    for group, expected in zip(uneven_groups(0), facts(trained)["after"][::4], strict=True):
+        tokens = torch.tensor(group[0].tokens)
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        assert logprobs.gather(1, tokens[1:, None])[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_distributed_optimizer_shards_its_moments_over_the_ranks(runs: Path) -> None:
