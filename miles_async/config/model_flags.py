@@ -77,6 +77,21 @@ def _squared_relu(config: Config) -> bool | None:
     return None if activation is None or config.get("model_type") == "nemotron_h" else activation == "relu2"
 
 
+def _without_biases(config: Config) -> bool | None:
+    """Whether the linear layers beside those of queries, keys and values have no biases; None if `config.json` does
+    not tell."""
+    if (biases := config.get("mlp_bias")) is not None:
+        return not biases
+    return True if str(config.get("model_type")).startswith(_WITHOUT_BIASES) else None
+
+
+def _router_score(config: Config) -> Any:
+    """The function of the router's scores, which configurations of these types do not name."""
+    if (named := config.get("scoring_func")) is not None or not _EXPERTS(config):
+        return named
+    return "softmax" if str(config.get("model_type")).startswith(("qwen", "mixtral")) else None
+
+
 def _qk_norm(config: Config) -> bool | None:
     """Whether queries and keys are normalized; None if `config.json` does not tell."""
     if "use_qk_norm" in config:
@@ -87,6 +102,7 @@ def _qk_norm(config: Config) -> bool | None:
     return False if kind in ("llama", "qwen2", "mistral", "mixtral") else None
 
 
+_WITHOUT_BIASES = ("qwen2", "qwen3", "mistral", "mixtral")
 _EXPERTS = _first("num_experts", "n_routed_experts", "num_local_experts")
 
 COMPARED: Mapping[str, _Reader] = {
@@ -122,11 +138,11 @@ COMPARED: Mapping[str, _Reader] = {
     "moe_router_topk": lambda config: config.get("num_experts_per_tok") if _EXPERTS(config) else None,
     "moe_layer_freq": _layers_with_experts,
     "moe_shared_expert_intermediate_size": _shared_experts,
-    "moe_router_score_function": lambda config: config.get("scoring_func"),
+    "moe_router_score_function": _router_score,
     "moe_router_num_groups": _first("n_group"),
     "moe_router_group_topk": _first("topk_group"),
     "moe_router_topk_scaling_factor": _first("routed_scaling_factor"),
-    "disable_bias_linear": lambda config: None if config.get("mlp_bias") is None else not config["mlp_bias"],
+    "disable_bias_linear": _without_biases,
     "rope_scaling_factor": lambda config: (config.get("rope_scaling") or {}).get("factor"),
     "linear_attention_freq": lambda config: config.get("full_attention_interval"),
     "linear_conv_kernel_dim": _first("linear_conv_kernel_dim"),
@@ -141,14 +157,22 @@ COMPARED: Mapping[str, _Reader] = {
 
 def differences(flags: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Each flag whose value differs from that of the checkpoint, with both values."""
-    text = config.get("text_config") or config
-    if not text:
-        return
     for name, given in flags.items():
-        reader = COMPARED.get(name)
-        theirs = None if reader is None else reader(text)
+        theirs = _read(name, config)
         if theirs is not None and not _equal(given, theirs):
             yield name, given, theirs
+
+
+def not_told(flags: Mapping[str, Any], config: Config) -> list[str]:
+    """The flags with which nothing in `config.json` can be compared."""
+    return [name for name in flags if _read(name, config) is None]
+
+
+def _read(name: str, config: Config) -> Any:
+    """The value of a flag in `config.json`; None if the file does not tell."""
+    text = config.get("text_config") or config
+    reader = COMPARED.get(name)
+    return None if reader is None or not text else reader(text)
 
 
 def _frequency(given: Any, layers: int) -> list[int] | None:
