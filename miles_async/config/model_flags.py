@@ -163,7 +163,7 @@ def differences(flags: Mapping[str, Any], config: Config) -> Iterator[tuple[str,
             yield name, given, theirs
 
 
-def not_told(flags: Mapping[str, Any], config: Config) -> list[str]:
+def incomparable(flags: Mapping[str, Any], config: Config) -> list[str]:
     """The flags with which nothing in `config.json` can be compared."""
     return [name for name in flags if _read(name, config) is None]
 

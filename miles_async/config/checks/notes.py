@@ -9,7 +9,7 @@ from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue, trains_only
 from miles_async.config.guest_flags import shown
 from miles_async.config.losses import corrects, differences, objective_of
-from miles_async.config.model_flags import not_told
+from miles_async.config.model_flags import incomparable
 from miles_async.config.model_shape import hf_config, is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
@@ -62,7 +62,7 @@ def _flags_not_compared(config: RunConfig, entry: str) -> Iterator[str]:
     flags, checkpoint = config.model.megatron_model_flags, config.model.hf_checkpoint
     if checkpoint is None or not (content := hf_config(checkpoint)):
         return
-    if names := ", ".join(map(shown, not_told(flags, content))):
+    if names := ", ".join(map(shown, incomparable(flags, content))):
         yield (
             f"{names} cannot be compared with config.json of hf_checkpoint {checkpoint}, which alone defines these "
             "parts of the model"

@@ -20,7 +20,7 @@ from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.guest_flags import shown
 from miles_async.config.load import config_of_values
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
-from miles_async.config.model_flags import COMPARED, differences, not_told
+from miles_async.config.model_flags import COMPARED, differences, incomparable
 from miles_async.config.translation import Flag, Sets
 from tests.configuration import run_config
 from tests.unit.compat.slime_names import checkout
@@ -199,9 +199,9 @@ MODELS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_each_flag_that_describes_a_model_is_compared_with_one_that_has_the_part(name: str) -> None:
-    told = [model for model in MODELS if name not in not_told({name: True}, model)]
-    assert told
-    for model in told:
+    having = [model for model in MODELS if name not in incomparable({name: True}, model)]
+    assert having
+    for model in having:
         theirs = COMPARED[name](model)
         # A number for layers with experts: every second one.
         other = 2 if isinstance(theirs, list) else not theirs if isinstance(theirs, bool) else f"not {theirs}"
