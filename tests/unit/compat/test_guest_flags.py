@@ -17,11 +17,12 @@ from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
 from miles_async.config.flag_text import meaning
 from miles_async.config.flags import Flags, parse_flags
-from miles_async.config.guest_flags import shown
+from miles_async.config.guest_flags import aliased, shown
 from miles_async.config.load import config_of_values
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
 from miles_async.config.model_flags import COMPARED, differences, incomparable
 from miles_async.config.translation import Flag, Sets
+from miles_async.guests import GUESTS
 from tests.configuration import run_config
 from tests.unit.compat.slime_names import checkout
 
@@ -506,11 +507,15 @@ def test_a_flag_of_miles_that_needs_another_flag_has_no_effect_alone() -> None:
     assert len(parsed(lines).idle) == 4
 
 
-def flags_added_in(module: Path) -> list[str]:
-    """The flags that the source of a module adds to a parser of the standard library's argparse."""
-    calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
-    words = [word for call in calls if adds_argument(call.func) for word in call.args]
-    texts = [word.value for word in words if isinstance(word, ast.Constant)]
+def calls_that_add(module: Path) -> list[ast.Call]:
+    """The calls in the source of a module that add flags to a parser of the standard library's argparse."""
+    nodes = ast.walk(ast.parse(module.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Call) and adds_argument(node.func)]
+
+
+def flags_added_in(call: ast.Call) -> list[str]:
+    """The flags that a call adds."""
+    texts = [word.value for word in call.args if isinstance(word, ast.Constant)]
     return [text for text in texts if isinstance(text, str) and text.startswith("--")]
 
 
@@ -528,9 +533,48 @@ def adds_argument(function: ast.expr) -> bool:
 def test_every_flag_that_a_project_adds_is_known(project: str, modules: list[str], least: int) -> None:
     """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts, tried with commits 624b824a and 31f1ca96."""
     folder = checkout(project) / project
-    flags = [flag for module in modules for flag in flags_added_in(folder / module)]
+    calls = [call for module in modules for call in calls_that_add(folder / module)]
+    flags = [flag for call in calls for flag in flags_added_in(call)]
     assert len(flags) >= least
     assert [sentence for sentence in problems(" ".join(flags)) if sentence.startswith("unknown")] == []
+
+
+DEVICES_AND_NAMES = """
+    actor_num_gpus_per_node rollout_num_gpus metrics_port agent_port wandb_mode project_name experiment_name
+    rollout_function_path data_source_path disable_rollout_global_dataset megatron_to_hf_mode
+    async_data_buffer_capacity_factor
+""".split()
+"""Settings whose defaults describe a machine, a run or a part of the program, not what is trained."""
+
+
+@pytest.mark.parametrize("project", ["slime", "miles"])
+def test_every_default_of_a_project_is_ours_or_that_of_its_preset(project: str) -> None:
+    """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts, tried with commits 624b824a and 31f1ca96."""
+    theirs_of = GUESTS.find(project).defaults()
+    rules, others, compared = {**SLIME, **MILES}, [], 0
+    for call in calls_that_add(checkout(project) / project / "utils" / "arguments.py"):
+        for flag in flags_added_in(call):
+            name = flag[2:].replace("-", "_")
+            setting = SETTINGS.get(name) or (aliased(rules[name]) if name in rules else None)
+            if setting is None or setting.name in DEVICES_AND_NAMES or {dict, list} & set(setting.kinds):
+                continue
+            known, theirs = default_in(call)
+            compared += known
+            if known and theirs not in (setting.default, theirs_of.get(setting.name, setting.default)):
+                others.append((flag, theirs))
+    assert compared > 80
+    assert others == []
+
+
+def default_in(call: ast.Call) -> tuple[bool, Any]:
+    """Whether a call says the default of its flag in a literal, and this default."""
+    words = {word.arg: word.value for word in call.keywords}
+    if "default" not in words:
+        return True, False if ast.unparse(words.get("action", ast.Constant(""))) == "'store_true'" else None
+    try:
+        return True, ast.literal_eval(words["default"])
+    except ValueError:
+        return False, None
 
 
 @pytest.mark.parametrize(
