@@ -44,18 +44,17 @@ def _layers_with_experts(config: Config) -> Any:
     """Megatron's `--moe-layer-freq`: 1 for each layer with experts, 0 for each other one."""
     if not _EXPERTS(config):
         return None
-    dense, step = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    dense, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
     layers = config["num_hidden_layers"]
-    only_dense = config.get("mlp_only_layers", [])
+    only_dense = config.get("mlp_only_layers") or []
     return [int(n >= dense and (n + 1) % step == 0 and n not in only_dense) for n in range(layers)]
 
 
 def _shared_experts(config: Config) -> Any:
     if (width := config.get("shared_expert_intermediate_size")) is not None:
         return width
-    if (number := config.get("n_shared_experts")) is None:
-        return None
-    return number * config["moe_intermediate_size"]
+    number, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+    return None if number is None or width is None else number * width
 
 
 def _of_latent_attention(name: str) -> _Reader:
@@ -164,8 +163,13 @@ def differences(flags: Mapping[str, Any], config: Config) -> Iterator[tuple[str,
 
 
 def incomparable(flags: Mapping[str, Any], config: Config) -> list[str]:
-    """The flags with which nothing in `config.json` can be compared."""
-    return [name for name in flags if _read(name, config) is None]
+    """The flags with which nothing in `config.json` can be compared, or whose value cannot be understood."""
+    theirs = {name: _read(name, config) for name in flags}
+    return [name for name, value in theirs.items() if value is None or not _is_understood(flags[name], value)]
+
+
+def _is_understood(given: Any, theirs: Any) -> bool:
+    return not isinstance(theirs, list) or _frequency(given, len(theirs)) is not None
 
 
 def _read(name: str, config: Config) -> Any:
@@ -177,7 +181,7 @@ def _read(name: str, config: Config) -> Any:
 
 def _frequency(given: Any, layers: int) -> list[int] | None:
     """The layers with experts by Megatron's notation: every n-th layer, or a list such as `[0]*3+[1]*58`."""
-    if isinstance(given, int):
+    if isinstance(given, int) and given > 0:
         return [int(n % given == 0) for n in range(layers)]
     found: list[int] = []
     for part in re.sub(r"[()\s]", "", str(given)).split("+"):
@@ -189,7 +193,7 @@ def _frequency(given: Any, layers: int) -> list[int] | None:
 
 def _equal(given: Any, theirs: Any) -> bool:
     if isinstance(theirs, list):
-        return _frequency(given, len(theirs)) in (None, theirs)
+        return not _is_understood(given, theirs) or _frequency(given, len(theirs)) == theirs
     if isinstance(theirs, bool) or isinstance(given, bool):
         return bool(given) == bool(theirs)
     if isinstance(theirs, int | float) and isinstance(given, int | float):
