@@ -42,6 +42,8 @@ from miles_async.types import Group, Sample, SampleStatus
 
 FIRST_ROWS = 64
 """Rows that are read of each file."""
+MEASURED_CHARACTERS = 1 << 20
+"""Characters of prompts that are encoded, over all files: a second of a check."""
 _ORDER_OF_SETTINGS = ("shuffle", "seed", "n_samples_per_prompt")
 """Entries of a saved data position that can be compared without reading the whole data."""
 
@@ -94,7 +96,7 @@ def check_files(config: RunConfig, *, full: bool) -> list[TableRow]:
         source = open_data(config, tokenizer=tokenizer, first=FIRST_ROWS) if comparable else None
     for one in read:
         with collected(problems):
-            rows.append(_data_row(one, tokenizer))
+            rows.append(_data_row(one, tokenizer, MEASURED_CHARACTERS // len(read)))
     with collected(problems):
         _check_mtp_heads(config)
     with collected(problems):
@@ -232,8 +234,11 @@ def _downloaded_later(path: str) -> TableRow | None:
     return ("data", 0, f"rows read of {path}, which is downloaded when the run starts")
 
 
-def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableRow:
-    """Say how long the first rows are. Raises UserError if a supervised example would end the run."""
+def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None, characters: int) -> TableRow:
+    """Say how long the first rows are; those after the first `characters` characters of prompts are not measured.
+
+    Raises UserError if a supervised example would end the run.
+    """
     config = read.config
     of = "" if read.dataset is None else ", for evaluation"
     text = f"first rows of {read.title}{of}"
@@ -248,7 +253,8 @@ def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableR
         config = with_settings(config, rollout_max_response_len=read.dataset.max_response_len)
     lengths: list[int] = []
     unusable: list[str] = []
-    for group in read.groups:
+    measured = list(_first_of(read.groups, characters))
+    for group in measured:
         try:
             length = _length(counted, tokenizer, group[0])
         except (TemplateError, UserError) as error:
@@ -260,10 +266,20 @@ def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None) -> TableR
             lengths += [] if length is None else [length]
     unusable += [sentence for length in lengths if (sentence := _length_complaint(config, counted, length)) is not None]
     if lengths:
-        text += f"; the longest {counted} has {_length_text(config, counted, max(lengths))}"
+        which = "" if len(measured) == len(read.groups) else f" of the first {len(measured)}"
+        text += f"; the longest {counted}{which} has {_length_text(config, counted, max(lengths))}"
     if unusable:
         text += f"; {len(unusable)} cannot be used: {unusable[0]}"
     return ("data", len(read.groups), text)
+
+
+def _first_of(groups: Sequence[Group], characters: int) -> Iterator[Group]:
+    """Yield the first groups whose prompts have so many characters together, and at least one."""
+    for group in groups:
+        yield group
+        characters -= len(str(group[0].prompt))
+        if characters <= 0:
+            return
 
 
 def _length_text(config: RunConfig, counted: _Counted, length: int) -> str:

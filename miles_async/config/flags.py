@@ -34,7 +34,7 @@ from miles_async.guests import GUESTS
 _OVERRIDE = re.compile(r"(?:\+{0,2}|~)[A-Za-z_][\w.@/-]*=|~[A-Za-z_]")
 _SERVER_ARGS = SETTINGS["sglang_server_args"]
 _ROUTER_ARGS = SETTINGS["sglang_router_args"]
-_PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
+PASSED_ON = {"sglang_router_": _ROUTER_ARGS, "router_": _ROUTER_ARGS, "sglang_": _SERVER_ARGS}
 """Prefixes of flags whose names SGLang or sglang-router define, and the settings that collect these arguments."""
 _NOTHING_TO_REMOVE = "has no effect: nothing before it sets this key"
 _ADDED_UP = ("rollout_sample_hook_path",)
@@ -281,7 +281,7 @@ def _setting_value(flags: Flags, setting: Setting, flag: str, values: list[str])
 
 
 def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignment:
-    prefix = next((prefix for prefix in _PASSED_ON if name.startswith(prefix)), None)
+    prefix = next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
     own_flags = [setting for setting in SETTINGS if setting.startswith("sglang")]
     # A misspelt flag of this program must not be passed on to SGLang unread.
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
@@ -292,7 +292,7 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
         raise UserError(f"{flag} needs the name of an argument, as in --sglang-mem-fraction-static 0.8")
     parsed = [_yaml(text, flag) for text in values]
     value = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-    return Assignment((*_PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
+    return Assignment((*PASSED_ON[prefix].path, name.removeprefix(prefix)), value, flag)
 
 
 def _read_override(

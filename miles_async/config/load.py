@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
-from miles_async.config.flags import Assignment, Flags, parse_flags
+from miles_async.config.flags import PASSED_ON, Assignment, Flags, parse_flags
 from miles_async.config.generation import schedule_of
-from miles_async.config.guest_flags import GuestFlags
+from miles_async.config.guest_flags import GuestFlags, shown
 from miles_async.config.hydra import composed
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
@@ -266,13 +266,19 @@ def _flatten(section: Mapping[str, Any], prefix: tuple[str, ...], file: Path, un
 
 
 def _hint(path: tuple[str, ...]) -> str:
-    """The correct path if the setting exists in another section, the flag of the file, or the most similar name."""
+    """The correct path if the setting exists in another section, the flag of the file or of the key, the place of an
+    argument that is passed on, or the most similar name."""
     if (setting := SETTINGS.get(path[-1])) is not None:
         return f"; write it as {setting.dotted}"
     if len(path) == 1 and GuestFlags().find(f"{path[0]}_config") is not None:
         return f"; pass a file that begins with {path[0]}: as --{path[0]}-config"
+    if len(path) == 1 and (found := GuestFlags().find(path[0])) is not None:
+        return f"; it is a flag of {found[0]}: pass {shown(path[0])} on the command line"
     siblings = {known[-1] for known in BY_PATH if known[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}
+    prefix = next((prefix for prefix in PASSED_ON if path[-1].startswith(prefix)), None)
+    if prefix is not None and not nearest(path[-1], list(SETTINGS), cutoff=0.85):
+        return f"; write it as {PASSED_ON[prefix].dotted}.{path[-1].removeprefix(prefix)}"
     return nearest(path[-1], [*siblings, *sections]) or nearest(path[-1], list(SETTINGS), cutoff=0.75)
 
 

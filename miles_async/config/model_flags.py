@@ -46,18 +46,17 @@ def _layers_with_experts(config: Config) -> Any:
     """Megatron's `--moe-layer-freq`: 1 for each layer with experts, 0 for each other one."""
     if not _EXPERTS(config):
         return None
-    dense, step = config.get("first_k_dense_replace", 0), config.get("decoder_sparse_step", 1)
+    dense, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
     layers = config["num_hidden_layers"]
-    only_dense = config.get("mlp_only_layers", [])
+    only_dense = config.get("mlp_only_layers") or []
     return [int(n >= dense and (n + 1) % step == 0 and n not in only_dense) for n in range(layers)]
 
 
 def _shared_experts(config: Config) -> Any:
     if (width := config.get("shared_expert_intermediate_size")) is not None:
         return width
-    if (number := config.get("n_shared_experts")) is None:
-        return None
-    return number * config["moe_intermediate_size"]
+    number, width = config.get("n_shared_experts"), config.get("moe_intermediate_size")
+    return None if number is None or width is None else number * width
 
 
 def _of_latent_attention(name: str) -> _Reader:
@@ -79,6 +78,21 @@ def _squared_relu(config: Config) -> bool | None:
     return None if activation is None or config.get("model_type") == "nemotron_h" else activation == "relu2"
 
 
+def _without_biases(config: Config) -> bool | None:
+    """Whether the linear layers beside those of queries, keys and values have no biases; None if `config.json` does
+    not tell."""
+    if (biases := config.get("mlp_bias")) is not None:
+        return not biases
+    return True if str(config.get("model_type")).startswith(_WITHOUT_BIASES) else None
+
+
+def _router_score(config: Config) -> Any:
+    """The function of the router's scores, which configurations of these types do not name."""
+    if (named := config.get("scoring_func")) is not None or not _EXPERTS(config):
+        return named
+    return "softmax" if str(config.get("model_type")).startswith(("qwen", "mixtral")) else None
+
+
 def _qk_norm(config: Config) -> bool | None:
     """Whether queries and keys are normalized; None if `config.json` does not tell."""
     if "use_qk_norm" in config:
@@ -89,6 +103,7 @@ def _qk_norm(config: Config) -> bool | None:
     return False if kind in ("llama", "qwen2", "mistral", "mixtral") else None
 
 
+_WITHOUT_BIASES = ("qwen2", "qwen3", "mistral", "mixtral")
 _EXPERTS = _first("num_experts", "n_routed_experts", "num_local_experts")
 
 COMPARED: Mapping[str, _Reader] = {
@@ -124,11 +139,11 @@ COMPARED: Mapping[str, _Reader] = {
     "moe_router_topk": lambda config: config.get("num_experts_per_tok") if _EXPERTS(config) else None,
     "moe_layer_freq": _layers_with_experts,
     "moe_shared_expert_intermediate_size": _shared_experts,
-    "moe_router_score_function": lambda config: config.get("scoring_func"),
+    "moe_router_score_function": _router_score,
     "moe_router_num_groups": _first("n_group"),
     "moe_router_group_topk": _first("topk_group"),
     "moe_router_topk_scaling_factor": _first("routed_scaling_factor"),
-    "disable_bias_linear": lambda config: None if config.get("mlp_bias") is None else not config["mlp_bias"],
+    "disable_bias_linear": _without_biases,
     "rope_scaling_factor": lambda config: (config.get("rope_scaling") or {}).get("factor"),
     "linear_attention_freq": lambda config: config.get("full_attention_interval"),
     "linear_conv_kernel_dim": _first("linear_conv_kernel_dim"),
@@ -143,19 +158,31 @@ COMPARED: Mapping[str, _Reader] = {
 
 def differences(flags: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Each flag whose value differs from that of the checkpoint, with both values."""
-    text = text_config(config)
-    if not text:
-        return
     for name, given in flags.items():
-        reader = COMPARED.get(name)
-        theirs = None if reader is None else reader(text)
+        theirs = _read(name, config)
         if theirs is not None and not _equal(given, theirs):
             yield name, given, theirs
 
 
+def incomparable(flags: Mapping[str, Any], config: Config) -> list[str]:
+    """The flags with which nothing in `config.json` can be compared, or whose value cannot be understood."""
+    theirs = {name: _read(name, config) for name in flags}
+    return [name for name, value in theirs.items() if value is None or not _is_understood(flags[name], value)]
+
+
+def _is_understood(given: Any, theirs: Any) -> bool:
+    return not isinstance(theirs, list) or _frequency(given, len(theirs)) is not None
+
+
+def _read(name: str, config: Config) -> Any:
+    """The value of a flag in `config.json`; None if the file does not tell."""
+    text, reader = text_config(config), COMPARED.get(name)
+    return None if reader is None or not text else reader(text)
+
+
 def _frequency(given: Any, layers: int) -> list[int] | None:
     """The layers with experts by Megatron's notation: every n-th layer, or a list such as `[0]*3+[1]*58`."""
-    if isinstance(given, int):
+    if isinstance(given, int) and given > 0:
         return [int(n % given == 0) for n in range(layers)]
     found: list[int] = []
     for part in re.sub(r"[()\s]", "", str(given)).split("+"):
@@ -167,7 +194,7 @@ def _frequency(given: Any, layers: int) -> list[int] | None:
 
 def _equal(given: Any, theirs: Any) -> bool:
     if isinstance(theirs, list):
-        return _frequency(given, len(theirs)) in (None, theirs)
+        return not _is_understood(given, theirs) or _frequency(given, len(theirs)) == theirs
     if isinstance(theirs, bool) or isinstance(given, bool):
         return bool(given) == bool(theirs)
     if isinstance(theirs, int | float) and isinstance(given, int | float):

@@ -239,6 +239,7 @@ def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, 
 def _custom_config(path: Path, translator: Translator) -> None:
     """slime sets an attribute of `args` for each key of the file. Keys that are settings or flags set these, too."""
     from miles_async.config.fields import SETTINGS
+    from miles_async.config.guest_flags import GuestFlags
 
     key = f"--custom-config-path {path}"
     content = _read(path, key, translator)
@@ -248,8 +249,12 @@ def _custom_config(path: Path, translator: Translator) -> None:
             translator.set(SETTINGS[name].dotted, value, f"{key}: {name}")
         else:
             own[name] = value
-            if name in FLAGS and value is not False:
-                translator.follow(FLAGS[name].rule, f"{key}: {name}", value)
+            found = None if value is False else GuestFlags().find(name)
+            if found is not None and isinstance(found[1].rule, Combined):
+                flag = f"--{name.replace('_', '-')}"
+                translator.problems.append(f"{key}: {name} has no effect in this file: pass {flag} instead")
+            elif found is not None:
+                translator.follow(found[1].rule, f"{key}: {name}", value)
     if own:
         translator.set("rollout.custom_args", own, key)
 

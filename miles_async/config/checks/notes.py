@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from miles_async.config.adapter_arguments import adapter_notes
 from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue, trains_only
+from miles_async.config.guest_flags import shown
 from miles_async.config.losses import corrects, differences, objective_of
-from miles_async.config.model_shape import is_of_megatron
+from miles_async.config.model_flags import incomparable
+from miles_async.config.model_shape import hf_config, is_of_megatron
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.config.untested import drafts_from_heads, noted_arguments
@@ -53,6 +55,17 @@ def _reference(config: RunConfig, entry: str) -> Iterator[str]:
         yield (
             f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint; ref_load "
             "should be a conversion of it: set ref_load to a Hugging Face checkpoint if it is another model"
+        )
+
+
+def _flags_not_compared(config: RunConfig, entry: str) -> Iterator[str]:
+    flags, checkpoint = config.model.megatron_model_flags, config.model.hf_checkpoint
+    if checkpoint is None or not (content := hf_config(checkpoint)):
+        return
+    if names := ", ".join(map(shown, incomparable(flags, content))):
+        yield (
+            f"{names} cannot be compared with config.json of hf_checkpoint {checkpoint}, which alone defines these "
+            "parts of the model"
         )
 
 
@@ -263,6 +276,7 @@ NOTES = (
     _policy_notes,
     _old_samples,
     _reference,
+    _flags_not_compared,
     _kl_loss,
     _unlike_the_paper,
     unused_settings,

@@ -17,8 +17,12 @@ from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
 from miles_async.config.flag_text import meaning
 from miles_async.config.flags import Flags, parse_flags
+from miles_async.config.guest_flags import aliased, shown
+from miles_async.config.load import config_of_values
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
+from miles_async.config.model_flags import COMPARED, differences, incomparable
 from miles_async.config.translation import Flag, Sets
+from miles_async.guests import GUESTS
 from tests.configuration import run_config
 from tests.unit.compat.slime_names import checkout
 
@@ -76,6 +80,48 @@ def test_every_flag_sets_a_setting_that_exists(rules: dict[str, Flag]) -> None:
             assert path in BY_PATH or any(path[: len(known)] == known for known in dicts), (name, target)
 
 
+@pytest.mark.parametrize("rules", [SLIME, MILES, megatron_rules()], ids=["slime", "Miles", "Megatron-LM"])
+def test_every_flag_changes_the_run_or_is_refused_or_is_named_as_without_effect(
+    rules: dict[str, Flag], tmp_path: Path
+) -> None:
+    silent = []
+    for name, flag in rules.items():
+        if name in SETTINGS:
+            continue  # test_every_setting_changes_behaviour.py is about these
+        found = {outcome([shown(name), *words]) for words in tries(name, flag, tmp_path)}
+        if not found & {"changes the run", "without effect"} and found != {"refused"}:
+            silent.append(shown(name))
+    assert silent == []
+
+
+def outcome(words: list[str]) -> str:
+    """What a command line does: it is refused, has a flag that is named as without effect, changes a run, or nothing
+    of that."""
+    flags = parse_flags(words)
+    if flags.problems or flags.idle:
+        return "refused" if flags.problems else "without effect"
+    # Some flags turn on what is on by default.
+    for base in ([], ["learner.balance_data=false", "learner.main_grads_dtype=bf16"]):
+        before = parse_flags(["--reasoning-gym-task", "chain_sum", *base]).assignments
+        unset, _ = config_of_values(Flags(assignments=before))
+        config, found = config_of_values(Flags(assignments=[*before, *flags.assignments]))
+        if found or config != unset:
+            return "refused" if found else "changes the run"
+    return "silent"
+
+
+def tries(name: str, flag: Flag, folder: Path) -> list[list[str]]:
+    """Values of a flag, one of which is not what a run without the flag does."""
+    if flag.takes == "nothing":
+        return [[]]
+    if name in ("custom_config_path", "eval_config"):
+        (folder / "file.yaml").write_text("mine: 1\neval: {datasets: [{name: aime, path: a.jsonl}]}")
+        return [[str(folder / "file.yaml")]]
+    if isinstance(flag.rule, Sets) and flag.rule.values is not None:
+        return [[str(value)] for value in flag.rule.values]
+    return [["3"], ["0.25"], ["true"], ["disk"]]
+
+
 def test_slime_has_no_flag_that_is_a_setting() -> None:
     assert SETTINGS.keys().isdisjoint(SLIME)
 
@@ -113,6 +159,88 @@ def test_a_flag_that_describes_another_model_is_refused_with_both_values(
     name, _, given = flag[2:].replace("-", "_").partition(" ")
     given = given.replace("1e_5", "1e-05") or "True"
     assert f"{name} {given} differs from config.json of hf_checkpoint {tmp_path}/model, which has {theirs}" in said
+
+
+MODELS: list[dict[str, Any]] = [
+    QWEN3_4B,
+    {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+]
+"""Configurations of checkpoints, with the parts of a dense model, of latent and of linear attention, and of experts."""
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_each_flag_that_describes_a_model_is_compared_with_one_that_has_the_part(name: str) -> None:
+    having = [model for model in MODELS if COMPARED[name](model) is not None]
+    assert having
+    for model in having:
+        theirs = COMPARED[name](model)
+        # A number for layers with experts: every second one.
+        other = 2 if isinstance(theirs, list) else not theirs if isinstance(theirs, bool) else f"not {theirs}"
+        assert [found for found, *_ in differences({name: other}, model)] == [name]
+
+
+def test_a_flag_about_which_the_checkpoint_says_nothing_is_named(tmp_path: Path, capsys: Any) -> None:
+    code, said = checked("--moe-router-group-topk 4 --num-layers 36", tmp_path, capsys)
+    assert code == 0, said
+    assert (
+        f"note: --moe-router-group-topk cannot be compared with config.json of hf_checkpoint {tmp_path}/model, which "
+        "alone defines these parts of the model" in said
+    )
+
+
+def test_layers_with_experts_in_an_unknown_notation_are_not_said_to_be_equal() -> None:
+    [_, model, _] = MODELS
+    for unknown in ("[0]*one+[1]*three", 0):
+        assert incomparable({"moe_layer_freq": unknown}, model) == ["moe_layer_freq"]
+    assert incomparable({"moe_layer_freq": "[0]*1+[1]*3"}, model) == []
+    assert [*differences({"moe_layer_freq": "[0]*1+[1]*3"}, model)] == []
+
+
+def test_keys_of_a_checkpoint_may_be_null() -> None:
+    [_, _, model] = MODELS
+    empty = dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "n_shared_experts"))
+    assert [*differences({"moe_layer_freq": 1, "moe_shared_expert_intermediate_size": 8}, {**model, **empty})] == []
+
+
+def test_a_router_that_scores_with_another_function_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(QWEN3_4B, "model_type", "qwen3_moe")
+    monkeypatch.setitem(QWEN3_4B, "num_experts", 8)
+    code, said = checked("--moe-router-score-function sigmoid --disable-bias-linear", tmp_path, capsys)
+    assert code == 2
+    assert "moe_router_score_function sigmoid differs from config.json" in said
+    assert "bias" not in said
 
 
 def test_swiglu_contradicts_a_model_with_gelu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -160,6 +288,26 @@ def test_a_field_that_the_run_sets_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert code == 2
     assert "megatron_args.bf16 is set by the run itself: set precision" in said
     assert "has no such field; did you mean adam_eps?" in said
+
+
+def test_keys_of_the_custom_configuration_set_what_flags_of_every_project_set(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("fully_async: true\nlr_decay_iters: 9\nuse_slime_logs: 3\nlog_passrate: true\n")
+    found = values(f"--custom-config-path {path}")
+    assert found.items() >= values("--fully-async").items()
+    assert found["learner.lr_decay_steps"] == 9
+    assert found["rollout.custom_args"]["use_slime_logs"] == 3
+    assert f"--custom-config-path {path}: log_passrate" in parsed(f"--custom-config-path {path}").idle
+
+
+def test_a_key_of_the_custom_configuration_that_only_a_flag_can_set_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("eval_top_p: 0.5\nuse_rollout_indexer_replay: true\nuse_routing_replay: false\n")
+    assert problems(f"--custom-config-path {path}") == [
+        f"--custom-config-path {path}: eval_top_p has no effect in this file: pass --eval-top-p instead",
+        f"--custom-config-path {path}: use_rollout_indexer_replay has no counterpart: indexer replay is not "
+        "supported: remove it",
+    ]
 
 
 def test_evaluation_flags_become_data_sets() -> None:
@@ -372,11 +520,15 @@ def test_a_flag_of_miles_that_needs_another_flag_has_no_effect_alone() -> None:
     assert len(parsed(lines).idle) == 4
 
 
-def flags_added_in(module: Path) -> list[str]:
-    """The flags that the source of a module adds to a parser of the standard library's argparse."""
-    calls = [node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)]
-    words = [word for call in calls if adds_argument(call.func) for word in call.args]
-    texts = [word.value for word in words if isinstance(word, ast.Constant)]
+def calls_that_add(module: Path) -> list[ast.Call]:
+    """The calls in the source of a module that add flags to a parser of the standard library's argparse."""
+    nodes = ast.walk(ast.parse(module.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Call) and adds_argument(node.func)]
+
+
+def flags_added_in(call: ast.Call) -> list[str]:
+    """The flags that a call adds."""
+    texts = [word.value for word in call.args if isinstance(word, ast.Constant)]
     return [text for text in texts if isinstance(text, str) and text.startswith("--")]
 
 
@@ -394,9 +546,48 @@ def adds_argument(function: ast.expr) -> bool:
 def test_every_flag_that_a_project_adds_is_known(project: str, modules: list[str], least: int) -> None:
     """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts, tried with commits 624b824a and 31f1ca96."""
     folder = checkout(project) / project
-    flags = [flag for module in modules for flag in flags_added_in(folder / module)]
+    calls = [call for module in modules for call in calls_that_add(folder / module)]
+    flags = [flag for call in calls for flag in flags_added_in(call)]
     assert len(flags) >= least
     assert [sentence for sentence in problems(" ".join(flags)) if sentence.startswith("unknown")] == []
+
+
+DEVICES_AND_NAMES = """
+    actor_num_gpus_per_node rollout_num_gpus metrics_port agent_port wandb_mode project_name experiment_name
+    rollout_function_path data_source_path disable_rollout_global_dataset megatron_to_hf_mode
+    async_data_buffer_capacity_factor
+""".split()
+"""Settings whose defaults describe a machine, a run or a part of the program, not what is trained."""
+
+
+@pytest.mark.parametrize("project", ["slime", "miles"])
+def test_every_default_of_a_project_is_ours_or_that_of_its_preset(project: str) -> None:
+    """SLIME_CHECKOUT and MILES_CHECKOUT name the checkouts, tried with commits 624b824a and 31f1ca96."""
+    theirs_of = GUESTS.find(project).defaults()
+    rules, others, compared = {**SLIME, **MILES}, [], 0
+    for call in calls_that_add(checkout(project) / project / "utils" / "arguments.py"):
+        for flag in flags_added_in(call):
+            name = flag[2:].replace("-", "_")
+            setting = SETTINGS.get(name) or (aliased(rules[name]) if name in rules else None)
+            if setting is None or setting.name in DEVICES_AND_NAMES or {dict, list} & set(setting.kinds):
+                continue
+            known, theirs = default_in(call)
+            compared += known
+            if known and theirs not in (setting.default, theirs_of.get(setting.name, setting.default)):
+                others.append((flag, theirs))
+    assert compared > 80
+    assert others == []
+
+
+def default_in(call: ast.Call) -> tuple[bool, Any]:
+    """Whether a call says the default of its flag in a literal, and this default."""
+    words = {word.arg: word.value for word in call.keywords}
+    if "default" not in words:
+        return True, False if ast.unparse(words.get("action", ast.Constant(""))) == "'store_true'" else None
+    try:
+        return True, ast.literal_eval(words["default"])
+    except ValueError:
+        return False, None
 
 
 @pytest.mark.parametrize(

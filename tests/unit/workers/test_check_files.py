@@ -191,6 +191,13 @@ def test_a_data_set_for_evaluation_is_measured_with_its_own_response_length(tmp_
     assert "the longest prompt has 2 tokens, 66 with its response" in training
 
 
+def test_of_long_prompts_only_the_first_ones_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.check_files.MEASURED_CHARACTERS", 20)
+    [row] = said(job(tmp_path, [{**GOOD, "prompt": "one " * count} for count in (2, 4, 7)]))
+    assert row.startswith("3 first rows of ")
+    assert "; the longest prompt of the first 2 has 4 tokens, 68 with its response" in row
+
+
 @pytest.mark.parametrize("part", ["", "@[1:]", "@[-90:]", "@[:-1]"])
 def test_only_the_first_rows_of_a_file_are_read(tmp_path: Path, part: str) -> None:
     config = job(tmp_path, [GOOD] * 90 + [{"question": "1"}])
