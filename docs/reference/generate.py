@@ -31,6 +31,7 @@ from miles_async.config.flag_text import meaning
 from miles_async.config.guest_flags import shown
 from miles_async.config.translation import Flag, entries
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
+from tests.launch_scripts.record import PROJECTS
 from tests.launch_scripts.replay import Recording, Script, recorded_results, scripts
 from tests.launch_scripts.roll_files import roll_files
 
@@ -150,7 +151,7 @@ def flags_page() -> str:
         else:
             kind, text = "passed on", "is an argument of SGLang or of its router"
         lines.append(f"| `{flag}` | {count} | {kind} | {_escaped(text)} |")
-    return "\n".join([*lines, *_script_lines(recorded, "flags"), ""])
+    return "\n".join([*lines, *_script_lines(recorded, "flags"), *_left_out_lines("miles"), ""])
 
 
 def keys_of_verl_page() -> str:
@@ -184,6 +185,15 @@ def _script_lines(recorded: Sequence[Script], arguments: str) -> Iterator[str]:
     for script in recorded:
         row = (_link(script), script.commit[:8], script.family, len(script.arguments), _result(script))
         yield "| " + " | ".join(map(str, row)) + " |"
+
+
+def _left_out_lines(project: str) -> Iterator[str]:
+    """The scripts that are not recorded although their models are trained here, each with the reason."""
+    yield from ("", "## Scripts that are left out", "")
+    yield "Scripts of other model families are not in the table, and neither are these:"
+    yield ""
+    for launch, why in PROJECTS[project].left_out.items():
+        yield f"- `{launch}`: {why}"
 
 
 def _link(recording: Recording) -> str:

@@ -20,6 +20,7 @@ from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
 from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
+from miles_async.config.function_flags import take_flags_of_functions
 from miles_async.config.load import checked_config, config_of_values, translation_table, without_consequences
 from miles_async.config.schema import RunConfig
 from miles_async.config.suggest import suggestion
@@ -59,6 +60,9 @@ def parse_or_exit(
         # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
         warnings.simplefilter("default", DeprecationWarning)
         config, found = checked_config(flags, entry=entry)
+        if take_flags_of_functions(flags, config):
+            flags.notes.clear()
+            config, found = checked_config(flags, entry=entry)
     if found or flags.check:
         # The preflight of a run checks the functions again. After a refusal there is none.
         with collected(found):

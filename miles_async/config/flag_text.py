@@ -32,7 +32,7 @@ def meaning(name: str, flag: Flag) -> tuple[str, str]:
             texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
             allowed = ", ".join(dict.fromkeys(texts))
             return "compared", f"may only be {allowed}: {instead}"
-        case Idle(why):
+        case Idle(why, _):
             return "without effect", why
         case Refused(instead):
             return "refused", instead

@@ -52,6 +52,10 @@ class Assignment:
     """Where the user wrote the value, for error messages: the flag, or the file and the path in it."""
 
 
+class UnknownFlagError(UserError):
+    """No project has this flag, but a function of the user may add it."""
+
+
 @dataclass(slots=True)
 class Flags:
     """A parsed command line."""
@@ -73,6 +77,8 @@ class Flags:
     """The number of GPUs for `--suggest-layout`."""
     problems: list[str] = field(default_factory=list)
     """One sentence for each argument that is unknown, lacks a value or is not valid YAML."""
+    unknown: dict[str, list[str]] = field(default_factory=dict)
+    """The words of each flag that is unknown, by its sentence in `problems`: the flag and what follows it."""
     idle: dict[str, str] = field(default_factory=dict)
     """Arguments of other projects that have no effect here, each with the reason."""
     notes: list[str] = field(default_factory=list)
@@ -104,6 +110,8 @@ def parse_flags(argv: Sequence[str]) -> Flags:
                 raise UserError(_unexpected(word))
         except UserError as error:
             flags.problems += str(error).splitlines()
+            if isinstance(error, UnknownFlagError):
+                flags.unknown[str(error)] = [word, *values]
             # The words that follow belong to the same mistake, such as a value with blanks.
             del words[: len(values)]
     of_guests: list[Assignment] = []
@@ -287,7 +295,7 @@ def _parse_server_argument(name: str, flag: str, values: list[str]) -> Assignmen
     if prefix is None or nearest(name, own_flags, cutoff=0.85):
         known = [*(setting.flag for setting in SETTINGS.values()), *flags_of_guests()]
         similar = nearest(flag, known, cutoff=0.7) or nearest(flag.partition(" ")[0], known, cutoff=0.7)
-        raise UserError(f"unknown flag {flag:.80}{similar or '; --help lists all flags'}")
+        raise UnknownFlagError(f"unknown flag {flag:.80}{similar or '; --help lists all flags'}")
     if not name.removeprefix(prefix):
         raise UserError(f"{flag} needs the name of an argument, as in --sglang-mem-fraction-static 0.8")
     parsed = [_yaml(text, flag) for text in values]

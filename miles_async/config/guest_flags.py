@@ -65,7 +65,7 @@ def shown(name: str) -> str:
 
 def value_of(flag: Flag, text: str, words: Sequence[str]) -> tuple[Any, int]:
     """The value of the flag `text` from the words that follow it, and how many of them belong to it."""
-    if flag.takes == "nothing":
+    if flag.takes == "nothing" or (flag.takes == "option" and not words):
         return True, 0
     if not words:
         raise UserError(f"{text} needs a value")

@@ -22,13 +22,14 @@ from miles_async.config.guest_flags import GuestFlags, shown
 from miles_async.config.hydra import composed
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
-from miles_async.config.presets import names, preset, unlike, without_idle
+from miles_async.config.presets import like, names, preset, unlike, without_idle
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.redaction import contains_redacted, redacted_setting, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import current_name
 from miles_async.config.translation import project_of, translate
+from miles_async.config.untested import loaded_by_name
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError, collected, raise_collected
 from miles_async.guests import GUESTS
@@ -37,12 +38,14 @@ from miles_async.modes.shipped import Windowed
 from miles_async.plugins import errors_of
 from miles_async.rewards.plugin import usable_reward
 from miles_async.scheduling.bounds import Schedule
+from miles_async.transports import TRANSPORTS
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
 _NUM_EPOCH = ("rollout", "num_epoch")
 _NUM_ROLLOUT = ("rollout", "num_rollout")
 _ROLLOUT_NUM_GPUS = ("engine", "rollout_num_gpus")
+_WEIGHT_TRANSFER = ("weights", "weight_transfer")
 MAX_FILE_BYTES = 16 << 20
 """Largest file of settings, so that a file of data or a device does not fill the memory."""
 
@@ -151,8 +154,10 @@ def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[Run
     config = _resolve_server_arguments(config, notes)
     for guest in GUESTS.usable().values():
         with collected(found), errors_of(guest, "resolve its settings"):
-            config = RunConfig.model_validate(guest.resolve(config))
-    return config, found
+            resolved = RunConfig.model_validate(guest.resolve(config))
+            notes += like(guest, config, resolved)
+            config = resolved
+    return _resolve_transport(config, sources.get(_WEIGHT_TRANSFER, ""), notes), found
 
 
 def _merged(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
@@ -390,6 +395,24 @@ def _resolve_server_arguments(config: RunConfig, notes: list[str]) -> RunConfig:
     notes += [f"--sglang-{old} is {new} in the installed SGLang".replace("_", "-") for old, new in renamed.items()]
     arguments = {renamed.get(name, name): value for name, value in given.items()}
     return with_settings(config, sglang_server_args=arguments)
+
+
+def _resolve_transport(config: RunConfig, source: str, notes: list[str]) -> RunConfig:
+    """The configuration with a transport that the engines can use, if a flag or file of another project chose another
+    one. What `source` sets under our own name stays, and is refused."""
+    wanted = config.weights.weight_transfer
+    if wanted is None or re.search("weight.transfer$", source) or wanted not in (usable := TRANSPORTS.usable()):
+        return config
+    instead: str | None = None
+    if config.learner.lora_rank:
+        why: str | None = "engines load adapters from files"
+    elif (why := loaded_by_name(config)) is not None and not usable[wanted].uses_loader:
+        instead = "disk" if wanted == "disk_delta" else "broadcast"
+    else:
+        return config
+    change = "has no effect" if instead is None else f"{wanted} is {instead} here"
+    notes.append(f"{source} {change}, because {why}")
+    return with_settings(config, weight_transfer=instead)
 
 
 def _resolve_epochs(config: RunConfig, *, named: bool) -> RunConfig:

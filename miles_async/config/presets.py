@@ -73,6 +73,20 @@ def unlike(config: RunConfig, given: Container[tuple[str, ...]]) -> Iterator[str
             yield f"unlike {guest}: {', '.join(found)}"
 
 
+def like(guest: Guest, before: RunConfig, after: RunConfig) -> Iterator[str]:
+    """One sentence if a guest has set some of its defaults: their values, and ours in parentheses.
+
+    `before` and `after` are the configurations before and after it resolved its settings.
+    """
+    found = [
+        f"{name} {_shown(theirs)} ({_shown(ours)})"
+        for name, theirs in _defaults(guest).items()
+        if (ours := SETTINGS[name].value(before)) != theirs == SETTINGS[name].value(after)
+    ]
+    if found:
+        yield f"like {guest.name}: {', '.join(found)}"
+
+
 def _of_guests() -> Mapping[str, Mapping[str, Any]]:
     return GUESTS.ask("name its defaults", _defaults)
 

@@ -50,6 +50,8 @@ class Idle:
 
     why: str
     """The end of a sentence that begins with the key, such as `belongs to the training loop of Megatron-LM`."""
+    values: tuple[Any, ...] = ()
+    """The values that the key may have; empty if any value is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class Flag:
     """A flag of another project's command line."""
 
     rule: Rule
-    takes: Literal["nothing", "value", "values"] = "value"
-    """How many words follow the flag. A flag that takes nothing has the value true."""
+    takes: Literal["nothing", "option", "value", "values"] = "value"
+    """How many words follow the flag. A flag that takes nothing, or an option that is left out, has the value true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,11 @@ class Translator(Outcome):
                 self.problems.append(f"{key} {value!r} is not supported: {instead}")
             case Refused(instead):
                 self.problems.append(f"{key} has no counterpart: {instead}")
-            case Idle(why):
+            case Idle(why, values) if not values or any(_same(value, valid) for valid in values):
                 self.idle[key] = why
+            case Idle(_, values):
+                valid = " or ".join(str(each) for each in values if each is not True)
+                self.problems.append(f"{key} does not take the value {value!r}: set it to {valid}, or remove the value")
 
     def set(self, setting: str, value: Any, key: str) -> None:
         """Set one of our settings. Two keys may set it only to the same value."""

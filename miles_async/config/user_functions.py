@@ -105,7 +105,7 @@ def check_functions(config: RunConfig) -> None:
         named += [(f"{name}.custom_rm_path", path) for path in _paths(each.custom_rm_path)]
     problems: list[str] = []
     for setting, path in named:
-        if not _is_defined_here(path):
+        if not is_defined_here(path):
             with collected(problems):
                 load_function(path, setting=setting)
     for setting in OBJECTS:
@@ -120,7 +120,7 @@ def _paths(value: str | list[str] | None) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _is_defined_here(path: str) -> bool:
+def is_defined_here(path: str) -> bool:
     """Whether a module of this project defines or imports the function."""
     module_path, _, name = path.rpartition(".")
     if not module_path.startswith("miles_async."):

@@ -44,8 +44,8 @@ REASONS: Mapping[str, str] = {
     "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
     "a router for engines of several kinds": "does not fit the router that the run starts",
     "no key of Weights & Biases": "--wandb-key needs a value",
-    "a delta for an untried layout of engines": "disk_delta writes into the engines' memory",
-    "too few GPUs for the layout": "are not divisible by",
+    "no number of GPUs, for which Miles assumes 8": " = 1 learner ranks are not divisible by",
+    "a layout that Megatron refuses": "are not divisible by",
     "rows without an answer": "needs the right answer",
 }
 """Why scripts of slime and Miles are refused, and a part of the sentence."""

@@ -26,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ HERE = Path(__file__).parent
 SECONDS = 120
 """Time limit of a script. Its waits take no time, because `sleep` is a stand-in."""
 
-_TOOLS = "awk basename bash cat cut dirname env grep head mktemp printf readlink sed seq sh sort tail tee tr wc".split()
+_TOOLS = (
+    *"awk basename bash cat cut dirname env envsubst grep head mktemp printf".split(),
+    *"readlink sed seq sh sort tail tee tr wc".split(),
+)
 """Commands that scripts use to compute values. They run as they are."""
 _STAND_INS: Mapping[str, str] = {
     **dict.fromkeys("apt apt-get cp docker git huggingface-cli hf ip kill killall ln ls mkdir mv pgrep".split(), ""),
@@ -47,6 +51,8 @@ _STAND_INS: Mapping[str, str] = {
     "nvidia-smi": "\n".join(f"GPU {number}: NVIDIA H100 80GB HBM3, NV18" for number in range(8)),
 }
 """Commands that are only recorded, and what each prints. The machine has eight GPUs with NVLink."""
+_NODES = 64
+"""Nodes of the cluster that scripts see once they have started Ray."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,10 @@ class Project:
     environment: Mapping[str, str]
     """Variables that users are expected to set."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Arguments of launchers by path: one command line per launch. Other scripts are started without arguments."""
+    """Arguments of launchers by path: one command line per launch, which may begin with environment variables. Other
+    scripts are started without arguments."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Why a script of a model family that this project trains is not recorded, by its path."""
 
 
 PROJECTS = {
@@ -85,11 +94,34 @@ PROJECTS = {
         checkpoint="--hf-checkpoint",
         environment={"BASE_DIR": "/root", "BASE_FOLDER": "/root", "MASTER_ADDR": "127.0.0.1", "WANDB_KEY": "WANDB_KEY"},
         arguments={
+            "examples/experimental/formal_math/single_round/run_sft.py": ["MILES_DATASET_TRANSFORM_ID=TRANSFORM_ID"],
+            "examples/experimental/verifiers/run.py": ["--verifiers-config /tmp/verifiers.toml"],
             "examples/infra_features/fully_async/run_qwen3_30b_a3b_fully_async.py": [
                 "",
                 "--pause-generation-mode retract --update-weight-transfer-mode p2p",
             ],
-            "examples/infra_features/p2p_weight_transfer/run.py": ["run Qwen3-4B --mode p2p"],
+            "examples/infra_features/p2p_weight_transfer/run.py": [
+                f"run {model} --mode p2p --node-rank 0 --head-ip 127.0.0.1"
+                for model in (
+                    *("Qwen3-4B", "GLM-4.7-Flash", "Qwen3-30B-A3B", "GLM-4.5-Air"),
+                    "Qwen3-235B-A22B-Instruct-2507",
+                )
+            ],
+            **{
+                f"examples/infra_features/p2p_weight_transfer/run-{model}-profile.sh": ["p2p 0 127.0.0.1"]
+                for model in (
+                    *("glm4.5-air-8node", "glm4.7-flash-2node", "kimi-k2-64node"),
+                    *("qwen3-235B-A22B-16node", "qwen3-30B-A3B-4node"),
+                )
+            },
+            "examples/lora/run-qwen2.5-3B-megatron-lora-disaggregated-multi-node.sh": ["p2p 0"],
+            **{
+                f"examples/on_policy_distillation/qwen3_5_35b_selfdistill/{phase}.sh": [
+                    "MODEL_DIR=/root/models DATA_DIR=/root/data OUTPUT_DIR=/tmp"
+                ]
+                for phase in ("phase1_rlvr_teacher", "phase2_gb200", "phase2_opd_selfdistill")
+            },
+            "examples/swe-agent-harbor-docker/run-glm47-flash-agentic-async.py": ["--num-nodes 8"],
             "scripts/run_deepseek.py": ["train"],
             "scripts/run_glm45_355b_a32b.py": ["train"],
             "scripts/run_nemotron_3_nano.py": [
@@ -100,6 +132,17 @@ PROJECTS = {
                 f"--model-name {model}" for model in ("Qwen3-4B", "Qwen3-32B", "Qwen3.5-9B", "Qwen3.5-27B")
             ],
             "scripts/run_qwen3_sft.py": [f"--model-name {model}" for model in ("Qwen3-4B-Base", "Qwen3-235B-A22B")],
+        },
+        left_out={
+            "examples/infra_features/p2p_weight_transfer/run.py run Kimi-K2-Instruct": (
+                "the launcher refuses this model; `run-kimi-k2-64node-profile.sh` trains it"
+            ),
+            "examples/multi_lora/run_multi_lora.py": "`train_multi_lora_async.py` trains several adapters in one run",
+            "examples/on_policy_distillation/run-qwen3-8B-opd-multi-teacher.sh": (
+                "it reads a data set before it trains, by on-policy distillation"
+            ),
+            "scripts/run_nemotron_3_nano_4b_fsdp.py": "it changes files of the checkpoint before it trains, with FSDP",
+            "scripts/run_qwen3_4b_npu.py": "it imports a function that Miles does not have, for NPUs",
         },
     ),
     "verl": Project(
@@ -155,6 +198,7 @@ _FAMILIES = {
 _COMPUTED = ("-", "-c", "model_args_utils.py")
 """How the first argument of `python` ends if it prints values for a script: code, and Miles' flags of a model."""
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
+_VARIABLE = re.compile(r"[A-Z_]+=")
 _RUN_ID = re.compile(r"(?<!\d)\d{6}-\d{6}-\d{3}(?!\d)")
 """The name that Miles' launchers give to a run: date, time and a random number."""
 _COMMON_FOLDERS = ("examples", "experimental", "infra_features", "scripts", "shell", "verl")
@@ -169,6 +213,9 @@ from pathlib import Path
 
 name = Path(sys.argv[0]).name
 words = [name, *sys.argv[1:]]
+if name.startswith("python") and len(words) > 2 and "ray.cluster_resources()" in words[2]:
+    print({gpus})
+    sys.exit()
 if name.startswith("python") and len(words) > 1 and words[1].endswith({computed!r}):
     os.execv({python!r}, [{python!r}, *words[1:]])
 paths = [word.rpartition("=")[2] for word in words if word.endswith((".json", ".yaml", ".yml"))]
@@ -202,7 +249,7 @@ if importlib.util.find_spec("ray"):
     import ray
     # Commands for every node of a cluster prepare the nodes.
     ray.init = ray.shutdown = lambda *args, **settings: None
-    ray.nodes = lambda: [dict(Alive=True, NodeManagerAddress="127.0.0.1", NodeID="1" * 56)]
+    ray.nodes = lambda: [dict(Alive=True, NodeManagerAddress="127.0.0.1", NodeID="1" * 56)] * {nodes}
     ray.get = lambda results: results
     ray.remote_function.RemoteFunction._remote = lambda *args, **settings: None
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -261,8 +308,8 @@ class Copy:
         for name in _TOOLS:
             (commands / name).symlink_to(_path_of(name))
         stand_in = folder / "stand-in"
-        python = os.path.realpath(sys.executable)
-        stand_in.write_text(_STAND_IN.format(python=python, computed=_COMPUTED, answers=dict(_STAND_INS)))
+        values = {"computed": _COMPUTED, "gpus": 8 * _NODES, "answers": dict(_STAND_INS)}
+        stand_in.write_text(_STAND_IN.format(python=os.path.realpath(sys.executable), **values))
         stand_in.chmod(0o755)
         for name in _STAND_INS:
             (commands / name).symlink_to("/mnt/stand-in")
@@ -271,25 +318,28 @@ class Copy:
         return cls(folder, {**own, **environment})
 
     def jobs(self, script: Path, arguments: Sequence[str], project: Project) -> list[Job]:
-        """What a script starts. `script` is relative to the checkout.
+        """What a script starts. `script` is relative to the checkout; `arguments` may begin with variables.
 
         Raises Refused if the script calls a command without a stand-in, starts no training or does not end in time.
         """
-        calls, output = self._run(script, arguments)
-        jobs = [job for call in calls if (job := _job(call, project, self.environment)) is not None]
+        variables = dict(word.split("=") for word in takewhile(_VARIABLE.match, arguments))
+        environment = {**self.environment, **variables}
+        calls, output = self._run(script, arguments[len(variables) :], environment)
+        jobs = [job for call in calls if (job := _job(call, project, environment)) is not None]
         if not jobs:
             raise Refused("it starts no training" + "".join(f": {line}" for line in output.splitlines()[-1:]))
         return jobs
 
-    def _run(self, script: Path, arguments: Sequence[str]) -> tuple[list[Call], str]:
+    def _run(self, script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[Call], str]:
         """The calls of all stand-ins while a script runs, in order, and what the script writes to stderr."""
         calls, unknown = self.folder / "calls", self.folder / "unknown"
         shutil.rmtree(calls, ignore_errors=True)
         calls.mkdir()
         unknown.write_text("")
-        interpreter = [sys.executable, "-c", _LAUNCHER] if script.suffix == ".py" else [_path_of("bash")]
+        launcher = _LAUNCHER.format(nodes=_NODES)
+        interpreter = [sys.executable, "-c", launcher] if script.suffix == ".py" else [_path_of("bash")]
         namespaces = "--map-root-user --mount --pid --fork --kill-child --mount-proc --net --ipc".split()
-        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        variables = [f"{name}={value}" for name, value in environment.items()]
         command = [_path_of("unshare"), *namespaces, _path_of("bash"), "-c", _JAIL, "jail", str(self.folder)]
         command += [_path_of("env"), "-i", *variables, *interpreter, str(script), *arguments]
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.launch_scripts.record import PROJECTS, Copy, Job, Project, Refused, f
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests" / "launch_scripts").glob("*/*.json"))
+CONTENTS: Mapping[Path, Mapping[str, Any]] = {file: json.loads(file.read_text()) for file in FILES}
 PROJECT = Project("owner/name", "name", ["run.sh"], ["train.py"], "--hf-checkpoint", {})
 SUBMIT = """
 set -e
@@ -36,7 +38,7 @@ def can_isolate() -> bool:
 isolated = pytest.mark.skipif(not can_isolate(), reason="the kernel lets users create no namespaces")
 
 
-def recorded(script: str, tmp_path: Path) -> Job:
+def recorded(script: str, tmp_path: Path, arguments: str = "") -> Job:
     """The job that a script starts in a checkout with the flags of a small model."""
     for name, text in {
         "run.sh": script,
@@ -47,7 +49,8 @@ def recorded(script: str, tmp_path: Path) -> Job:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "copy").mkdir()
-    [job] = Copy.of(tmp_path / "checkout", tmp_path / "copy", PROJECT.environment).jobs(Path("run.sh"), [], PROJECT)
+    copy = Copy.of(tmp_path / "checkout", tmp_path / "copy", PROJECT.environment)
+    [job] = copy.jobs(Path("run.sh"), arguments.split(), PROJECT)
     return job
 
 
@@ -65,6 +68,20 @@ def test_a_script_is_recorded_with_its_flags_variables_and_files(tmp_path: Path)
     assert job.environment == {"MASTER_ADDR": "10.0.0.1", "NCCL_DEBUG": "INFO"}
     assert job.files == {"files/run.yaml": {"a": 1e-6}}
     assert job.checkpoint == "/models/Qwen3-4B"
+
+
+@isolated
+def test_arguments_of_a_script_may_begin_with_variables(tmp_path: Path) -> None:
+    job = recorded("python train.py --data $DATA --mode $1", tmp_path, "DATA=/data fast")
+    assert job.arguments == [["--data", "/data"], ["--mode", "fast"]]
+    assert "DATA" not in job.environment, "it is not the script that sets it"
+
+
+@isolated
+def test_a_script_that_waits_for_all_gpus_of_a_cluster_gets_them(tmp_path: Path) -> None:
+    count = "import ray; ray.init(); print(int(ray.cluster_resources().get('GPU', 0)))"
+    job = recorded(f'until [ $(python3 -c "{count}") -ge 512 ]; do sleep 5; done\npython train.py --lr 1', tmp_path)
+    assert job.arguments == [["--lr", "1"]]
 
 
 @isolated
@@ -102,11 +119,23 @@ def test_the_name_of_a_checkpoint_gives_its_family(checkpoint: str, family: str 
     assert family_of(checkpoint) == family
 
 
+def test_each_launch_is_recorded_once() -> None:
+    launches = Counter((file.parent.name, content["path"]) for file, content in CONTENTS.items())
+    several = {path: len(lines) for project in PROJECTS.values() for path, lines in project.arguments.items()}
+    for (project, path), count in launches.items():
+        # A launcher may be started with several command lines, of which some train other models.
+        assert count <= several.get(path, 1) or project == "verl", path
+
+
+def test_a_script_is_either_recorded_or_left_out_for_a_reason() -> None:
+    recorded = {content["path"] for content in CONTENTS.values()}
+    assert not recorded & {path for project in PROJECTS.values() for path in project.left_out}
+
+
 def test_each_recorded_file_says_where_it_comes_from() -> None:
     families = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text())["result"]
     repositories = {project.repository: project.folder for project in PROJECTS.values()}
-    for file in FILES:
-        content: Mapping[str, Any] = json.loads(file.read_text())
+    for file, content in CONTENTS.items():
         assert repositories[content["repository"]] == file.parent.name, file
         assert len(content["commit"]) == 40, file
         assert content["family"] in families, file

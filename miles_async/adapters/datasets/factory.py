@@ -153,9 +153,9 @@ def eval_groups(
     groups = list(islice(first_epoch(source), dataset.size))
     for group in groups:
         group.feed_index = f"{name}_{group.feed_index}"
-        if dataset.rm_type is not None:
-            for sample in group:
-                sample.metadata["rm_type"] = dataset.rm_type
+        chosen = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
+        for sample in group:
+            sample.metadata |= {**chosen, **dataset.metadata_overrides}
     if invalid:
         warn(
             f"{name}: {len(invalid)} rows are invalid and are left out, so {len(groups)} problems are evaluated; the "

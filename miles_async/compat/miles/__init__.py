@@ -65,8 +65,10 @@ class Miles(Guest):
 
     def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         from miles_async.compat.slime.arguments import of_flags
+        from miles_async.modes.shipped import Stream
 
-        return of_flags(self.flags(), settings)
+        is_stream = settings["rollout_function_path"] == Stream.function
+        return {**of_flags(self.flags(), settings), "fully_async": is_stream}
 
     def adapt_function(self, function: Callable[..., Any], name: str, setting: str) -> Callable[..., Any] | None:
         from miles_async.compat.miles.forms import in_slimes_form

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from miles_async.config.translation import Flag, Idle, Only, Refused, Rule, converts, sets
 
-_FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+FULLY_ASYNC = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
+"""Miles' name of the rollout function that `--fully-async` selects. It stands for ours."""
 _EXPERTS_LORA = Refused("every expert has its own adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
@@ -39,9 +40,8 @@ _PATCHES = Refused("code of engines and learner is not patched: remove it")
 _INJECTED = Idle("has no effect without ci_inject_rollout_data_path")
 
 _SWITCHES: Mapping[str, Rule] = {
-    "fully_async": converts("rollout.rollout_function_path", {True: _FULLY_ASYNC}),
+    "fully_async": converts("rollout.rollout_function_path", {True: FULLY_ASYNC}),
     "use_prometheus": Idle("has no effect: metrics are always exported"),
-    "use_session_server": _SESSIONS,
     "gradient_checkpointing": _FSDP,
     "experts_shared_outer_loras": _EXPERTS_LORA,
     "lora_base_cpu_backup": Idle("has no effect: engines keep the weights of the base model"),
@@ -142,6 +142,9 @@ _VALUES: Mapping[str, Rule] = {
         ("miles_router_timeout", "miles_router_max_connections", "miles_router_health_check_failure_threshold"),
         _ROUTER,
     ),
+    "sglang_remote_instance_weight_loader_ib_device": Idle(
+        "has no effect: Mooncake chooses the network devices of p2p"
+    ),
     "p2p_transfer_num_workers": Idle("has no effect: p2p writes to all engines at once"),
     "p2p_transfer_timeout": Idle("has no effect: update_weight_timeout_seconds limits the write of all weights"),
     "dsa_attention_backend": _ATTENTION_KERNEL,
@@ -233,6 +236,7 @@ _LISTS: Mapping[str, Rule] = {
 FLAGS: Mapping[str, Flag] = {
     **{name: Flag(rule, "nothing") for name, rule in _SWITCHES.items()},
     **{name: Flag(rule) for name, rule in _VALUES.items()},
+    "use_session_server": Flag(Idle(_SESSIONS.why, (True, "v1", "v2")), "option"),
     **{name: Flag(rule, "values") for name, rule in _LISTS.items()},
 }
 """All flags by name."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from miles_async.compat.miles.defaults import DEFAULTS
+from miles_async.compat.miles.flags import FULLY_ASYNC
 from miles_async.config.fields import with_settings
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_named
@@ -40,6 +42,9 @@ def resolve(config: RunConfig) -> RunConfig:
         config = with_settings(
             config, max_answer_len=rollout.rollout_max_response_len, rollout_max_response_len=longest
         )
+    if rollout.rollout_function_path == FULLY_ASYNC and "max_attempts" not in rollout.model_fields_set:
+        # The default of `--async-unused-samples-handler`, which only this function of Miles reads.
+        config = with_settings(config, max_attempts=DEFAULTS["max_attempts"])
     factor = rollout.async_data_buffer_capacity_factor
     if factor is None:
         return config

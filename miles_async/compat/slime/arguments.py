@@ -40,7 +40,7 @@ def of_evaluation(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(flag: Flag, settings: Mapping[str, Any]) -> Any:
-    is_switch = flag.takes == "nothing"
+    is_switch = flag.takes in ("nothing", "option")
     match flag.rule:
         case Sets(settings=(dotted,), values=None):
             return _setting(dotted, settings)

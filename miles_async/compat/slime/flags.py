@@ -156,7 +156,7 @@ EVAL_FIELDS = {
 """Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _DATASET_FIELDS = {
     **{field: field for field in (*EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
-    **{field: field for field in ("metadata_key", "apply_chat_template_kwargs")},
+    **{field: field for field in ("metadata_key", "metadata_overrides", "apply_chat_template_kwargs")},
     "n_samples_per_eval_prompt": "n_samples",
 }
 """Keys of a data set in the file of `--eval-config`."""

@@ -170,6 +170,8 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
     for name, dataset in config.rollout.eval_datasets.items():
         if dataset.top_k is not None and (dataset.top_k == 0 or dataset.top_k < -1):
             yield f"eval_datasets.{name}.top_k {dataset.top_k} is not a number of tokens: set it to 1 or more, or to -1"
+        if "rm_type" in dataset.metadata_overrides:
+            yield f"eval_datasets.{name}.metadata_overrides has rm_type: set eval_datasets.{name}.rm_type"
     arguments = config.engine.sglang_server_args
     policy = arguments.get("schedule_policy", "fcfs")
     if config.evaluation_concurrency and policy not in ("fcfs", "lof"):

@@ -30,6 +30,9 @@ class EvalDataset(Dataset):
     it. If unset, rollout_top_p applies."""
     top_k: int | None = None
     """Sample from the k most likely tokens. -1 disables top-k sampling. If unset, rollout_top_k applies."""
+    metadata_overrides: dict[str, Any] = {}
+    """Metadata of all samples of this data set, such as {split: test}, for rewards and generate functions. A value
+    takes the place of that in the row."""
 
 
 class Rollout(Section):

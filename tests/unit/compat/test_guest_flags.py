@@ -338,11 +338,24 @@ def test_the_file_of_an_evaluation_is_read(tmp_path: Path) -> None:
 
 
 def test_a_data_set_of_an_evaluation_may_have_its_own_keys(tmp_path: Path) -> None:
-    keys = "tool_key: functions, metadata_key: extra, apply_chat_template_kwargs: {enable_thinking: true}"
+    keys = (
+        "tool_key: functions, metadata_key: extra, apply_chat_template_kwargs: {enable_thinking: true}, "
+        "metadata_overrides: {split: test}"
+    )
     (tmp_path / "eval.yaml").write_text(f"eval: {{datasets: [{{name: a, path: a.jsonl, {keys}}}]}}")
     [dataset] = values(f"--eval-config {tmp_path}/eval.yaml")["rollout.eval_datasets"].values()
     assert (dataset["tool_key"], dataset["metadata_key"]) == ("functions", "extra")
     assert dataset["apply_chat_template_kwargs"] == {"enable_thinking": True}
+    assert dataset["metadata_overrides"] == {"split": "test"}
+
+
+@pytest.mark.parametrize("version", ["", "v1", "v2"])
+def test_the_session_server_of_miles_may_have_a_version(version: str) -> None:
+    said = parsed(f"--use-session-server {version} --num-rollout 3")
+    assert said.idle == {
+        "--use-session-server": "has no effect: the endpoint for agents keeps the tokens of each session"
+    }
+    assert {".".join(one.path): one.value for one in said.assignments} == {"rollout.num_rollout": 3}
 
 
 def test_what_the_file_of_an_evaluation_has_beside_data_sets_is_said(tmp_path: Path) -> None:
@@ -462,7 +475,7 @@ def test_the_buffer_of_miles_counts_finished_groups() -> None:
 
 
 def test_fully_async_of_miles_selects_the_rollout_function() -> None:
-    path = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
+    path = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
     assert values("--fully-async") == {"rollout.rollout_function_path": path}
 
 

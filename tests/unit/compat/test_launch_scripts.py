@@ -85,15 +85,15 @@ def test_the_results_are_those_of_the_recorded_scripts() -> None:
         "run_kimi_k2",
         "run_qwen3_235b_a22b",
         "run_qwen3_next_80b_a3b",
-        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
-        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-2",
-        "infra_features-fully_async-run_qwen3_5_4b_fully_async_eval",
+        "fully_async-run_qwen3_30b_a3b_fully_async-1",
+        "fully_async-run_qwen3_30b_a3b_fully_async-2",
+        "fully_async-run_qwen3_5_4b_fully_async_eval",
         "ppo-run_qwen3_4b_ppo",
-        "experimental-nemo-gym-run",
-        "experimental-openenv-run-openenv-tbench2",
+        "nemo-gym-run",
+        "openenv-run-openenv-tbench2",
         "retool_v2-run_retool_multi_turn",
         "swe-agent-harbor-docker-run",
-        "experimental-eval_multi_task-multi_task",
+        "eval_multi_task-multi_task",
         "lora-dev",
         "lora-run-qwen2.5-0.5B-megatron-lora",
         "lora-run-qwen2.5-3B-megatron-lora-disaggregated",
@@ -116,8 +116,8 @@ def test_a_script_starts_as_it_is(name: str) -> None:
         "fully_async-run-qwen2.5-0.5B-fully_async",
         "fully_async-run-qwen3.5-9B-fully_async",
         "train_infer_mismatch_helper-run-qwen3-4b-mis",
-        "infra_features-fully_async-run_qwen3_30b_a3b_fully_async-1",
-        "infra_features-fully_async-run_qwen3_5_4b_fully_async_eval",
+        "fully_async-run_qwen3_30b_a3b_fully_async-1",
+        "fully_async-run_qwen3_5_4b_fully_async_eval",
     ],
 )
 def test_the_functions_of_a_script_are_those_of_this_project(
@@ -132,7 +132,8 @@ def test_the_functions_of_a_script_are_those_of_this_project(
 UNUSABLE = (
     # Packages that functions of the examples import, and that this project does not install.
     *("No module named 'tau_bench'", "No module named 'strands'", "No module named 'camel'"),
-    *("No module named 'kimina_client'", "No module named 'omegaconf'", "import module 'AutoProcessor'"),
+    *("No module named 'pylatexenc'", "No module named 'kimina_client'"),
+    *("No module named 'omegaconf'", "import module 'AutoProcessor'"),
 )
 """Parts of the sentences about functions that cannot be called here."""
 

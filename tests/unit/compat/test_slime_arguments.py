@@ -51,6 +51,8 @@ def test_groups_that_are_not_used_are_generated_again_unless_a_flag_or_the_prese
         assert (args.async_unused_samples_handler, args.max_attempts) == expected
     of_preset = flat_args(run_config(max_attempts=preset("miles")["max_attempts"]))
     assert of_preset.async_unused_samples_handler == "drop"
+    args = of("--fully-async")
+    assert (args.async_unused_samples_handler, args.fully_async, of().fully_async) == ("drop", True, False)
 
 
 def test_the_flags_of_evaluations_are_those_of_the_data_sets(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pyarrow.parquet import write_table
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.load import config_of_values
 from miles_async.config.schema import RunConfig
+from miles_async.modes.shipped import Stream
 
 
 def resolved(line: str) -> tuple[RunConfig, Flags]:
@@ -102,3 +103,66 @@ def test_slimes_own_data_source_is_the_data_of_the_run(name: str) -> None:
     config, _ = resolved(f"--data-source-path {name}")
     assert config.data.data_source_path == (name if name == "my.Source" else None)
     assert not config.rollout.slime_imports  # type: ignore[attr-defined]
+
+
+UNTRIED = "--sglang-ep-size 2 --rollout-num-gpus-per-engine 2 --rollout-num-gpus 2"
+
+
+@pytest.mark.parametrize(
+    "line, transport, note",
+    [
+        (
+            f"--update-weight-transfer-mode p2p {UNTRIED}",
+            "broadcast",
+            "--update-weight-transfer-mode p2p is broadcast here, because how --sglang-ep-size divides it was never "
+            "tried",
+        ),
+        (
+            f"--update-weight-mode delta --update-weight-transport disk {UNTRIED}",
+            "disk",
+            "--update-weight-mode --update-weight-transport disk_delta is disk here, because how --sglang-ep-size "
+            "divides it was never tried",
+        ),
+        (
+            "--update-weight-transfer-mode broadcast --lora-rank 8",
+            None,
+            "--update-weight-transfer-mode has no effect, because engines load adapters from files",
+        ),
+    ],
+)
+def test_a_flag_of_miles_or_slime_for_weights_that_the_engines_cannot_take_chooses_another_transport(
+    line: str, transport: str | None, note: str
+) -> None:
+    config, flags = resolved(line)
+    assert config.weights.weight_transfer == transport
+    assert note in flags.notes
+
+
+@pytest.mark.parametrize("line", ["--update-weight-transfer-mode p2p", f"--weight-transfer p2p {UNTRIED}"])
+def test_the_transport_stays_if_engines_take_it_or_if_our_own_setting_names_it(line: str) -> None:
+    config, flags = resolved(line)
+    assert config.weights.weight_transfer == "p2p"
+    assert not any("transfer" in note for note in flags.notes)
+
+
+def test_the_function_of_miles_for_continuous_generation_drops_groups_and_says_so() -> None:
+    for line in ("--fully-async", "--rollout-function-path miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"):
+        config, flags = resolved(line)
+        assert config.rollout.rollout_function_path == Stream.function
+        assert config.rollout.max_attempts == 1
+        assert "like miles: max_attempts 1 (3)" in flags.notes
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--fully-async --async-unused-samples-handler retry",
+        "--fully-async --max-attempts 3",
+        f"--rollout-function-path {Stream.function}",
+        "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+    ],
+)
+def test_groups_have_several_attempts_if_that_is_set_or_the_script_is_not_recognised_as_one_of_miles(line: str) -> None:
+    config, flags = resolved(line)
+    assert config.rollout.max_attempts == 3
+    assert not any(note.startswith("like ") for note in flags.notes)

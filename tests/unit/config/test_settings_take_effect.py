@@ -305,6 +305,18 @@ def test_each_evaluation_data_set_may_set_its_sampling(tmp_path: Path) -> None:
     assert [group.feed_index for group in eval_groups(settings, "all", whole)][-1] == "all_sample_0_4"
 
 
+def test_the_metadata_of_an_evaluation_data_set_takes_the_place_of_that_of_its_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"input": "1+1=", "label": "2", "metadata": {"split": "train", "level": 1}}) + "\n")
+    settings = run_config(
+        reasoning_gym_task="chain_sum",
+        label_key="label",
+        eval_datasets={"a": {"path": str(rows), "n_samples": 2, "metadata_overrides": {"split": "test"}}},
+    )
+    [group] = eval_groups(settings, "a", settings.rollout.eval_datasets["a"])
+    assert [(sample.metadata["split"], sample.metadata["level"]) for sample in group] == [("test", 1)] * 2
+
+
 def test_an_evaluation_data_set_has_the_keys_of_the_run_unless_it_sets_its_own(tmp_path: Path) -> None:
     rows, others = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
     rows.write_text(json.dumps({"messages": "1+1=", "answer": "2"}) + "\n")
