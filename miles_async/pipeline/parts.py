@@ -61,7 +61,7 @@ class Parts:
 
 def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> Parts:
     """Build the parts of one run. None of them does anything yet."""
-    tasks, run_state = TaskSupervisor(), RunState(ports.clock, ports.journal)
+    tasks, run_state = TaskSupervisor(), RunState(ports.clock, ports.journal, list(config.data.adapter_weights))
     lifecycle = GroupLifecycle(
         run_state,
         ports.data,
@@ -98,7 +98,7 @@ def compose(config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule)
         pause_mode=config.weights.engine_pause,
         adapters=ports.adapters,
         colocated=config.cluster.colocate,
-        queue_depth=lambda: len(producer.queue),
+        queue_depth=lambda: producer.queued,
         on_live=collector.sweep_queue,
     )
     evaluator = Evaluator(
@@ -225,4 +225,5 @@ def _producer(
         head_policy=head_policy,
         window_size=bounds.window,
         queue_capacity=config.rollout.queue_capacity,
+        weights=config.data.adapter_weights,
     )

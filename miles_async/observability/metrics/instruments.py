@@ -383,6 +383,33 @@ class Instruments:
             "learner_idle_seconds",
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
         )
+        self.adapter_version = self._gauges(
+            "adapter_live_version", "Newest version of an adapter that is live, if the run trains several.", "adapter"
+        )
+        self.adapter_reward = self._gauges(
+            "adapter_reward",
+            "Mean reward of the last groups of an adapter, if the run trains several. "
+            "Worry if it is 0 or full for a long time: its data sets teach nothing. Lower its weight, or "
+            "change its prompts.",
+            "adapter",
+        )
+        self.adapter_trained = self._gauges(
+            "adapter_trained_groups", "Groups that have trained an adapter, if the run trains several.", "adapter"
+        )
+        self.adapter_share = self._gauges(
+            "adapter_share_ratio",
+            "Fraction of all trained groups that have trained an adapter, if the run trains several. "
+            "Worry if it is below the share of its weight in --adapters: its groups take longer than those of others.",
+            "adapter",
+        )
+        self.adapter_staleness = self._gauges(
+            "adapter_staleness_versions",
+            "Mean staleness of the last batch of an adapter, if the run trains several.",
+            "adapter",
+        )
+        self.adapter_queue = self._gauges(
+            "adapter_queue_groups", "Groups in the queue of an adapter, if the run trains several.", "adapter"
+        )
         self.dataset_reward = self._gauges(
             "dataset_reward",
             "Mean reward of the last groups of a data set. "
