@@ -116,6 +116,8 @@ class GroupMoved(Event, frozen=True, kw_only=True):
     fed."""
     dataset: str = ""
     """Name of the data set that the prompt is from; empty in a run with one data set."""
+    adapter: str = ""
+    """Name of the adapter that the group trains; empty unless the run trains several."""
 
     @property
     def was_lost_in_flight(self) -> bool:
@@ -143,6 +145,8 @@ class GroupGenerated(Event, frozen=True):
     """Number of trajectories that failed and without which the group is trained."""
     unfinished_rewards: int = 0
     """Number of trajectories that count as wrong because their reward exceeded its limits of time or memory."""
+    adapter: str = ""
+    """Name of the adapter that the group trains; empty unless the run trains several."""
     by_worker: bool = False
     """Whether the worker of a rollout function generated the group, which is then admitted when it is returned.
 
@@ -321,6 +325,8 @@ class StepStarted(Event, frozen=True):
     """Staleness of each group of the batch, in versions."""
     groups: list[int]
     """Sequence numbers of the groups."""
+    adapter: str = ""
+    """Name of the adapter that is trained; empty unless the run trains several."""
 
 
 class StepEnded(Event, frozen=True):
@@ -355,6 +361,8 @@ class PublishStarted(Event, frozen=True):
     version: int
     queue: int
     """Queue depth at this moment."""
+    adapter: str = ""
+    """Name of the adapter whose weights they are; empty unless the run trains several."""
 
 
 class PublishEnded(Event, frozen=True):
@@ -383,6 +391,8 @@ class PublishEnded(Event, frozen=True):
     """Queue depth at the end."""
     fenced: list[str]
     """Engines that did not receive the version and were removed from the router."""
+    adapter: str = ""
+    """Name of the adapter whose weights they are; empty unless the run trains several."""
 
     @property
     def pause(self) -> dict[str, float]:
@@ -643,6 +653,8 @@ class LearnerRestored(Event, frozen=True):
     versions."""
     groups: int
     """Number of groups of later rollouts, which return to the queue or are generated again."""
+    adapter: str = ""
+    """Name of the adapter; empty unless the run trains several. There is one event for each that has later versions."""
 
 
 class WarningRaised(Event, frozen=True):

@@ -13,6 +13,7 @@ from miles_async.types import DropReason, EngineLoad, Group, LearnerProgress, Sa
 
 if TYPE_CHECKING:
     # The fault points are the methods of these interfaces. `--help` lists them, and needs no events.
+    from miles_async.scheduling.lineage import Lineage
     from miles_async.stored_run import Changes, StoredRun
 
 
@@ -61,6 +62,10 @@ class DataSource(Protocol):
 
 class SeekableSource(DataSource, Protocol):
     """A data source whose position can be stored apart from the groups that were returned to it."""
+
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
+        """The same, for `adapter` if the run trains several."""
+        ...
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -228,8 +233,11 @@ class WeightChannel(Protocol):
         """
         ...
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
         """Copy the learner's current weights into the staging buffers as `version`, in the layout of the engines.
+
+        They are those of `adapter` if the run trains several. `lineage` has the versions of its weights; None leaves it
+        as it is.
 
         Called between optimizer steps while engines generate. The next `train` may begin as soon as this returns.
         """

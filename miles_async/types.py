@@ -39,7 +39,8 @@ REWARD_ERROR = "reward_error"
 """The entry of a sample's metadata that states why its reward did not finish, so that the response counts as wrong."""
 FROM_DATASET = "from_dataset"
 """The entry of a sample's metadata that states where its prompt is from: the `name` of the data set, the `row`, and the
-`epochs` that the data set had been through before. It is set if the run has several data sets or follows rewards."""
+`epochs` that the data set had been through before; if the run trains several adapters, also the `adapter`. It is set if
+the run has several data sets or follows rewards."""
 
 Prompt = str | list[dict[str, Any]]
 """A prompt as text or as chat messages."""
@@ -158,6 +159,11 @@ class Sample:
     def dataset(self) -> str:
         """Name of the data set that the prompt is from; empty in a run with one data set, and for other prompts."""
         return str(self.origin.get("name", ""))
+
+    @property
+    def adapter(self) -> str:
+        """Name of the adapter that the prompt trains; empty unless the run trains several."""
+        return str(self.origin.get("adapter", ""))
 
     @property
     def origin(self) -> Mapping[str, Any]:
@@ -461,6 +467,11 @@ class Group(list[Sample]):
     def dataset(self) -> str:
         """See `Sample.dataset`."""
         return self[0].dataset if self else ""
+
+    @property
+    def adapter(self) -> str:
+        """See `Sample.adapter`."""
+        return self[0].adapter if self else ""
 
     @property
     def rewards(self) -> list[float]:

@@ -518,7 +518,8 @@ class Cluster:
         devices = SharedDevices(self.learner, StartedEngines(engines), colocated=self._config.cluster.colocate)
         await devices.begin()
         async with self._explained():
-            transports = await find_transports(ranks, wanted, engines, devices)
+            first = next(iter(self._config.data.adapter_weights))
+            transports = await find_transports(ranks, wanted, engines, devices, first)
         details.info("weight transport chosen", transport=transports[0], engines=len(engines))
         return transports
 

@@ -29,6 +29,7 @@ from miles_async.config.untested import loaded_by_name
 from miles_async.config.user_functions import install_guests
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
 from miles_async.rollout.contract import flat_args
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import LearnerProgress, SendOutcome, StepReport
 
 from .heartbeats import Heartbeat, heartbeat
@@ -87,6 +88,8 @@ class LearnerRank:
         self._source: WeightSource | AdapterSource | None = None
         self._copy: CheckpointCopy
         self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
+        self._trained = ""
+        """The adapter that was trained last."""
         self._others: Sequence[ActorHandle[Any]] = ()
         """All ranks but this one, if this is the first rank."""
         self._batch: tuple[int, Sequence[int], Sequence[TrainStep]] | None = None
@@ -169,15 +172,18 @@ class LearnerRank:
         """
         self._batch = rollout_id, groups, steps
 
-    async def train(self, rollout_id: int) -> StepReport:
-        """Take the optimizer steps of this rank's part of the batch that all ranks have received. All ranks."""
+    async def train(self, rollout_id: int, adapter: str = "") -> StepReport:
+        """Take the optimizer steps of this rank's part of the batch that all ranks have received. All ranks.
+
+        They train `adapter` if the run trains several.
+        """
         assert self._batch is not None, "receive_batch() comes first"
         received, groups, steps = self._batch
         assert received == rollout_id, f"rollout {received} was received"
         self._batch = None
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
-        report = await self._run(self._model_thread, lambda: self._train(rollout_id, steps))
-        changed = self._progress.changed or report.finite
+        report = await self._run(self._model_thread, lambda: self._train(rollout_id, adapter, steps))
+        changed, self._trained = self._progress.changed or report.finite, adapter
         self._progress = replace(self._progress, rollout=rollout_id, groups=groups, report=report, changed=changed)
         return report
 
@@ -226,22 +232,35 @@ class LearnerRank:
         source = self._connected_source
         await self._run(self._send_threads, lambda: source.connect(engines, transports))
 
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
-        """Copy this rank's part of the weights as `version` and prepare it for `transports`. All ranks."""
-        if not self._progress.staged and version > self._progress.version:
-            self._learner.lineage.roll_back(self._progress.version, version, int(self._progress.changed))
+    async def stage(
+        self, version: int, transports: Sequence[str], adapter: str = "", lineage: Lineage | None = None
+    ) -> None:
+        """Copy this rank's part of the weights as `version` and prepare it for `transports`. All ranks.
+
+        They are those of `adapter` if the run trains several. `lineage` has the versions of its weights; None leaves it
+        as it is.
+        """
+        if lineage is not None:
+            self._learner.lineages[adapter] = lineage
         self._learner.version = version
         structlog.contextvars.bind_contextvars(version=version)
         source = self._connected_source
 
         def stage() -> list[float] | None:
+            from miles_async.adapters.weights.adapters import AdapterSource
             from miles_async.adapters.weights.engine import TOKENS
 
-            source.stage(version, self._learner.engine_weights(), transports)
+            self._learner.adapters.select(adapter)
+            if isinstance(source, AdapterSource):
+                source.stage(version, self._learner.engine_weights(), transports, adapter)
+            else:
+                source.stage(version, self._learner.engine_weights(), transports)
             return self._learner.logprobs([TOKENS])[0] if source.compared else None
 
         self._logprobs = await self._run(self._model_thread, stage)
-        self._progress = replace(self._progress, version=version, staged=True, changed=False)
+        # Another adapter may be newer than its staged version: a restored run stages several versions again.
+        changed = self._progress.changed and adapter != self._trained
+        self._progress = replace(self._progress, version=version, staged=True, changed=changed)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
         """Send this rank's part of the staged version to one engine; several engines may be sent to at once."""
@@ -299,9 +318,10 @@ class LearnerRank:
     async def heartbeat(self) -> Heartbeat:
         return heartbeat()
 
-    def _train(self, rollout_id: int, steps: Sequence[TrainStep]) -> StepReport:
+    def _train(self, rollout_id: int, adapter: str, steps: Sequence[TrainStep]) -> StepReport:
         from miles_async.adapters.megatron.training.performance import profiled
 
+        self._learner.adapters.select(adapter)
         with profiled(self._config.debug, rollout_id, self._rank):
             return self._learner.train(rollout_id, steps)
 

@@ -71,7 +71,9 @@ class LearnerRanks:
     async def begin(self) -> None:
         """Begin to count batches and versions from what was loaded. Call it after the transports were measured."""
         loaded = self._loaded
-        counts = (-1, 0, False) if loaded is None else (loaded.rollout, loaded.version, loaded.changed)
+        # Each adapter has its first version before the first batch.
+        first = len(self._config.data.adapter_weights) - 1
+        counts = (-1, first, False) if loaded is None else (loaded.rollout, max(first, loaded.version), loaded.changed)
         await RayRanks(self.actors).on_all("begin", *counts)
 
     async def offload(self) -> None:

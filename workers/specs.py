@@ -162,7 +162,7 @@ def engine_spec(
         max_kv_staleness=config.weights.max_kv_staleness,
         lora_rank=config.learner.lora_rank,
         lora_modules=() if adapters is None else config.learner.lora_modules,
-        lora_versions=0 if adapters is None else adapters.resident,
+        lora_versions=0 if adapters is None else adapters.capacity,
         server_args=arguments,
         env_vars=engine.engine_env_vars,
         start_timeout=engine.engine_start_timeout_seconds,

@@ -1,13 +1,14 @@
 """`make chaos-sim`: simulated runs that lose rollout workers and learners at drawn calls, by the thousand.
 
-    python -m benchmarks.chaos.simulated [--adapters] [--runs 20000] [--seed 0] [--first 0] [--processes 2]
+    python -m benchmarks.chaos.simulated [--adapters | --several-adapters] [--runs 20000] [--seed 0] [--first 0]
 
 Run N of a series draws its settings, its losses and its other faults from the seed of the series and N. To play it
 again: `--first N --runs 1`. Prints totals, and each run that lost a prompt, trained a prompt twice or too late, or did
 not come to its end. The exit code is 1 if there is such a run.
 
 With `--adapters`, the runs train an adapter. They also lose engines, and engines refuse to load adapters. An engine
-that lacks the adapter of a request, or that holds more adapters than the bound allows, is a violation.
+that lacks the adapter of a request, or that holds more adapters than the bound allows, is a violation. With
+`--several-adapters`, each run trains three adapters, one of which has slow groups.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import structlog
 from miles_async.events import LearnerRestored, WriteFailed
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.scheduling.bounds import Schedule
+from tests.sim import test_several_adapters as several_adapters
 from tests.sim.adapters import AdapterEngines, AdapterLostWorkers
 from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers
 from tests.sim.test_adapters import check_hostile, hostile_run
@@ -75,16 +77,26 @@ def draw_with_adapter(seed: int, number: int) -> AdapterLostWorkers:
     return hostile_run(rng, rng.choice(list(Schedule)), rng.randrange(1 << 30))
 
 
-def play(seed: int, number: int, adapters: bool = False) -> tuple[Counter[str], str | None]:
+def draw_with_several_adapters(seed: int, number: int) -> AdapterLostWorkers:
+    """Draw run `number` of the series `seed`, which trains three adapters."""
+    rng = random.Random(f"simulated chaos {seed} {number}")
+    return several_adapters.hostile_run(rng, rng.randrange(1 << 30))
+
+
+def play(seed: int, number: int, adapters: bool = False, several: bool = False) -> tuple[Counter[str], str | None]:
     """Play one run. Returns what happened in it, and what is wrong with it, if anything."""
     with TemporaryDirectory() as folder:
         listed = Path(folder, "faults.jsonl")
-        run = draw_with_adapter(seed, number) if adapters else draw(seed, number, listed)
+        run: FaultyLostWorkers | AdapterLostWorkers
+        if several:
+            run = draw_with_several_adapters(seed, number)
+        else:
+            run = draw_with_adapter(seed, number) if adapters else draw(seed, number, listed)
         failure = None
         try:
             run.run()
             if isinstance(run, AdapterLostWorkers):
-                check_hostile(run)
+                (several_adapters.check_hostile if several else check_hostile)(run)
             else:
                 check_restored(run)
         except Exception:
@@ -98,20 +110,21 @@ def play(seed: int, number: int, adapters: bool = False) -> tuple[Counter[str], 
     return Counter(runs=1, trained=run.audit.trained) + lost, failure
 
 
-def play_chunk(seed: int, adapters: bool, numbers: range) -> list[tuple[Counter[str], str | None]]:
+def play_chunk(seed: int, adapters: bool, several: bool, numbers: range) -> list[tuple[Counter[str], str | None]]:
     logging.disable(logging.CRITICAL)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     # The tasks of a worker that is killed do not end in an orderly way.
     warnings.simplefilter("ignore", RuntimeWarning)
     # `play` collects what a run leaves behind, and need not look at the modules.
     gc.freeze()
-    return [play(seed, number, adapters) for number in numbers]
+    return [play(seed, number, adapters, several) for number in numbers]
 
 
 def main() -> int:
     description = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.simulated", description=description)
     parser.add_argument("--adapters", action="store_true", help="play runs that train an adapter")
+    parser.add_argument("--several-adapters", action="store_true", help="play runs that train three adapters")
     parser.add_argument("--runs", type=int, default=20_000, help="number of runs (default: 20000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the series (default: 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first run (default: 0)")
@@ -121,7 +134,7 @@ def main() -> int:
     end = options.first + options.runs
     chunks = [range(first, min(first + CHUNK, end)) for first in range(options.first, end, CHUNK)]
     with ProcessPoolExecutor(options.processes) as pool:
-        for outcomes in pool.map(partial(play_chunk, options.seed, options.adapters), chunks):
+        for outcomes in pool.map(partial(play_chunk, options.seed, options.adapters, options.several_adapters), chunks):
             for happened, failure in outcomes:
                 total += happened
                 if failure is not None:

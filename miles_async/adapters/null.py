@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from miles_async.errors import FatalError
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import EngineLoad, Group, LearnerProgress, SendOutcome, StepReport
 
 
@@ -34,7 +35,7 @@ class NullLearner:
 
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None: ...
 
-    async def stage(self, version: int) -> None: ...
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None: ...
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         return SendOutcome(engine=engine, seconds=0.0, bytes=0)

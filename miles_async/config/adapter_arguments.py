@@ -28,7 +28,7 @@ def fits_adapter(config: RunConfig, argument: str, value: Any) -> bool:
         return isinstance(value, int) and value >= learner.lora_rank
     if argument in ("max_loras_per_batch", "max_loaded_loras"):
         # SGLang counts the model without an adapter too.
-        return isinstance(value, int) and value > versions.resident
+        return isinstance(value, int) and value > versions.capacity
     modules = [value] if isinstance(value, str) else value
     is_list = argument == "lora_target_modules" and isinstance(modules, list)
     return is_list and ("all" in modules or {*learner.lora_modules} <= {*map(str, modules)})

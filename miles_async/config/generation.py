@@ -112,7 +112,11 @@ def adapter_versions_of(config: RunConfig) -> AdapterVersions | None:
     if not config.learner.lora_rank:
         return None
     limit = config.rollout.max_weight_staleness
-    return AdapterVersions(1 if limit is None else limit, moves_between_turns=config.weights.lora_newest_each_turn)
+    return AdapterVersions(
+        1 if limit is None else limit,
+        config.data.adapter_weights,
+        moves_between_turns=config.weights.lora_newest_each_turn,
+    )
 
 
 def bounds_of(config: RunConfig, entry: str) -> Bounds:

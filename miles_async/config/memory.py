@@ -229,7 +229,7 @@ def _adapter_buffers(config: RunConfig) -> int:
     ranks = config.engine.rollout_num_gpus_per_engine
     split = Split(tensor=ranks, expert_tensor=ranks)
     per_layer = _adapters_per_layer(config, split, buffered_modules(config.learner.lora_modules))
-    return (versions.resident + 1) * (shape.layers * per_layer.total + _head_adapter(config, ranks))
+    return (versions.capacity + 1) * (shape.layers * per_layer.total + _head_adapter(config, ranks))
 
 
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:

@@ -125,6 +125,9 @@ class Summary(TrainingPhase, Waste):
     """The transport of the weights."""
     versions: int
     """The newest weight version that was published."""
+    adapters: dict[str, dict[str, float | None]]
+    """Each adapter of a run that trains several: its newest `version`, the groups that have `trained` it and their
+    `share`, and the mean `reward` of its last groups. Worry if a share is far below the weight of its adapter."""
     publish_ms_median: float | None
     """Median time of a publish in milliseconds, from the start of staging until every engine decodes again. The initial
     weights are not counted."""
@@ -213,6 +216,15 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> Summary:
         "interrupted_seconds": {str(cause): seconds for cause, seconds in view.uptime.seconds.items()},
         "weight_transfer": cluster.weight_transfer if cluster is not None else None,
         "versions": view.publishes.version,
+        "adapters": {
+            name: {
+                "version": adapter.version,
+                "trained": adapter.trained,
+                "share": view.adapters.share(name),
+                "reward": adapter.reward,
+            }
+            for name, adapter in view.adapters.known.items()
+        },
         "publish_ms_median": view.publishes.whole.median,
         "publish_ms_max": view.publishes.whole.max,
         "pause_ms_median": view.publishes.pause.median,
@@ -291,7 +303,7 @@ def write_summary(view: RunView, path: Path, expected_end: RunEnded | None = Non
 def summary_text(view: RunView) -> str:
     """Return the summary as lines of text."""
     values = summarize(view)
-    width = max(len(name) for name in _LINES)
+    width = max(map(len, [*_LINES, *(f"adapter {name}" for name in view.adapters.known)]))
     lines = {name: _line(template, values) for name, template in _LINES.items()}
     if not view.evaluations:
         del lines["accuracy"]
@@ -310,6 +322,10 @@ def summary_text(view: RunView) -> str:
     if (unwritten := view.last(DeadLettersUnwritten)) is not None and unwritten.letters:
         prompts = ", ".join(unwritten.prompts) + (", …" if unwritten.letters > len(unwritten.prompts) else "")
         lines["not written"] = f"dead letters of {unwritten.letters} prompts: {prompts}"
+    for name, adapter in view.adapters.known.items():
+        reward = "no reward" if adapter.reward is None else f"reward {adapter.reward:.3f}"
+        share = f"{adapter.trained} groups trained ({view.adapters.share(name):.0%})"
+        lines[f"adapter {name}"] = f"version {adapter.version}, {share}, {reward}"
     if view.run is not None and view.run.untested:
         lines["untested"] = " ".join(view.run.untested)
     if (collapse := view.collapse) is not None:

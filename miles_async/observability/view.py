@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from miles_async import events
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
+from miles_async.observability.state.adapters import Adapters
 from miles_async.observability.state.charts import Charts
 from miles_async.observability.state.datasets import Datasets
 from miles_async.observability.state.engines import Engines, EngineUse
@@ -88,6 +89,7 @@ class RunView:
         times are then late ones of processes that have ended."""
         self.groups = Groups()
         self.datasets = Datasets()
+        self.adapters = Adapters()
         self.tokens = Tokens()
         self.staleness = Staleness()
         self.queue: Queue | None = None
@@ -153,6 +155,7 @@ class RunView:
             case events.GroupGenerated():
                 self.groups.generate(event)
                 self.datasets.generate(event)
+                self.adapters.observe(event)
                 self.tokens.generate(event)
             case events.QueueChanged():
                 self.queue = Queue(event.depth, event.blocked)
@@ -177,10 +180,11 @@ class RunView:
             case events.PublishStarted():
                 self._account(event.time)
                 self.publishes.start(event)
-                self.staleness.record_version(event.version, event.time)
+                self.staleness.record_version(event.version, event.time, event.adapter)
             case events.PublishEnded():
                 self._account(event.time)
                 self.publishes.end(event)
+                self.adapters.observe(event)
                 self.engines.publish(event)
             case events.ProcessSilent():
                 self.silent.pop(event.process, None)
@@ -243,6 +247,7 @@ class RunView:
             self._filtered.append(event.reason == DropReason.FILTERED)
         self.groups.move(event)
         self.datasets.move(event)
+        self.adapters.observe(event)
 
     def _pulse(self, event: events.Pulse) -> None:
         self._account(event.time)
@@ -272,7 +277,8 @@ class RunView:
         self._undo(self.steps.start(event))
         self.uptime.start_training(event.time)
         self.engine_use.start_step(event.time)
-        self.staleness.record_version(event.version, event.time)
+        self.staleness.record_version(event.version, event.time, event.adapter)
+        self.adapters.observe(event)
 
     def _step_ended(self, event: events.StepEnded) -> None:
         self.learner.end_step(event.time)

@@ -11,11 +11,12 @@ from miles_async.events import BatchDrained, QueueChanged
 from miles_async.identity import IdentityMap
 from miles_async.json_values import shown
 from miles_async.pipeline.lifecycle import GroupLifecycle
-from miles_async.pipeline.produce import Producer
+from miles_async.pipeline.produce import Line, Producer
 from miles_async.pipeline.run_state import RunState
 from miles_async.scheduling.admission import Admission, Candidates
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.ledger import GroupState
+from miles_async.scheduling.shares import Shares
 from miles_async.types import DropReason, Group
 from miles_async.user_code import USER_CODE_ERRORS
 
@@ -35,6 +36,7 @@ class BatchCollector:
     """The limits of the persistent producer."""
 
     def __post_init__(self) -> None:
+        self._shares = Shares(self.producer.weights)
         self._recycled_before = 0
         """Value of `lifecycle.recycled` at the previous batch."""
         self.wanted = 0
@@ -42,15 +44,17 @@ class BatchCollector:
         self.collected = 0
         """Groups of the current batch that are collected."""
 
-    async def collect(self, rollout_id: int, size: int) -> list[Group]:
-        """Take `size` fresh groups out of the queue, ordered by sample index. The producer must be running.
+    async def collect(self, rollout_id: int, size: int, adapter: str | None = None) -> list[Group]:
+        """Take `size` fresh groups of one adapter out of its queue, ordered by sample index.
 
-        Waits until the window has released enough groups. Raises UserError if the data is exhausted before.
+        The producer must be running. If `adapter` is None, it is the one whose turn it is among those with a full
+        batch. Waits until the window has released enough groups. Raises UserError if the data is exhausted before.
         """
-        run_state, lifecycle, queue = self.run_state, self.lifecycle, self.producer.queue
+        run_state, lifecycle = self.run_state, self.lifecycle
         waiting_since = run_state.clock.monotonic()
         groups: list[Group] = []
         self.wanted, self.collected = size, 0
+        queue = self.producer.lines[await self._next_adapter(size) if adapter is None else adapter].queue
         while len(groups) < size:
             await run_state.changed.until(lambda: bool(queue) or self.producer.exhausted)
             if not queue:
@@ -68,12 +72,13 @@ class BatchCollector:
         waited = run_state.clock.monotonic() - waiting_since
         now = run_state.clock.time()
         recycled = lifecycle.recycled
-        run_state.journal.emit(QueueChanged(time=now, depth=len(queue), blocked=self.producer.window.blocked))
+        depth = self.producer.queued
+        run_state.journal.emit(QueueChanged(time=now, depth=depth, blocked=self.producer.blocked))
         run_state.journal.emit(
             BatchDrained(
                 time=now,
                 rollout=rollout_id,
-                depth=len(queue),
+                depth=depth,
                 waited=waited,
                 recycled=recycled - self._recycled_before,
             )
@@ -81,15 +86,33 @@ class BatchCollector:
         self._recycled_before = recycled
         return _ordered(groups)
 
+    async def _next_adapter(self, size: int) -> str:
+        """Wait until an adapter has a full batch, and return the one whose turn it is."""
+        lines = self.producer.lines
+        if len(lines) == 1:
+            return next(iter(lines))
+
+        def ready() -> list[str]:
+            return [name for name, line in lines.items() if self._fresh(line) >= size]
+
+        await self.run_state.changed.until(lambda: bool(ready()))
+        return self._shares.take(ready())
+
+    def _fresh(self, line: Line) -> int:
+        """Number of groups in a queue that may be trained now."""
+        return sum(not self._must_be_recycled(group) for group in line.queue)
+
     async def upcoming(self, size: int) -> list[Group]:
         """Return the groups that the next call of `collect` takes unless some become too stale; they stay in the queue.
 
-        Waits until the queue has `size` groups that are fresh at the next weight version.
+        Waits until the queue has `size` groups that are fresh at the next weight version. Only a run that does not
+        train several adapters knows its next batch.
         """
+        [line] = self.producer.lines.values()
         groups: list[Group] = []
 
         def found() -> bool:
-            fresh = (group for group in self.producer.queue if not self._too_old_at_next_version(group))
+            fresh = (group for group in line.queue if not self._too_old_at_next_version(group))
             groups[:] = islice(fresh, size)
             return len(groups) == size
 
@@ -126,7 +149,7 @@ class BatchCollector:
         self.producer.start(
             Admission(
                 max_in_flight=over_sampling,
-                room=self.producer.queue.capacity,
+                room=self.producer.queue_capacity,
                 slots=held_by_trainer + over_sampling,
                 adaptive=self.admission.adaptive,
                 candidates=Candidates(wanted, over_sampling),
@@ -141,8 +164,9 @@ class BatchCollector:
 
     def sweep_queue(self) -> None:
         """Recycle queued groups that are too stale already, so that they are regenerated at once."""
-        for group in self.producer.queue.sweep(self._must_be_recycled):
-            self._recycle(group)
+        for line in self.producer.lines.values():
+            for group in line.queue.sweep(self._must_be_recycled):
+                self._recycle(group)
 
     def recycle_stale(self, groups: list[Group]) -> list[Group]:
         """Recycle the groups that exceed the staleness limit now; return the others."""

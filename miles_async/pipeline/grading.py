@@ -134,5 +134,6 @@ def generated_event(
         reused_tokens=sum(span.reused for sample in group for span in sample.spans),
         key_age=max(span.version - span.oldest for sample in group for span in sample.spans),
         dataset=group.dataset,
+        adapter=group.adapter,
         epochs=group[0].origin.get("epochs", 0.0),
     )

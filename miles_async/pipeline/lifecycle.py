@@ -21,7 +21,7 @@ from typing import NamedTuple
 from miles_async.errors import LedgerError, UserError
 from miles_async.events import GroupFiltered, GroupMoved
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import DataSource, DeadLetters
+from miles_async.ports import DeadLetters, SeekableSource
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
 from miles_async.scheduling.quarantine import ALONE_LOSSES, CULPRIT_LOSSES, Quarantine
 from miles_async.types import DropReason, Group, Sample, SampleStatus
@@ -42,7 +42,7 @@ class GroupLifecycle:
     """
 
     run_state: RunState
-    data: DataSource
+    data: SeekableSource
     dead_letters: DeadLetters
     max_attempts: int
     first_attempts: int
@@ -81,13 +81,13 @@ class GroupLifecycle:
         """The live state of an admitted group; None if it has ended."""
         return self.ledger.state(sequence_of(group))
 
-    def feed_next(self) -> list[Group]:
-        """Feed the next prompt: a suspect whose trial is due, or else the first of the data source.
+    def feed_next(self, adapter: str = "") -> list[Group]:
+        """Feed the next prompt: a suspect whose trial is due, or else the first of the data source for an adapter.
 
         Returns an empty list if there is none now.
         """
         suspect = self.quarantine.release()
-        groups = self.data.get_samples(1) if suspect is None else [suspect]
+        groups = self.data.get_samples(1, adapter) if suspect is None else [suspect]
         for group in groups:
             self.feed(group)
         return groups
@@ -96,12 +96,12 @@ class GroupLifecycle:
         """Begin an attempt at a group that was taken from the data source."""
         self.before_attempt()
         # A rollout function may have given the group back with tokens.
-        self._enter(group, self.ledger.feed(), kept_tokens=group.response_tokens)
+        self._enter(group, self.ledger.feed(self.run_state.adapter_of(group)), kept_tokens=group.response_tokens)
 
     def adopt(self, group: Group) -> None:
         """Enter a finished group that was generated outside the pipeline; it is leased at once."""
         self.before_attempt()
-        transition = self.ledger.feed()
+        transition = self.ledger.feed(self.run_state.adapter_of(group))
         self._adopted.add(transition.sequence)
         self._enter(group, transition)
         for state in (GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED, GroupState.LEASED):
@@ -122,7 +122,8 @@ class GroupLifecycle:
 
     def roll_back(self, group: Group) -> None:
         """Return a group to the queue whose training was lost with the learner."""
-        self._record(group, self.ledger.roll_back(sequence_of(group)))
+        adapter = self.run_state.adapter_of(group)
+        self._record(group, self.ledger.roll_back(sequence_of(group), adapter))
         self.register(group)
 
     def leave_in_store(
@@ -269,6 +270,7 @@ class GroupLifecycle:
                 discarded_tokens=discarded_tokens,
                 kept_tokens=kept_tokens,
                 dataset=group.dataset,
+                adapter=self.run_state.adapter_of(group),
             )
         )
         self.run_state.changed.notify()

@@ -78,7 +78,7 @@ class RunMonitor:
                     time=now, busy=generator.busy_seconds, in_flight=generator.in_flight, in_line=generator.in_line
                 )
             )
-            run_state.durations.pass_head(self.producer.window.head)
+            run_state.durations.pass_head(self.producer.head)
             run_state.journal.emit(self._pulse(idle_seconds))
             if self._stall.due(idle_seconds, self._warn_after):
                 self._warn(idle_seconds)
@@ -118,7 +118,7 @@ class RunMonitor:
         drops = self.lifecycle.ledger.dropped.items()
         dropped = ", ".join(f"{count} {reason}" for reason, count in drops if count) or "none"
         return (
-            f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {len(producer.queue)}, "
+            f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {producer.queued}, "
             f"{self.generator.in_flight} requests in flight, {producer.attempts.rewarding} groups wait for rewards, "
             f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
             f"{self._taken_sentence()}"
@@ -132,7 +132,7 @@ class RunMonitor:
     def _pulse(self, idle_seconds: float) -> Pulse:
         run_state, producer = self.run_state, self.producer
         now = run_state.clock.monotonic()
-        head = producer.window.head
+        head = producer.head
         if head != self._head[0]:
             self._head = head, now
         oldest, sent_at = next(iter(producer.attempts.at_engines_since.items()), (None, now))
@@ -148,8 +148,8 @@ class RunMonitor:
             head=head,
             head_state=self.lifecycle.ledger.state(head),
             head_seconds=round(now - self._head[1], 3),
-            queue=len(producer.queue),
-            blocked=producer.window.blocked,
+            queue=producer.queued,
+            blocked=producer.blocked,
             collected=self.collector.collected,
             wanted=self.collector.wanted,
             trainer_version=run_state.trainer_version,
@@ -166,7 +166,7 @@ class RunMonitor:
             Stalled(
                 time=self.run_state.clock.time(),
                 seconds=idle_seconds,
-                queue=len(self.producer.queue),
+                queue=self.producer.queued,
                 collected=self.collector.collected,
                 wanted=self.collector.wanted,
             )

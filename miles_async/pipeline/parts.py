@@ -40,7 +40,8 @@ class Parts:
 
     def __init__(self, config: RunConfig, bounds: Bounds, ports: Ports, schedule: Schedule) -> None:
         self._config, self._bounds, self._ports = config, bounds, ports
-        self.tasks, self.run_state = TaskSupervisor(), RunState(ports.clock, ports.journal)
+        self.tasks = TaskSupervisor()
+        self.run_state = RunState(ports.clock, ports.journal, list(config.data.adapter_weights))
         self.lifecycle = GroupLifecycle(
             self.run_state,
             ports.data,
@@ -161,6 +162,7 @@ class Parts:
             head_policy=head_policy,
             window_size=self._bounds.window,
             queue_capacity=rollout.queue_capacity,
+            weights=self._config.data.adapter_weights,
         )
 
     def _create_publisher(self) -> Publisher:
@@ -173,7 +175,7 @@ class Parts:
             pause_mode=self._config.weights.engine_pause,
             adapters=self._ports.adapters,
             colocated=self._config.cluster.colocate,
-            queue_depth=lambda: len(self.producer.queue),
+            queue_depth=lambda: self.producer.queued,
             on_live=self.collector.sweep_queue,
         )
 

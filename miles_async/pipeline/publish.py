@@ -26,6 +26,7 @@ class _StagedVersion:
     """The version in the staging buffer that is not live yet."""
 
     version: int
+    adapter: str
     trained: Sequence[Group]
     """The groups of the steps that made this version."""
     seconds: float
@@ -79,17 +80,24 @@ class Publisher:
         self._buffer_lease = Lease("the staging buffer", LEASE_SECONDS)
         """Held while the buffer is filled or sent, so that no engine gets a mixture of two versions."""
         self._staged: _StagedVersion | None = None
+        self._in_buffer = 0
+        """The version that was staged last."""
 
-    async def stage(self, version: int, trained: Sequence[Group]) -> None:
-        """Copy the learner's current weights as `version`. `trained` are the groups of the steps that made it."""
+    async def stage(self, version: int, trained: Sequence[Group], adapter: str = "") -> None:
+        """Copy the learner's current weights of an adapter as `version`.
+
+        `trained` are the groups of the steps that made it.
+        """
         await self.idle()
         async with self._buffer_lease.held_by(f"staging version {version}"):
             started = self.run_state.clock.monotonic()
-            self.run_state.announced_version = version
+            self.run_state.announce(version, adapter)
             await self.run_state.journal.flush()
-            await self.channel.stage(version)
-            self.run_state.trainer_version, self.run_state.weights_changed = version, False
-            self._staged = _StagedVersion(version, trained, self.run_state.clock.monotonic() - started)
+            await self.channel.stage(version, adapter, self.run_state.lineages[adapter])
+            # A restored run stages versions again, beside tokens of later ones.
+            self.run_state.trainer_version = max(self.run_state.trainer_version, version)
+            self.run_state.weights_changed, self._in_buffer = False, version
+            self._staged = _StagedVersion(version, adapter, trained, self.run_state.clock.monotonic() - started)
 
     def start(self) -> None:
         """Run `publish` in the background."""
@@ -118,7 +126,7 @@ class Publisher:
         """Whether no request names an adapter that engines drop when they load the staged version."""
         if self.adapters is None or self._staged is None:
             return True
-        return self.adapters.idle_below(self._staged.version - self.adapters.resident + 1)
+        return self.adapters.idle(self._staged.adapter)
 
     async def join(self, engine: str) -> None:
         """Send the version in the staging buffer to a restarted or new engine, then let requests reach it.
@@ -128,7 +136,7 @@ class Publisher:
         async with self._buffer_lease.held_by(f"{engine}, which joins"):
             await self.channel.connect([*self.fleet.routed(), engine])
             # The buffer holds the version that was staged last, whether it is live or waits for its publish.
-            version = self.run_state.trainer_version
+            version = self._in_buffer
             outcome = await self._send(version, engine)
             if outcome.error is not None:
                 raise EngineLostError(outcome.error)
@@ -153,7 +161,11 @@ class Publisher:
         Adapters are sent and committed without a pause.
         """
         run_state, version = self.run_state, staged.version
-        run_state.journal.emit(PublishStarted(time=run_state.clock.time(), version=version, queue=self.queue_depth()))
+        run_state.journal.emit(
+            PublishStarted(
+                time=run_state.clock.time(), version=version, queue=self.queue_depth(), adapter=staged.adapter
+            )
+        )
         pauses, paused_at = self.adapters is None, run_state.clock.monotonic()
         try:
             if pauses:
@@ -180,22 +192,23 @@ class Publisher:
                 bytes=sum(outcome.bytes for outcome in outcomes),
                 queue=self.queue_depth(),
                 fenced=[outcome.engine for outcome in outcomes if outcome.error],
+                adapter=staged.adapter,
             )
         )
         if not live:
             return
         # From here on new requests are answered by this version, so the groups that it was trained on free their slots.
         self._staged = None
-        run_state.live_version = version
+        run_state.live_version = max(run_state.live_version, version)
         if self.adapters is not None:
-            self.adapters.live = version
+            self.adapters.publish(version, staged.adapter)
         self.lifecycle.advance(staged.trained, GroupState.PUBLISHED)
         run_state.mark_progress()
         self.on_live()
         run_state.changed.notify()
         if self.adapters is None:
             await asyncio.gather(*map(self._compare, self.fleet.routed()))
-        elif self.adapters.idle_below(version - self.adapters.resident + 2):
+        elif self.adapters.idle():
             await asyncio.gather(*map(self._drop, self.fleet.routed()))
 
     async def _compare(self, engine: str) -> None:
@@ -235,7 +248,7 @@ class Publisher:
 
     async def _send_again(self, engine: str) -> None:
         """Send the version that an engine should hold already; fence the engine if that fails."""
-        version = self.run_state.trainer_version
+        version = self._in_buffer
         outcome = await self._send(version, engine)
         if outcome.error is not None:
             await self._fence(version, outcome)

@@ -43,14 +43,22 @@ from miles_async.types import DropReason, Group, LearnerProgress, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
+class DueVersion:
+    """A weight version that is to be published before the first request."""
+
+    number: int
+    adapter: str
+    trained: Sequence[Group] = ()
+    """The groups of the steps that made it, which are not live yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class RestoredRun:
     """Where a restored run continues."""
 
     next_rollout: int
-    version: int
-    """The version to publish first."""
-    trained: list[Group]
-    """The groups whose weights are not live yet."""
+    publishes: list[DueVersion]
+    """The versions to publish first, in order."""
     evaluated: int
     """The rollout of the last evaluation that ended."""
     saved: int | None
@@ -82,7 +90,7 @@ def progress_values(
         "dropped": dict(ledger.dropped),
         "recycled": lifecycle.recycled,
         "announced_version": run_state.announced_version,
-        "rollbacks": [list(rollback) for rollback in run_state.lineage.rollbacks],
+        "lineages": {name: lineage.values() for name, lineage in run_state.lineages.items()},
         "next_rollout": next_rollout,
         "evaluated": evaluated,
         "saved": saved,
@@ -128,15 +136,14 @@ class Restorer:
             saved = last
             self._journal.save(last)
         undone = _undone_batches(stored, last, next_rollout)
-        version = self._next_version(learner, last, len(undone))
+        versions = self._next_versions(learner, last, [groups[before.sequence] for before in undone])
         for before in undone:
             self.lifecycle.roll_back(groups[before.sequence])
         self._end_lost_attempts(stored, groups)
         self._fill_queue(stored, undone, groups)
         return RestoredRun(
             next_rollout=last + 1 if undone else next_rollout,
-            version=version,
-            trained=self.lifecycle.groups_in(GroupState.TRAINED),
+            publishes=self._publishes(versions),
             evaluated=min(values["evaluated"], last),
             saved=saved,
         )
@@ -149,14 +156,8 @@ class Restorer:
         values, posted = stored.progress, set(stored.posted)
         prompts = {group.feed_index: group for group in stored.prompts}
         self.run_state.announced_version = values["announced_version"]
-        self.run_state.lineage = Lineage(values["rollbacks"])
+        self.run_state.lineages = {name: Lineage(**one) for name, one in values["lineages"].items()}
         self._journal.restore(stored.groups, values["saved"])
-        self.lifecycle.ledger.restore(
-            values["fed"],
-            {group.sequence: group.state for group in stored.groups if group.state in LIVE},
-            values["published"],
-            {DropReason(reason): count for reason, count in values["dropped"].items()},
-        )
         groups: dict[int, Group] = {}
         for before in stored.groups:
             groups[before.sequence] = group = _group_of(before, prompts)
@@ -169,6 +170,13 @@ class Restorer:
                 self.lifecycle.leave_in_store(group, partial(self._journal.load_posted, before.feed_index))
             if not group:
                 await self.lifecycle.load(group)
+        self.lifecycle.ledger.restore(
+            values["fed"],
+            {group.sequence: group.state for group in stored.groups if group.state in LIVE},
+            values["published"],
+            {DropReason(reason): count for reason, count in values["dropped"].items()},
+            {sequence: self.run_state.adapter_of(group) for sequence, group in groups.items()},
+        )
         return groups
 
     async def _count_last_batch(self, next_rollout: int, learner: LearnerProgress) -> int:
@@ -188,28 +196,88 @@ class Restorer:
         self.training.conclude(learner.rollout, groups, learner.report)
         return learner.rollout + 1
 
-    def _next_version(self, learner: LearnerProgress, last: int, undone: int) -> int:
-        """The version to publish first. Records the rollback if the weights come from a checkpoint."""
-        run_state, announced = self.run_state, self.run_state.announced_version
-        if learner.staged or (announced == learner.version == 0 and not undone):
-            # A version that was announced but not staged is on no engine. A staged version may already be live; keep
-            # its number.
-            version = announced if announced > learner.version else learner.version + learner.changed
+    def _next_versions(self, learner: LearnerProgress, last: int, undone: Sequence[Group]) -> dict[int, str]:
+        """The versions to publish first, and their adapters. Records the rollback if the weights are a checkpoint's."""
+        lineages = self.run_state.lineages
+        first = len(lineages) - 1
+        is_new = learner.version == first >= self.run_state.announced_version and not undone
+        if learner.staged or is_new:
+            versions = self._versions_to_repeat(learner)
         else:
-            version, updates = announced + 1, int(learner.changed)
-            run_state.lineage.roll_back(learner.version, version, updates)
+            versions = self._roll_back(learner, last, undone)
+        for version, adapter in versions.items():
+            self.run_state.announce(version, adapter)
+        if len(versions) > 1:
+            # Until the last of them is staged, the queues may hold tokens of the others.
+            self.run_state.trainer_version = max(versions)
+        if self.ports.adapters is not None:
+            # Engines hold these already, and a group that goes on names the version that it began with.
+            for name, lineage in lineages.items():
+                for version in lineage.newest(min(versions) - 1, self.ports.adapters.resident - 1):
+                    self.ports.adapters.publish(version, name)
+        return versions
+
+    def _versions_to_repeat(self, learner: LearnerProgress) -> dict[int, str]:
+        """The versions that no engine is known to hold, if the learner is the same as before.
+
+        A version that was announced but not staged is on no engine. The one that was staged last may be on some of
+        them, and keeps its number.
+        """
+        run_state = self.run_state
+        if not learner.staged and len(run_state.lineages) > 1:
+            return dict(enumerate(run_state.lineages))
+        due: dict[str, int] = {}
+        if (owner := run_state.owner_of(learner.version)) is not None:
+            due[owner] = learner.version
+        for name, lineage in run_state.lineages.items():
+            for version in lineage.newest(run_state.announced_version):
+                if version > learner.version:
+                    due[name] = version
+        if learner.changed:
+            [trained] = {run_state.adapter_of(group) for group in self._last_trained(learner)} or run_state.lineages
+            if due.get(trained, -1) <= learner.version:
+                due[trained] = run_state.announced_version + 1
+        return {version: name for name, version in sorted(due.items(), key=lambda entry: entry[1])}
+
+    def _last_trained(self, learner: LearnerProgress) -> list[Group]:
+        """The groups of the batch that the learner trained last."""
+        last = set(learner.groups)
+        return [group for group in self.lifecycle.groups_in(GroupState.TRAINED) if group.sequence in last]
+
+    def _roll_back(self, learner: LearnerProgress, last: int, undone: Sequence[Group]) -> dict[int, str]:
+        """The next version of each adapter whose versions are not those of the checkpoint, from which another learner
+        continues."""
+        run_state, versions = self.run_state, dict[int, str]()
+        kept = {name: lineage.newest(learner.version) for name, lineage in run_state.lineages.items()}
+        newest = {name: one.newest(run_state.announced_version) for name, one in run_state.lineages.items()}
+        changed = [name for name in kept if newest[name] != kept[name]] or [
+            run_state.owner_of(learner.version) or next(iter(kept))
+        ]
+        for name in changed:
+            version, updates = run_state.announced_version + 1, int(learner.changed)
+            [kept_version] = kept[name]
+            run_state.lineages[name].roll_back(kept_version, version, updates)
+            run_state.announced_version = version
+            versions[version] = name
             self._journal.emit(
                 LearnerRestored(
                     time=run_state.clock.time(),
                     rollout=last,
-                    kept_version=learner.version,
+                    kept_version=kept_version,
                     version=version,
                     updates=updates,
-                    groups=undone,
+                    groups=sum(run_state.adapter_of(group) == name for group in undone),
+                    adapter=name,
                 )
             )
-        run_state.announced_version = max(announced, version)
-        return version
+        return versions
+
+    def _publishes(self, versions: Mapping[int, str]) -> list[DueVersion]:
+        trained = self.lifecycle.groups_in(GroupState.TRAINED)
+        return [
+            DueVersion(version, name, [group for group in trained if self.run_state.adapter_of(group) == name])
+            for version, name in versions.items()
+        ]
 
     def _end_lost_attempts(self, stored: StoredRun, groups: Mapping[int, Group]) -> None:
         """End the attempts at groups that cannot be trained as they are, and return their prompts to the data.
@@ -220,7 +288,7 @@ class Restorer:
         untrained = {before.feed_index for before in self._untrained(stored.groups)}
         self.ports.restore_posted([name for name in stored.posted if name not in known or name in untrained])
         for before in sorted(self._untrained(stored.groups), key=lambda before: before.sequence):
-            reason = self._reason_to_generate_again(before)
+            reason = self._reason_to_generate_again(before, groups[before.sequence])
             group, is_posted = groups[before.sequence], before.feed_index in posted
             if reason is None:
                 continue
@@ -232,11 +300,12 @@ class Restorer:
                 self._journal.keep_posted(before.feed_index)
         self.ports.data.add_samples([prompt for prompt in stored.prompts if prompt.feed_index not in known])
 
-    def _reason_to_generate_again(self, stored: StoredGroup) -> DropReason | None:
+    def _reason_to_generate_again(self, stored: StoredGroup, group: Group) -> DropReason | None:
         """Why the group cannot be trained with the tokens that it has; None if it can."""
         if stored.content is None:
             return DropReason.WORKER_LOST
-        if not self.trains_off_lineage and not all(map(self.run_state.lineage.includes, stored.content.versions)):
+        lineage = self.run_state.lineages[self.run_state.adapter_of(group)]
+        if not self.trains_off_lineage and not all(map(lineage.includes, stored.content.versions)):
             return DropReason.ROLLED_BACK
         return None
 

@@ -132,7 +132,8 @@ class RolloutSource(PositionInData):
 
     def age_of(self, group: Group) -> int:
         """Age of the group's oldest token in weight updates, relative to `live_version`."""
-        return self._run_state.lineage.oldest_age(group.versions, self._run_state.live_version)
+        lineage = self._run_state.lineages[self._run_state.adapter_of(group)]
+        return lineage.oldest_age(group.versions, self._run_state.live_version)
 
     @property
     def trainer_version(self) -> int:

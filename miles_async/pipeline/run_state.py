@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from miles_async.pipeline.journal import Journal
@@ -16,7 +16,8 @@ from miles_async.types import Group
 class RunState:
     """Weight versions and progress of one run."""
 
-    def __init__(self, clock: Clock, journal: Journal) -> None:
+    def __init__(self, clock: Clock, journal: Journal, adapters: Sequence[str] = ("",)) -> None:
+        """`adapters` are the names of the adapters that the run trains, if there are several."""
         self.changed = ChangeSignal()
         """Notified at every transition and publish. No loop waits for anything else inside the run."""
         self.clock = clock
@@ -32,8 +33,8 @@ class RunState:
         """Newest weight version on every routed engine; -1 before the first publish."""
         self.evaluation_requests = 0
         """Problems of evaluations that are at the engines."""
-        self.lineage = Lineage()
-        """Which versions the current weights descend from."""
+        self.lineages = {name: Lineage(versions=None if len(adapters) == 1 else ()) for name in adapters}
+        """Which versions the current weights of each adapter descend from."""
         self.durations = GroupDurations()
         """How long the groups took that ended in this process."""
         self.publish_aborts = 0
@@ -53,7 +54,21 @@ class RunState:
 
         Raises TrajectoryError if the group has no age, like `Group.versions`.
         """
-        return self.lineage.oldest_age(group.versions, self.trainer_version)
+        return self.lineages[self.adapter_of(group)].oldest_age(group.versions, self.trainer_version)
+
+    def adapter_of(self, group: Group) -> str:
+        """Return the adapter that a group trains; the name is empty unless the run trains several."""
+        # Functions of users may put anything into the metadata.
+        return group.adapter if group.adapter in self.lineages else next(iter(self.lineages))
+
+    def announce(self, version: int, adapter: str) -> None:
+        """Use a version number for an adapter, before it is staged."""
+        self.announced_version = max(self.announced_version, version)
+        self.lineages[adapter].announce(version)
+
+    def owner_of(self, version: int) -> str | None:
+        """Return the adapter to which a version belongs; None if it belongs to none."""
+        return next((name for name, one in self.lineages.items() if version in one.newest(version)), None)
 
     def mark_progress(self) -> None:
         """Restart the clock that detects stalls: a group was collected, a step ended or the learner has worked."""

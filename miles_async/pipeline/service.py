@@ -44,7 +44,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.events import RunDrained, TrainerPhaseChanged
 from miles_async.pipeline.evaluate import DueEvaluations
 from miles_async.pipeline.parts import Parts
-from miles_async.pipeline.restore import progress_values
+from miles_async.pipeline.restore import DueVersion, progress_values
 from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.ledger import GroupState
@@ -159,13 +159,15 @@ class Service:
     async def _work(self) -> None:
         """Train and evaluate to the end, or until the run is drained."""
         # Until the state is restored, the stored values must stay as they are.
-        version, trained = (0, []) if self._stored is None else await self._restore(self._stored)
+        publishes = self._first_versions() if self._stored is None else await self._restore(self._stored)
         self._ports.journal.progress = self._progress
         await self._devices.begin()
-        await self._publisher.stage(version, trained)
-        await self._devices.to_engines()
-        self._tasks.forever("repair", self._repair.run())
-        await self._publisher.publish()
+        for number, version in enumerate(publishes):
+            await self._publisher.stage(version.number, version.trained, version.adapter)
+            if not number:
+                await self._devices.to_engines()
+                self._tasks.forever("repair", self._repair.run())
+            await self._publisher.publish()
         await self._catch_up(self._next_rollout - 1)
         if self._schedule is Schedule.FULLY_ASYNC and self._ports.keeps_groups is False:
             self._producer.start(self._admission)
@@ -195,12 +197,19 @@ class Service:
             )
         )
 
-    async def _restore(self, stored: StoredRun) -> tuple[int, list[Group]]:
-        """Continue the run of a lost rollout worker. Returns the version to publish, and the groups that made it."""
+    def _first_versions(self) -> list[DueVersion]:
+        """The first version of each adapter."""
+        names = self._config.data.adapter_weights
+        for number, name in enumerate(names):
+            self.run_state.announce(number, name)
+        return [DueVersion(number, name) for number, name in enumerate(names)]
+
+    async def _restore(self, stored: StoredRun) -> list[DueVersion]:
+        """Continue the run of a lost rollout worker. Returns the versions to publish."""
         restored = await self._restorer.restore(stored, self._first_rollout)
         self._next_rollout, self._evaluated = restored.next_rollout, restored.evaluated
         self._checkpointer.last_rollout = self._checkpointer.last_saved = restored.saved
-        return restored.version, restored.trained
+        return restored.publishes
 
     async def _catch_up(self, rollout_id: int) -> None:
         """Evaluate and save after `rollout_id`, which is -1 before training, if it is due and still missing.
@@ -223,7 +232,8 @@ class Service:
         """Train batch after batch; every `update_weights_interval` batches become one weight version."""
         schedule, last = self._schedule, self._config.rollout.num_rollout - 1
         # The last batch has no next one.
-        packs_until = last if self._ports.packs_ahead and schedule is Schedule.FULLY_ASYNC else 0
+        packs = self._ports.packs_ahead and len(self.run_state.lineages) == 1
+        packs_until = last if packs and schedule is Schedule.FULLY_ASYNC else 0
         if self._next_rollout > last:  # the run was restored after its last step
             await self._finish()
             return
@@ -344,7 +354,7 @@ class Service:
             if self._ports.functions.rollout is not None and self._ports.keeps_groups is not False:
                 replacements = self._call_function(rollout_id, missing)
             elif self._schedule is Schedule.FULLY_ASYNC:
-                replacements = self._collector.collect(rollout_id, missing)
+                replacements = self._collector.collect(rollout_id, missing, self.run_state.adapter_of(groups[0]))
             else:
                 replacements = self._collector.generate(rollout_id, missing, missing)
             collected = await self._unless_stopped(self._tasks.spawn("replacements", replacements))
@@ -368,7 +378,8 @@ class Service:
 
     async def _stage(self) -> None:
         self._enter_phase("publish")
-        await self._publisher.stage(self.run_state.trainer_version + 1, self._trained)
+        version, adapter = self.run_state.announced_version + 1, self.run_state.adapter_of(self._trained[0])
+        await self._publisher.stage(version, self._trained, adapter)
         self._trained = []
 
     async def _evaluate_between_steps(self, rollout_id: int) -> None:

@@ -48,7 +48,10 @@ class Training:
         `max_nonfinite_batches` such batches in a row, whose groups are then dead-lettered.
         """
         run_state = self.run_state
-        version = run_state.trainer_version
+        adapter = run_state.adapter_of(groups[0]) if groups else ""
+        [version] = (
+            run_state.lineages[adapter].newest(run_state.trainer_version) if groups else [run_state.trainer_version]
+        )
         ages = [run_state.age_of(group) for group in groups]
         if any(map(self.gate.too_old, ages)):
             raise FatalError(
@@ -63,6 +66,7 @@ class Training:
                 version=version,
                 staleness=ages,
                 groups=[group.sequence or 0 for group in groups],
+                adapter=adapter,
             )
         )
         # The learner finishes the batch even if this process dies, so the store must hold the batch before.

@@ -2,12 +2,13 @@
 
 Each published version has another name, so engines serve several versions at once and a publish stops nothing:
 requests in flight end under the version that they began with. `scheduling/bounds.py` proves how many versions an engine
-holds.
+holds. A run may train several adapters, each of which has its own versions.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -25,48 +26,66 @@ class AdapterVersions:
     Example::
 
         adapters = AdapterVersions(staleness=1)
-        adapters.live = 7
+        adapters.publish(7)
         pin = PinnedVersion()
         adapters.begin(pin)     # 7
-        adapters.live = 8
+        adapters.publish(8)
         adapters.begin(pin)     # 7: the next turn of the same group
-        adapters.idle_below(8)  # False
+        adapters.publish(9)
+        adapters.idle()         # False: a request names version 7, which is too old now
     """
 
-    def __init__(self, staleness: int, *, moves_between_turns: bool = False) -> None:
+    def __init__(self, staleness: int, adapters: Iterable[str] = ("",), *, moves_between_turns: bool = False) -> None:
         """`staleness` is S of `scheduling/bounds.py`. With `moves_between_turns`, each turn names the newest version.
 
-        Without, a version that is not kept any more is also replaced by the newest one. The group is then too stale to
-        be trained.
+        `adapters` are the names of several adapters. Without `moves_between_turns`, a version that is not kept any more
+        is also replaced by the newest one. The group is then too stale to be trained.
         """
-        self.live = -1
-        """The newest version that every routed engine holds; -1 before the first publish."""
         self.resident = staleness + 2
-        """The most versions that an engine holds: S + 1 that requests may name, and one that is being loaded."""
-        self._staleness = staleness
+        """The most versions of an adapter that an engine holds: S + 1 that requests may name, and one that is being
+        loaded."""
         self._moves = moves_between_turns
-        self._named: Counter[int] = Counter()
-        """Requests in flight, by the version that they name."""
+        self._kept: dict[str, deque[int]] = {name: deque(maxlen=staleness + 1) for name in adapters}
+        """The versions of each adapter that requests may name, oldest first."""
+        self._named: dict[str, Counter[int]] = {name: Counter() for name in self._kept}
+        """Requests in flight of each adapter, by the version that they name."""
 
-    def begin(self, pin: PinnedVersion) -> int:
+    @property
+    def capacity(self) -> int:
+        """The most versions of all adapters that an engine holds."""
+        return self.resident * len(self._kept)
+
+    def publish(self, version: int, adapter: str = "") -> None:
+        """Record that every routed engine holds a version, which new groups of the adapter name from now on."""
+        kept = self._kept[adapter]
+        if not kept or kept[-1] < version:
+            kept.append(version)
+
+    def begin(self, pin: PinnedVersion, adapter: str = "") -> int:
         """Pin and return the version that a request names. It is in use until `end`."""
-        own = pin.version
-        if own is None or self._moves or not self.live - self._staleness <= own <= self.live:
-            pin.version = own = self.live
-        self._named[own] += 1
+        kept, own = self._kept[adapter], pin.version
+        if own is None or self._moves or own not in kept:
+            pin.version = own = kept[-1] if kept else -1
+        self._named[adapter][own] += 1
         return own
 
-    def end(self, version: int) -> None:
+    def end(self, version: int, adapter: str = "") -> None:
         """Record that a request which named `version` has ended."""
-        self._named[version] -= 1
-        if not self._named[version]:
-            del self._named[version]
+        named = self._named[adapter]
+        named[version] -= 1
+        if not named[version]:
+            del named[version]
 
-    def idle_below(self, oldest: int) -> bool:
-        """Whether no request names a version below `oldest`."""
-        return all(version >= oldest for version in self._named)
+    def idle(self, adapter: str | None = None) -> bool:
+        """Whether no request names a version that is not kept any more: of an adapter, or of any if it is None."""
+        names = self._kept if adapter is None else (adapter,)
+        return all(version in self._kept[name] for name in names for version in self._named[name])
 
     def requests(self) -> dict[int, int]:
         """Requests in flight by the version that they name, for all versions that requests may name."""
-        current = range(max(0, self.live - self._staleness), self.live + 1)
-        return {version: self._named[version] for version in sorted({*current, *self._named})}
+        versions = {
+            version: self._named[name][version]
+            for name, kept in self._kept.items()
+            for version in {*kept, *self._named[name]}
+        }
+        return dict(sorted(versions.items()))

@@ -58,6 +58,9 @@ class Candidates:
             self._left += self.per_round
 
 
+_BEFORE_BATCH = (GroupState.FED, GroupState.IN_FLIGHT, GroupState.FINISHED, GroupState.QUEUED)
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The limits on groups that are admitted at once."""
@@ -65,25 +68,26 @@ class Admission:
     max_in_flight: int
     """N: groups from admission until reward and filter are done."""
     room: int
-    """The most groups in flight, blocked by the window and queued together."""
+    """The most groups of an adapter that are in flight, blocked by the window and queued together."""
     slots: int | None
-    """B; None if there is no staleness limit."""
+    """B, which each adapter has; None if there is no staleness limit."""
     adaptive: AdaptiveConcurrency | None = None
     """Lowers the number in flight below N while the engines are full; None if N alone decides."""
     candidates: Candidates | None = None
     """The groups of the batch that is being generated; None if generation has no batches."""
 
-    def blocked_by(self, ledger: Ledger) -> Blocked | None:
-        """The first limit that forbids one more group, or None."""
+    def blocked_by(self, ledger: Ledger, adapter: str = "") -> Blocked | None:
+        """The first limit that forbids one more group of an adapter, or None."""
         counts = ledger.counts
         in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
         if in_flight >= self.max_in_flight:
             return Blocked.IN_FLIGHT
         if self.adaptive is not None and in_flight >= self.adaptive.limit:
             return Blocked.ENGINES
-        if self.slots is not None and ledger.held_slots >= self.slots:
+        live = ledger.live(adapter)
+        if self.slots is not None and live.total() >= self.slots:
             return Blocked.SLOTS
         # Every group in flight may end up in the queue, so its room is reserved before its first token is sampled.
-        if in_flight + counts[GroupState.FINISHED] + counts[GroupState.QUEUED] >= self.room:
+        if sum(live[state] for state in _BEFORE_BATCH) >= self.room:
             return Blocked.ROOM
         return None

@@ -13,6 +13,7 @@ transitions as plain values, so that events can be emitted without the ledger kn
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
@@ -88,15 +89,26 @@ class Ledger:
         self.dropped: dict[DropReason, int] = dict.fromkeys(DropReason, 0)
         """Number of dropped groups since the start, by reason."""
         self._states: dict[int, GroupState] = {}
+        self._adapters: dict[int, str] = {}
+        """The adapter that each live attempt is for; the name is empty unless the run trains several."""
+        self._live: defaultdict[str, Counter[GroupState]] = defaultdict(Counter)
+        """Current number of groups of each adapter in each live state."""
         self.fed = 0
         """Number of attempts since the run began, which is also the next sequence number."""
 
     def restore(
-        self, fed: int, states: Mapping[int, GroupState], published: int, dropped: Mapping[DropReason, int]
+        self,
+        fed: int,
+        states: Mapping[int, GroupState],
+        published: int,
+        dropped: Mapping[DropReason, int],
+        adapters: Mapping[int, str],
     ) -> None:
-        """Continue the ledger of a stored run. `states` are those of the live attempts."""
+        """Continue the ledger of a stored run. `states` are those of the live attempts, for `adapters`."""
         self.fed, self._states = fed, dict(states)
-        for state in states.values():
+        for sequence, state in states.items():
+            self._adapters[sequence] = adapters[sequence]
+            self._live[adapters[sequence]][state] += 1
             self.counts[state] += 1
         self.counts[GroupState.PUBLISHED] = published
         self.dropped |= dropped
@@ -113,11 +125,16 @@ class Ledger:
         """Number of groups between admission and live weights."""
         return len(self._states)
 
-    def feed(self) -> Transition:
-        """Start an attempt. The transition carries its new sequence number."""
+    def live(self, adapter: str) -> Counter[GroupState]:
+        """Current number of groups of an adapter in each live state."""
+        return self._live[adapter]
+
+    def feed(self, adapter: str = "") -> Transition:
+        """Start an attempt for an adapter. The transition carries its new sequence number."""
         sequence = self.fed
         self.fed += 1
-        self._states[sequence] = GroupState.FED
+        self._states[sequence], self._adapters[sequence] = GroupState.FED, adapter
+        self._live[adapter][GroupState.FED] += 1
         self.counts[GroupState.FED] += 1
         return Transition(sequence, None, GroupState.FED, None)
 
@@ -135,9 +152,10 @@ class Ledger:
             raise LedgerError(f"group {sequence} cannot return to the queue from {before}; report this bug")
         return self._move(sequence, before, GroupState.QUEUED, None)
 
-    def roll_back(self, sequence: int) -> Transition:
+    def roll_back(self, sequence: int, adapter: str = "") -> Transition:
         """Return a group to the queue whose training was lost with the learner. Raises LedgerError for a live group
         that is not trained. A group that is not live must be a published one."""
+        self._adapters[sequence] = adapter
         if self._states.get(sequence, GroupState.TRAINED) is not GroupState.TRAINED:
             raise LedgerError(f"group {sequence} is not trained and cannot be rolled back; report this bug")
         before = GroupState.TRAINED if sequence in self._states else GroupState.PUBLISHED
@@ -175,9 +193,13 @@ class Ledger:
     def _move(self, sequence: int, before: GroupState, after: GroupState, reason: DropReason | None) -> Transition:
         self.counts[before] -= 1
         self.counts[after] += 1
+        live = self._live[self._adapters[sequence]]
+        if before in _NEXT:
+            live[before] -= 1
         if after in _NEXT:
+            live[after] += 1
             self._states[sequence] = after
         else:
             # Published and dropped groups have given their slots back, so the ledger forgets them.
-            del self._states[sequence]
+            del self._states[sequence], self._adapters[sequence]
         return Transition(sequence, before, after, reason)

@@ -66,9 +66,14 @@ class Quarantine:
         else:
             self._waiting.append(group)
 
+    @property
+    def due(self) -> Group | None:
+        """The suspect that is tried next; None if no suspect waits or a trial runs."""
+        return self._waiting[0] if self._waiting and self._on_trial is None else None
+
     def release(self) -> Group | None:
-        """Return the suspect whose trial begins now; None if no suspect waits or another trial runs."""
-        if self._on_trial is not None or not self._waiting:
+        """Return the suspect whose trial begins now; None if none is due."""
+        if self.due is None:
             return None
         group = self._waiting.popleft()
         self._on_trial = group.feed_index

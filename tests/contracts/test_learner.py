@@ -46,7 +46,7 @@ class IdleRank:
     def _receive(self, rollout: int, sequences: list[int], batch: Any) -> None:
         self._sequences = sequences
 
-    def _train(self, rollout: int) -> StepReport:
+    def _train(self, rollout: int, adapter: str) -> StepReport:
         report = StepReport(seconds=0.5, tokens=0, finite=True, metrics={"memory_gib": 0.0})
         self._last = LearnerProgress(
             rollout=rollout, groups=self._sequences, report=report, version=0, staged=False, changed=True

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from miles_async.identity import IdentityMap
 from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import Group, SampleStatus, SendOutcome
 from tests.sim.lost_workers import LastingEngines, LostWorkers
 from tests.sim.test_repair import Fate, MortalEngines, Server
@@ -30,7 +31,8 @@ class AdapterEngines(MortalEngines):
         self.resident = 0
         """The bound (`Bounds.resident_adapters`)."""
         self.most_resident = 0
-        self._folder: set[int] = set()
+        self._folders: dict[str, set[int]] = {}
+        """The versions of each adapter that engines may load."""
         self._named: IdentityMap[Group, int] = IdentityMap()
         self._held: dict[str, set[int]] = {name: set() for name in self.servers}
         self._loads = random.Random("loads")
@@ -38,11 +40,11 @@ class AdapterEngines(MortalEngines):
     async def _serve(self, group: Group, lengths: list[float]) -> tuple[SampleStatus, int | None]:
         adapters = self.adapters
         pin = PinnedVersion(max((span.version for sample in group for span in sample.spans), default=None))
-        version = self._named[group] = adapters.begin(pin)
+        version = self._named[group] = adapters.begin(pin, group.adapter)
         try:
             status, born = await super()._serve(group, lengths)
         finally:
-            adapters.end(version)
+            adapters.end(version, group.adapter)
             del self._named[group]
         return status, None if born is None else version
 
@@ -53,11 +55,16 @@ class AdapterEngines(MortalEngines):
         name = next(name for name, one in self.servers.items() if one is server)
         assert self._named[group] in self._held[name], "a request names a version that its engine lacks"
 
-    async def stage(self, version: int) -> None:
-        await super().stage(version)
-        self._folder = {old for old in self._folder if version - self.adapters.resident < old < version} | {version}
+    @property
+    def _folder(self) -> set[int]:
+        return set().union(*self._folders.values())
+
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
+        await super().stage(version, adapter, lineage)
+        older = sorted(old for old in self._folders.get(adapter, ()) if old < version)
+        self._folders[adapter] = {*older[1 - self.adapters.resident :], version}
         if self.waits_for_nothing:
-            assert self.adapters.idle_below(min(self._folder)), "a publish would wait for a request"
+            assert self.adapters.idle(adapter), "a publish would wait for a request"
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         outcome = await super().send(version, engine)
@@ -69,11 +76,12 @@ class AdapterEngines(MortalEngines):
             self._keep(engine, self._folder)
             held |= self._folder
             self.most_resident = max(self.most_resident, len(held))
-            assert len(held) <= self.resident
+            assert len(held) <= self.resident * len(self._folders)
+            assert all(len(own & held) <= self.resident for own in self._folders.values())
         return outcome
 
     async def drop(self, engine: str) -> None:
-        self._keep(engine, set(sorted(self._folder)[1 - self.adapters.resident :]))
+        self._keep(engine, set().union(*(sorted(own)[1 - self.adapters.resident :] for own in self._folders.values())))
 
     def _keep(self, engine: str, versions: set[int]) -> None:
         in_use = {self._named[group] for group in self.servers[engine].holds}
@@ -120,6 +128,6 @@ def with_adapters(world: World, ports: Ports) -> Ports:
     assert isinstance(world.fleet, AdapterEngines)
     assert world.bounds.staleness is not None
     assert world.bounds.resident_adapters is not None
-    world.fleet.adapters = AdapterVersions(world.bounds.staleness)
+    world.fleet.adapters = AdapterVersions(world.bounds.staleness, world.config.data.adapter_weights)
     world.fleet.resident = world.bounds.resident_adapters
     return replace(ports, adapters=world.fleet.adapters)

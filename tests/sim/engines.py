@@ -12,6 +12,7 @@ from typing import Any
 
 from miles_async.errors import EngineLostError, TrajectoryError
 from miles_async.identity import IdentityMap
+from miles_async.scheduling.lineage import Lineage
 from miles_async.time_limit import waiting_in_line
 from miles_async.types import EngineLoad, Group, SampleStatus, SendOutcome, VersionSpan
 from tests.sim.virtual_time import VirtualClock
@@ -250,7 +251,7 @@ class Engines:
         self._set_timer()
 
     # WeightChannel
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
         await self._clock.sleep(self._model.stage_seconds)
 
     async def send(self, version: int, engine: str) -> SendOutcome:

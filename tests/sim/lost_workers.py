@@ -24,6 +24,7 @@ from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import Ports
 from miles_async.ports import RunStore
 from miles_async.rollout import external_rollout
+from miles_async.scheduling.lineage import Lineage
 from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRun
 from miles_async.types import Group, LearnerProgress, Sample, SendOutcome, StepReport
 from tests.sim.engines import Engines
@@ -175,6 +176,9 @@ class LastingTrainer(Trainer):
     received: dict[int, list[Group]] = field(default_factory=dict)
     """The batch that each rank has received last."""
 
+    trained: str = ""
+    """The adapter that was trained last."""
+    adapters: int = 1
     last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, False))
     busy: set[asyncio.Task[Any]] = field(default_factory=set)
     death: asyncio.Event = field(default_factory=asyncio.Event)
@@ -194,7 +198,7 @@ class LastingTrainer(Trainer):
         self.copied = None
         rollout = max(self.saved, default=-1)
         del self.batches[rollout + 1 :]
-        progress = self.saved.get(rollout, {"version": 0, "changed": False})
+        progress = self.saved.get(rollout, {"version": self.adapters - 1, "changed": False})
         self.last = _started_from(rollout, progress["version"], progress["changed"])
 
     async def work_seconds(self) -> float:
@@ -229,6 +233,7 @@ class LastingTrainer(Trainer):
 
     async def _train(self, rollout_id: int, groups: list[Group]) -> StepReport:
         report = await super().train(rollout_id, groups)
+        self.trained = groups[0].adapter
         sequences = [group.sequence or 0 for group in groups]
         changed = self.last.changed or report.finite
         self.last = replace(self.last, rollout=rollout_id, groups=sequences, report=report, changed=changed)
@@ -238,13 +243,14 @@ class LastingTrainer(Trainer):
         self.require_alive()
         await self._to_the_end(super().write_state(rollout_id, progress))
 
-    async def stage(self, version: int, seconds: float) -> None:
+    async def stage(self, version: int, adapter: str, seconds: float) -> None:
         self.require_alive()
-        await self._to_the_end(self._stage(version, seconds))
+        await self._to_the_end(self._stage(version, adapter, seconds))
 
-    async def _stage(self, version: int, seconds: float) -> None:
+    async def _stage(self, version: int, adapter: str, seconds: float) -> None:
         await self.clock.sleep(seconds)
-        self.last = replace(self.last, version=version, staged=True, changed=False)
+        changed = self.last.changed and adapter != self.trained
+        self.last = replace(self.last, version=version, staged=True, changed=changed)
 
     async def progress(self) -> LearnerProgress:
         while self.busy:
@@ -274,8 +280,8 @@ class LastingEngines(Engines):
         super().__init__(*arguments)
         self.learner: LastingTrainer
 
-    async def stage(self, version: int) -> None:
-        await self.learner.stage(version, self._model.stage_seconds)
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
+        await self.learner.stage(version, adapter, self._model.stage_seconds)
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         self.learner.require_alive()
@@ -339,8 +345,11 @@ class LostWorkers(World):
         assert isinstance(self.fleet, LastingEngines)
         assert isinstance(self.trainer, LastingTrainer)
         self.fleet.learner = self.trainer
+        self.trainer.adapters = len(self.config.data.adapter_weights)
+        if stored is None and self.resume_from is None:
+            self.trainer.last = _started_from(-1, self.trainer.adapters - 1, False)
         if self.resume_from is not None:
-            self.trainer.last = _started_from(self.resume_from["rollout"], 0, False)
+            self.trainer.last = _started_from(self.resume_from["rollout"], self.trainer.adapters - 1, False)
         rng = random.Random(f"kills {self.seed}")
         killer = asyncio.ensure_future(self._kill_learners(clock, rng))
         kills = 0

@@ -31,6 +31,13 @@ def test_the_series_with_adapters_loses_engines_too() -> None:
     assert all(happened[lost] for lost in ("engines", "learners", "rollout_workers", "loads"))
 
 
+def test_the_series_with_several_adapters_trains_each_prompt_once() -> None:
+    played = [play(1, number, several=True) for number in range(4)]
+    assert [failure for _, failure in played if failure is not None] == []
+    happened = sum((one for one, _ in played), Counter[str]())
+    assert all(happened[lost] for lost in ("engines", "rollout_workers", "loads"))
+
+
 def test_a_group_may_be_as_old_as_a_version_between_its_oldest_and_its_newest_one() -> None:
     # Tokens of versions 10 to 12, of which 11 and 12 were rolled back, are 2, 4 and 3 versions old at version 15.
     assert play(17, 1417)[1] is None

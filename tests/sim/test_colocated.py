@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_async.scheduling.bounds import Schedule
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import Group, StepReport
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -41,9 +42,9 @@ def test_engines_and_learner_use_the_devices_alternately() -> None:
             assert (sharing.learner, sharing.engines) == (False, False), "SGLang would end"
             sharing.engines = True
 
-        async def stage(self, version: int) -> None:
+        async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
             assert sharing.learner
-            await super().stage(version)
+            await super().stage(version, adapter, lineage)
 
     class SharedTrainer(Trainer):
         async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:

@@ -15,6 +15,7 @@ from miles_async.config.checks import problems
 from miles_async.config.schema import RunConfig
 from miles_async.events import TrainerPhaseChanged
 from miles_async.scheduling.bounds import Schedule
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import Group, StepReport
 from tests.configuration import run_config
 from tests.sim.engines import Engines
@@ -95,9 +96,9 @@ def test_a_colocated_run_that_is_stopped_gives_the_devices_to_the_learner_before
     devices = Devices()
 
     class SharedEngines(Engines):
-        async def stage(self, version: int) -> None:
+        async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
             assert devices.learner, "the weights are read from the devices"
-            await super().stage(version)
+            await super().stage(version, adapter, lineage)
 
         async def generate(self, group: Group) -> None:
             assert devices.engines

@@ -31,7 +31,7 @@ from miles_async.ports import Generator, RunStore, SeekableSource
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import FIFOWindow
 from miles_async.stored_run import Changes, StoredRun
-from miles_async.types import DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
+from miles_async.types import FROM_DATASET, DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
 
@@ -97,15 +97,17 @@ class Feed:
         self._returned: deque[Group] = deque()
         self.metadata: dict[str, Any] = {}
 
-    def get_samples(self, num_samples: int) -> list[Group]:
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
         groups: list[Group] = []
         while len(groups) < num_samples:
-            if self._returned:
-                groups.append(self._returned.popleft())
+            if returned := next((group for group in self._returned if group.adapter == adapter), None):
+                self._returned.remove(returned)
+                groups.append(returned)
             elif self._total is None or self._next < self._total:
                 name, first = f"sample_0_{self._next}", self._next * self._samples_per_group
                 indices = range(first, first + self._samples_per_group)
-                samples = [Sample(index=i, prompt="?", metadata={"feed_index": name}) for i in indices]
+                origin = {FROM_DATASET: {"name": adapter, "epochs": 0.0, "adapter": adapter}} if adapter else {}
+                samples = [Sample(index=i, prompt="?", metadata={"feed_index": name, **origin}) for i in indices]
                 groups.append(Group(samples, feed_index=name))
                 self._next += 1
             else:
@@ -371,7 +373,7 @@ class World:
             stored=stored,
         )
         if self.window is not None:
-            self.service._producer.window = self.window(self.bounds.window)
+            self.service._producer.lines[""].window = self.window(self.bounds.window)
         await self.service.run()
 
     def _outbox(self) -> EventOutbox:

@@ -108,3 +108,8 @@ async def waits_or_blocks(args: Any, sample: Sample) -> float:
     if sample.response == "wait":
         await asyncio.sleep(600)
     return 1.0
+
+
+def brevity(args: Any, sample: Sample) -> float:
+    """The opposite of `length`: 1 for one token."""
+    return 1.0 / max(sample.response_length, 1)

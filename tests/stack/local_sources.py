@@ -13,6 +13,7 @@ from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import NamedTensors, describe
 from miles_async.config.schema import Weights
 from miles_async.models.lora import AdapterConfig
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import SendOutcome
 from tests.waiting import PATIENCE_SECONDS
 
@@ -54,7 +55,9 @@ class LocalSources:
         for source in self.all:
             await asyncio.to_thread(source.connect, engines, transports)
 
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
+    async def stage(
+        self, version: int, transports: Sequence[str], adapter: str = "", lineage: Lineage | None = None
+    ) -> None:
         for source in self.all:
             await asyncio.to_thread(source.stage, version, self._weights(), transports)
 

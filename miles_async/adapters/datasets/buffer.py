@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from miles_async.identity import IdentityMap, identity_set
@@ -83,6 +84,13 @@ class Buffer:
         kept = (first for first in before if first in surplus or (first in left and first not in taken))
         self._groups = deque(before[first] for first in kept)
         return [before[first] for first in taken]
+
+    def take_of(self, adapter: str, num_samples: int) -> list[Group]:
+        """Remove and return the oldest groups for an adapter, at most `num_samples`."""
+        taken = list(islice((group for group in self._groups if group.adapter == adapter), num_samples))
+        chosen = identity_set(taken)
+        self._groups = deque(group for group in self._groups if group not in chosen)
+        return taken
 
     def groups(self) -> list[Group]:
         """The waiting groups, in order."""

@@ -63,7 +63,8 @@ def open_data(
     for name, of_set in configs.items():
         try:
             weight = data.datasets[name].weight if name else 1.0
-            feeds.append(_feed(name, of_set, weight, tokenizer, report, warn, rows_choose_reward, first))
+            adapter = data.datasets[name].adapter or "" if name else ""
+            feeds.append(_feed(name, of_set, weight, adapter, tokenizer, report, warn, rows_choose_reward, first))
         except UserError as error:
             raise UserError(f"datasets.{name}: {error}" if name else str(error)) from error
     path = data.buffer_filter_path
@@ -85,6 +86,7 @@ def _feed(
     name: str,
     config: RunConfig,
     weight: float,
+    adapter: str,
     tokenizer: CheckpointTokenizer | None,
     report: Report,
     warn: Callable[[str], None],
@@ -101,6 +103,7 @@ def _feed(
         content=_content(config) if first is None else "",
         part=slice_text(data.prompt_data or ""),
         weight=weight,
+        adapter=adapter,
         band=(low, high) if data.dataset_sampling == "difficulty" else None,
     )
     return Feed(

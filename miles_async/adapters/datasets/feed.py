@@ -45,6 +45,8 @@ class FeedSettings:
     part: str = ""
     """The slice of the file that is used, such as `[10:20]`; empty if it is the whole file."""
     weight: float = 1.0
+    adapter: str = ""
+    """The adapter that the data set trains, if the run trains several."""
     band: tuple[float, float] | None = None
     """The mean rewards between which a prompt is fed in each epoch; None if its rewards do not matter."""
 
@@ -70,6 +72,7 @@ class Feed:
     ) -> None:
         self.name = name
         self.weight = settings.weight
+        self.adapter = settings.adapter
         self.epoch_id = 0
         self.sample_offset = 0
         """Number of rows of this epoch that were read, in the order of the epoch."""
@@ -115,10 +118,7 @@ class Feed:
             try:
                 problem = self._problems[row]
                 if problem.question not in self.excluded:
-                    origin = (
-                        {FROM_DATASET: {"name": self.name, "row": row, "epochs": epochs}} if self._is_traced else {}
-                    )
-                    group = group_of(problem, self._render(problem), origin)
+                    group = group_of(problem, self._render(problem), self._origin(row=row, epochs=epochs))
                     self.prompts += 1
                     return group
             except DataRowError as error:
@@ -175,7 +175,7 @@ class Feed:
     def eval_problems(self) -> list[Group]:
         """Return new groups of one sample each, one for every held-out problem that can be rendered."""
         groups = []
-        origin = {FROM_DATASET: {"name": self.name, "epochs": 0.0}} if self._is_traced else {}
+        origin = self._origin(epochs=0.0)
         for index, problem in enumerate(self._held_out):
             feed_index = f"eval_{self.name}_{index}" if self.name else f"eval_{index}"
             try:
@@ -268,6 +268,13 @@ class Feed:
         self.prompts, self._warned = position.get("prompts", 0), position.get("warned", False)
         self._outside = dict(position.get("outside", ()))
         self._recent = deque(((mean, same) for mean, same in position.get("recent", ())), maxlen=RECENT_GROUPS)
+
+    def _origin(self, **position: float) -> dict[str, Any]:
+        """The metadata of the samples of a row."""
+        if not self._is_traced:
+            return {}
+        adapter = {"adapter": self.adapter} if self.adapter else {}
+        return {FROM_DATASET: {"name": self.name, **adapter, **position}}
 
     @property
     def _is_traced(self) -> bool:

@@ -36,7 +36,7 @@ class FunctionSource(BufferedSource):
         self._source = _calling(create)
         self._drawn = 0
 
-    def get_samples(self, num_samples: int) -> list[Group]:
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
         """Return up to `num_samples` groups; fewer if the object has no more.
 
         Raises UserError if the object raises anything, or returns something else than groups.

@@ -68,14 +68,16 @@ class BufferedSource:
         """See `SeekableSource.metadata_changed`."""
         self._metadata_is_stored = False
 
-    def get_samples(self, num_samples: int) -> list[Group]:
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
         """Return `num_samples` groups: groups from the buffer first, then new ones.
+
+        If the run trains several adapters, the groups are for `adapter`.
 
         Raises UserError if every row of a data set is invalid or held out, or the user's function fails.
         """
         with self._lock:
-            returned = self._buffer.take(num_samples)
-            return returned + [self._next_group() for _ in range(num_samples - len(returned))]
+            returned = self._buffer.take_of(adapter, num_samples) if adapter else self._buffer.take(num_samples)
+            return returned + [self._next_group(adapter) for _ in range(num_samples - len(returned))]
 
     def add_samples(self, samples: Sequence[Group]) -> None:
         """Return groups to the buffer, with the samples that they left out.
@@ -177,9 +179,9 @@ class BufferedSource:
             self._stored_metadata = readable_entries(self._metadata)
         return self._stored_metadata
 
-    def _next_group(self) -> Group:
+    def _next_group(self, adapter: str) -> Group:
         size, first = self._n_samples_per_prompt, self.sample_index
-        feed = self.feeds[self._next_dataset()]
+        feed = self.feeds[self._next_dataset(adapter)]
 
         def group_of(problem: Problem, prompt: Prompt, further: dict[str, Any]) -> Group:
             # The epoch may have begun with this row.
@@ -194,14 +196,15 @@ class BufferedSource:
         self.sample_index += size
         return group
 
-    def _next_dataset(self) -> str:
+    def _next_dataset(self, adapter: str) -> str:
         if self._choose is not None:
             return self._chosen(self._choose)
         # Each prompt adds the share of each data set to its credit and costs one: so all keep their shares at any time.
-        total = sum(feed.weight for feed in self.feeds.values())
-        for name, feed in self.feeds.items():
+        feeds = {name: feed for name, feed in self.feeds.items() if not adapter or feed.adapter == adapter}
+        total = sum(feed.weight for feed in feeds.values())
+        for name, feed in feeds.items():
             self._credits[name] += feed.weight / total
-        name = max(self._credits, key=lambda each: self._credits[each])
+        name = max(feeds, key=lambda each: self._credits[each])
         self._credits[name] -= 1
         return name
 

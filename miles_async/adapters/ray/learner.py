@@ -120,7 +120,8 @@ class RayLearner:
         await asyncio.gather(
             *(self._ranks.give_batch(rank, rollout_id, sequences, part) for rank, part in enumerate(parts))
         )
-        reports = await self._ranks.on_all("train", rollout_id)
+        adapter = groups[0].adapter if self._config.data.adapters else ""
+        reports = await self._ranks.on_all("train", rollout_id, adapter)
         return _merged(reports, sum(len(sample.tokens) for group in groups for sample in group))
 
     def _begin_packing(self, groups: Sequence[Group], *, share_prefixes: bool) -> _Packed:

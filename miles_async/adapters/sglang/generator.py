@@ -119,8 +119,10 @@ class _GenerateCall:
 
     sequence: int | None
     """Sequence number of the group."""
+    adapter: str
+    """The adapter that its requests name; empty unless the run trains several."""
     pin: PinnedVersion
-    """The adapter that its requests name."""
+    """The version of the adapter."""
     request_ids: list[str] = field(default_factory=list)
     """The ids of the requests that were sent to the engines, each with the end that stands for all of its samples
     (`plugin.abort_samples`)."""
@@ -229,7 +231,7 @@ class SGLangGenerator:
         pin = PinnedVersion() if pin is None else pin
         if pin.version is None:
             pin.version = max((span.version for sample in group for span in sample.spans), default=None)
-        call = self._calls[group] = _GenerateCall(group.sequence, pin)
+        call = self._calls[group] = _GenerateCall(group.sequence, group.adapter, pin)
         posts = [
             self._post(call, samples, chosen.body(budget)) for budget, samples in self._requests(unfinished, chosen)
         ]
@@ -315,7 +317,7 @@ class SGLangGenerator:
             if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
-            with self._naming(PinnedVersion()) as adapter:
+            with self._naming(PinnedVersion(), sample.adapter) as adapter:
                 answer = await self._ask(body | adapter)
         scored = parse(answer, ScoredAnswer, f"sample {sample.index}: the engine's answer").meta_info
         log_probs = [log_prob for log_prob, _, _ in scored.input_token_logprobs[-sample.response_length :]]
@@ -401,7 +403,7 @@ class SGLangGenerator:
                 **self._priority,
             }
             started = time.monotonic()
-            with self._naming(call.pin) as adapter:
+            with self._naming(call.pin, call.adapter) as adapter:
                 answers = await self._ask(body | adapter, decode_answers)
             ended, seconds = time.time(), time.monotonic() - started
         if not isinstance(answers, list) or len(answers) != len(samples):
@@ -422,16 +424,16 @@ class SGLangGenerator:
             )
 
     @contextmanager
-    def _naming(self, pin: PinnedVersion) -> Iterator[dict[str, str]]:
-        """Yield the name of an adapter for a request. The version is in use inside the block."""
+    def _naming(self, pin: PinnedVersion, adapter: str) -> Iterator[dict[str, str]]:
+        """Yield the name of a version of an adapter for a request. The version is in use inside the block."""
         if self._adapters is None:
             yield {}
             return
-        version = self._adapters.begin(pin)
+        version = self._adapters.begin(pin, adapter)
         try:
             yield {"lora_path": f"{ADAPTER_PREFIX}{version}"}
         finally:
-            self._adapters.end(version)
+            self._adapters.end(version, adapter)
 
     async def _ask(self, body: dict[str, Any], decode: Decode | None = None) -> Any:
         """Send one request to the router and return its answer."""

@@ -62,7 +62,8 @@ class AdapterSource:
         resident: int,
         colocated: bool = False,
     ) -> None:
-        """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them.
+        """Versions are written to `folder`, which engines must see under the same path; it keeps `resident` of them for
+        each adapter. If the run trains several adapters, each has its own folder in it.
 
         `colocated` engines release their memory between two sends.
         """
@@ -76,9 +77,9 @@ class AdapterSource:
         self._bases: dict[EngineInfo, _Base] = {}
         self.compared = True
         """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
-        first version that changes the model. The checksums of later ones suffice."""
-        self._changes = False
-        """Whether a staged version changes the model: a new adapter does not."""
+        first version of its adapter that changes the model. The checksums of later ones suffice."""
+        self._changing: set[str] = set()
+        """The adapters of which a staged version changes the model: a new adapter does not."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         """Remember the engines. Raises EngineLostError if one does not answer."""
@@ -88,26 +89,31 @@ class AdapterSource:
         self._engines = {info.name: info for info in engines}
         self._bases = {info: base for info, base in self._bases.items() if info in engines}
 
-    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
-        """Write the adapter as `version`, and remove the files of versions that no engine may load any more."""
-        changes = self._changes
+    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str], adapter: str = "") -> None:
+        """Write the adapter as `version`, and remove the files of its versions that no engine may load any more."""
+        changes = adapter in self._changing
         tensors: dict[str, torch.Tensor] = {}
         # On all ranks: they export the tensors together, and compute the log-probabilities to compare together.
         for name, tensor in named_tensors:
             changes = changes or ("lora_B" in name and bool(tensor.any()))
             if self._rank == 0:
                 tensors[name] = tensor.to("cpu", copy=True)
-        self.compared, self._changes = not self._changes, changes
+        self.compared = adapter not in self._changing
+        if changes:
+            self._changing.add(adapter)
         if self._rank:
             return
-        for old in self._versions():
-            if not version - self._resident < old < version:
-                shutil.rmtree(self._path(old))
+        folder = self._folder / adapter
+        kept = [old for old in _versions_in(folder) if old < version][1 - self._resident :]
+        for old in _versions_in(folder):
+            if old not in kept:
+                shutil.rmtree(folder / _name_of(old))
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         write_adapter(unfinished, tensors, self._config, base=None, hash_of_base=None)
-        unfinished.rename(self._path(version))
+        folder.mkdir(exist_ok=True)
+        unfinished.rename(folder / _name_of(version))
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
         """Let an engine load all versions in the folder that it lacks, and drop the others.
@@ -134,8 +140,9 @@ class AdapterSource:
         Raises EngineLostError if it does not answer.
         """
         if self._rank == 0:
-            engine, kept = self._engines[name], self._versions()[1 - self._resident :]
-            self._unload(engine, loaded_versions(engine, timeout=self._timeout) - set(kept))
+            engine = self._engines[name]
+            kept = {version for folder in self._folders() for version in _versions_in(folder)[1 - self._resident :]}
+            self._unload(engine, loaded_versions(engine, timeout=self._timeout) - kept)
 
     def close(self) -> None: ...
 
@@ -196,17 +203,28 @@ class AdapterSource:
         call_engine(engine, path, {"lora_name": _name_of(version), **body}, timeout=self._timeout)
 
     def _path(self, version: int) -> Path:
-        return self._folder / _name_of(version)
+        paths = (folder / _name_of(version) for folder in self._folders())
+        return next(path for path in paths if path.is_dir())
+
+    def _folders(self) -> list[Path]:
+        """The folder of each adapter."""
+        folders = [path for path in self._folder.glob("*") if path.is_dir() and _version_of(path.name) is None]
+        return [self._folder, *folders]
 
     def _versions(self) -> list[int]:
-        """The versions in the folder, oldest first."""
-        return sorted(version for path in self._folder.glob("*") if (version := _version_of(path.name)) is not None)
+        """The versions of all adapters, oldest first."""
+        return sorted(version for folder in self._folders() for version in _versions_in(folder))
 
 
 def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
     """The versions that an engine has loaded. Raises EngineLostError if it does not answer."""
     models = call_engine(engine, "/v1/models", timeout=timeout)["data"]
     return {version for model in models if (version := _version_of(model["id"])) is not None}
+
+
+def _versions_in(folder: Path) -> list[int]:
+    """The versions in the folder of an adapter, oldest first."""
+    return sorted(version for path in folder.glob("*") if (version := _version_of(path.name)) is not None)
 
 
 def _name_of(version: int) -> str:

@@ -15,6 +15,7 @@ import structlog
 
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.errors import EngineLostError, FatalError, UserError
+from miles_async.scheduling.lineage import Lineage
 from miles_async.transports import ADAPTER, AUTO, TRANSPORTS
 from miles_async.types import SendOutcome
 
@@ -69,13 +70,14 @@ class Channel:
         await self._ranks.on_all("connect", infos, transports)
         self._connected, self._fallbacks = {info.name: info for info in infos}, fallbacks
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
         """Raises FatalError if `version` is lower than the staged one: an engine that reports it would be ambiguous."""
         if self._staged is not None and version < self._staged:
             raise FatalError(
                 f"weight version {version} was to be staged after version {self._staged}; versions only rise"
             )
-        await self._ranks.on_all("stage", version, sorted({self.name, *map(self._transport_of, self._fallbacks)}))
+        transports = sorted({self.name, *map(self._transport_of, self._fallbacks)})
+        await self._ranks.on_all("stage", version, transports, adapter, lineage)
         self._staged = version
 
     async def send(self, version: int, engine: str) -> SendOutcome:
@@ -108,9 +110,11 @@ class Channel:
 
 
 async def find_transports(
-    ranks: Ranks, wanted: str, engines: Sequence[EngineInfo], devices: DeviceTurns
+    ranks: Ranks, wanted: str, engines: Sequence[EngineInfo], devices: DeviceTurns, adapter: str = ""
 ) -> tuple[str, ...]:
     """Return the transports that work here, best first. Afterwards the engines hold the current weights as version 0.
+
+    They are those of `adapter` if the run trains several.
 
     `wanted` is `auto`, `ADAPTER` or the name of a transport. The first fallback that works replaces an optional
     transport that does not work, with a warning. `auto` measures transports and keeps the last fallback as the last
@@ -125,7 +129,7 @@ async def find_transports(
     await devices.to_engines()
     await ranks.on_all("connect", engines, {})
     await devices.to_learner()
-    await ranks.on_all("stage", 0, [])
+    await ranks.on_all("stage", 0, [], adapter)
     await devices.to_engines()
     infos = {engine.name: engine for engine in engines}
     if wanted == ADAPTER:

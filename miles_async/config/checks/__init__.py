@@ -20,7 +20,7 @@ from miles_async.config.checks import (
     switches,
 )
 from miles_async.config.checks.notes import NOTES
-from miles_async.config.generation import bounds_of, rollout_mode, schedule_of
+from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue
 from miles_async.config.schema import RunConfig
 from miles_async.errors import collected
 from miles_async.scheduling.bounds import Schedule
@@ -40,6 +40,11 @@ def problems(config: RunConfig, entry: str) -> list[str]:
         found.append(
             f"schedule fully_async has no effect on {path}, which brings its own batches: "
             "set schedule to one_step_off or synchronous"
+        )
+    if config.data.adapters and not takes_from_queue(config, entry):
+        found.append(
+            "adapters work only in a fully asynchronous run, in which each of them has a queue: start train_async.py, "
+            "and set rollout_function_path to miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
         )
     if config.cluster.colocate and schedule is not Schedule.SYNCHRONOUS:
         found.append("colocate works only with train.py, where engines and learner take turns: unset colocate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from miles_async.models.lora import (
     expert_layers,
     read_config,
 )
+
+_VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
+"""Names of folders that a run writes beside those of adapters."""
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
@@ -87,4 +91,55 @@ def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
         )
 
 
-CHECKS = (_adapters,)
+def _several(config: RunConfig) -> Iterator[str]:
+    """What is refused of `adapters`."""
+    data, names = config.data, [*config.data.adapters]
+    if not names:
+        for name, dataset in data.datasets.items():
+            if dataset.adapter is not None:
+                yield (
+                    f"datasets.{name}.adapter has no effect without adapters: add the entry {dataset.adapter} to "
+                    "adapters, or unset it"
+                )
+        return
+    if not config.learner.lora_rank:
+        yield "adapters have no effect without LoRA: set lora_rank, for example to 32, or unset adapters"
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or _VERSION.fullmatch(name) or name == _UNFINISHED:
+            yield (
+                f"adapters: {name!r} cannot be the name of a folder of adapters: use letters, digits, - and _, begin "
+                "with a letter, and use neither v with a number nor unfinished"
+            )
+        if all(dataset.adapter != name for dataset in data.datasets.values()):
+            yield f"no data set trains adapters.{name}: set adapter of one of datasets to {name}, or remove the entry"
+    for name, dataset in data.datasets.items():
+        if dataset.adapter not in names:
+            of = "is unset" if dataset.adapter is None else f"{dataset.adapter} is not one of adapters"
+            yield f"datasets.{name}.adapter {of}: set it to {' or '.join(names)}"
+    yield from _unsupported(config)
+
+
+def _unsupported(config: RunConfig) -> Iterator[str]:
+    """Settings that a run with several adapters does not support."""
+    data, rollout, weights = config.data, config.rollout, config.weights
+    for setting, is_set, remedy in (
+        ("update_weights_interval", weights.update_weights_interval > 1, "set it to 1: each batch has one adapter"),
+        ("data_source_path", data.data_source_path is not None, "unset it, and name the prompts in datasets"),
+        ("buffer_filter_path", data.buffer_filter_path is not None, "unset it"),
+        ("dataset_sampling", data.sampling_function is not None, "set it to weights or difficulty"),
+        ("eval_datasets", bool(rollout.eval_datasets), "unset it, and set eval_size of datasets"),
+        ("eval_function_path", rollout.eval_function_path is not None, "unset it, and set eval_size of datasets"),
+        ("lora_merge", config.learner.lora_merge, "unset it, and merge each exported folder with PEFT"),
+        ("skip_rollout_enable", config.skip.rollout.enable, "unset it: recordings name no adapter"),
+        ("skip_async_rollout_enable", config.skip.async_rollout.enable, "unset it: recordings name no adapter"),
+    ):
+        if is_set:
+            yield f"{setting} does not work with adapters: {remedy}"
+    if rollout.queue_capacity < rollout.rollout_batch_size:
+        yield (
+            f"queue_capacity {rollout.queue_capacity} is below rollout_batch_size {rollout.rollout_batch_size}, and "
+            "with adapters a batch is complete in its queue before it is trained: raise queue_capacity"
+        )
+
+
+CHECKS = (_adapters, _several)

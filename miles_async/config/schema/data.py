@@ -39,6 +39,13 @@ class Dataset(Section):
     """Key of the number that counts if the reward is a dictionary. If unset, reward_key of the run applies."""
 
 
+class AdapterShare(Section):
+    """One entry of `adapters`."""
+
+    weight: float = Field(1.0, gt=0, le=1e6)
+    """Share of the batches that train this adapter, relative to the weights of the others."""
+
+
 class TrainDataset(Dataset):
     """One entry of `datasets`: a file of prompts. The settings of the run apply where it sets nothing."""
 
@@ -46,6 +53,8 @@ class TrainDataset(Dataset):
     """JSONL or Parquet file of prompts, or a data set on the Hugging Face Hub, as prompt_data of the run."""
     weight: float = Field(1.0, gt=0, le=1e6)
     """Share of the prompts that come from this data set, relative to the weights of the others."""
+    adapter: str | None = None
+    """Name of the adapter that this data set trains, one of adapters. It must be set if adapters is."""
     max_prompt_len: int | None = Field(None, ge=1)
     """Maximum prompt length in tokens. If unset, rollout_max_prompt_len applies."""
     dynamic_sampling_filter_path: str | None = None
@@ -65,6 +74,10 @@ class Data(Section):
     datasets: dict[str, TrainDataset] = {}
     """Several data sets to train on, by name, instead of prompt_data. Each has its own prompt_data and weight, and may
     have its own keys, reward, limits, filter and held-out problems."""
+    adapters: dict[str, AdapterShare] = {}
+    """Several adapters to train in one run (lora_rank), by name. Each data set names the adapter that it trains, and
+    each adapter has its own batches, optimizer state and weight versions. Batches train the adapters in proportion to
+    their weights, as far as these have full batches. If unset, the run trains one adapter on all data sets."""
     dataset_sampling: str = "weights"
     """How the next prompt is chosen. weights: from the data sets in proportion to their weights, in the order of each.
     difficulty: the same, but without prompts whose mean reward was outside of difficulty_band: they are left out in the
@@ -132,6 +145,11 @@ class Data(Section):
     """Reshuffle the prompts at the start of every epoch. If off, prompts keep the order of the data set."""
     rollout_seed: int = Field(42, ge=0, le=2**31 - 1)
     """Seed of the prompt order, of the reasoning-gym problems and of the engines' sampling."""
+
+    @property
+    def adapter_weights(self) -> dict[str, float]:
+        """The weight of each adapter by its name. A run that does not train several has one, whose name is empty."""
+        return {name: adapter.weight for name, adapter in self.adapters.items()} or {"": 1.0}
 
     @property
     def sampling_function(self) -> str | None:

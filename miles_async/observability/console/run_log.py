@@ -53,7 +53,8 @@ class RunLog:
         """Log an event that the view has applied."""
         match event:
             case StepStarted():
-                structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version)
+                of_adapter = {"adapter": event.adapter} if event.adapter else {}
+                structlog.contextvars.bind_contextvars(rollout=event.rollout, version=event.version, **of_adapter)
             case StepEnded():
                 details.info("step", **_step_facts(event, self._view))
             case DataSkipped():

@@ -2,10 +2,15 @@
 
 The audit shares no code with the scheduler that it checks. It derives states, versions, bypasses and slots from the
 events alone. Memory grows with the number of live groups, plus one entry per trained prompt.
+
+If a run trains several adapters, each of them has its own versions, slots and window. The audit then counts the
+versions of each adapter from 0, in the order in which the events name them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -34,6 +39,7 @@ _RETRIED = frozenset(
 class _Life:
     feed_index: str
     attempt: int
+    adapter: str
     state: str
     admitted_at: int
     """The live version at admission. If the group continues an earlier attempt, the version at that admission. -1 if a
@@ -76,12 +82,17 @@ class Audit:
         self._limit = staleness_limit
         self._windowed = windowed
         self._trains_off_lineage = trains_off_lineage
-        self._lines = [_Line(0, None, 0)]
+        self._versions: dict[str, list[int]] = {}
+        """The numbers of the versions of each adapter."""
+        self._lines: dict[str, list[_Line]] = {"": [_Line(0, None, 0)]}
+        """By adapter."""
         self._key_age = 0
         """Versions by which keys may be older than the weights; negative without a limit."""
         self._window: int | None = None
         self._slots: int | None = None
         self._live: dict[int, _Life] = {}
+        self._held = Counter[str]()
+        """Number of live groups of each adapter."""
         self._live_prompts: set[str] = set()
         self._waiting: dict[int, _Life] = {}
         """The live groups that are not collected yet, oldest first."""
@@ -91,7 +102,8 @@ class Audit:
         """Prompts that the current weights were trained on."""
         self._published_lives: dict[int, _Life] = {}
         """Published groups, by sequence number: a learner that is restored from a checkpoint undoes their training."""
-        self._live_version = -1
+        self._live_versions: dict[str, int] = {}
+        """By adapter."""
         self._next_sequence = 0
         self._complete = True
         """Whether no events are missing so far."""
@@ -117,13 +129,29 @@ class Audit:
                 self._group_generated(event)
             case events.StepStarted():
                 self._step_started(event)
+            case events.PublishStarted():
+                self._register(event.adapter, event.version)
             case events.PublishEnded() if event.live:
-                self._live_version = event.version
+                self._live_versions[event.adapter] = self._count_of(event.adapter, event.version)
             case events.LearnerRestored():
                 self._learner_restored(event)
             case events.EventsMissing():
                 self._violated("parts of the event log were deleted; later events cannot be checked")
                 self._complete = False
+
+    def _register(self, adapter: str, version: int) -> None:
+        """Learn that a version belongs to an adapter."""
+        if not adapter:
+            return
+        own = self._versions.setdefault(adapter, [])
+        self._lines.setdefault(adapter, [_Line(0, None, 0)])
+        if version not in own:
+            own.append(version)
+            own.sort()
+
+    def _count_of(self, adapter: str, version: int) -> int:
+        """The number of a version among those of its adapter."""
+        return bisect_right(self._versions.get(adapter, []), version) - 1 if adapter else version
 
     def _moved(self, event: events.GroupMoved) -> None:
         sequence = event.sequence
@@ -156,19 +184,22 @@ class Audit:
             self._violated(f"sequence number {event.sequence} came instead of {self._next_sequence}")
         self._next_sequence = event.sequence + 1
         # An attempt may begin with tokens of the one before, or with those that a rollout function gave back.
-        known_since = -1 if event.kept_tokens else self._live_version
+        known_since = -1 if event.kept_tokens else self._live_versions.get(event.adapter, -1)
         admitted_at = self._interrupted.pop(event.feed_index, known_since)
         if event.feed_index and event.feed_index in self._live_prompts:
             self._violated(f"prompt {event.feed_index} was admitted again while an attempt at it holds a slot")
         self._live_prompts.add(event.feed_index)
-        life = _Life(event.feed_index, event.attempt, "fed", admitted_at)
+        life = _Life(event.feed_index, event.attempt, event.adapter, "fed", admitted_at)
         self._live[event.sequence] = self._waiting[event.sequence] = life
+        self._held[event.adapter] += 1
         self.owed.discard(event.feed_index)
-        if self._slots is not None and len(self._live) > self._slots:
-            self._violated(f"group {event.sequence} was admitted as live group {len(self._live)} of {self._slots}")
+        if self._slots is not None and self._held[event.adapter] > self._slots:
+            held = self._held[event.adapter]
+            self._violated(f"group {event.sequence} was admitted as live group {held} of {self._slots}")
 
     def _dropped(self, event: events.GroupMoved, life: _Life) -> None:
         del self._live[event.sequence]
+        self._held[life.adapter] -= 1
         self._live_prompts.discard(event.feed_index)
         self._waiting.pop(event.sequence, None)
         if life.state == "trained":
@@ -180,7 +211,7 @@ class Audit:
             self._interrupted[event.feed_index] = life.admitted_at
 
     def _collected(self, sequence: int) -> None:
-        del self._waiting[sequence]
+        own = self._waiting.pop(sequence)
         # A group that a user's function generated does not go through the window.
         generated_outside = self._live[sequence].versions is None
         if generated_outside or not self._windowed or self._window is None:
@@ -188,6 +219,8 @@ class Audit:
         for older, life in self._waiting.items():
             if older > sequence:
                 break
+            if life.adapter != own.adapter:
+                continue
             life.bypassed += 1
             self.greatest_bypass = max(self.greatest_bypass, life.bypassed)
             if life.bypassed > self._window - 1:
@@ -199,6 +232,7 @@ class Audit:
             self._violated(f"group {event.sequence} returned to the queue, but its training was not undone")
             return
         life.state = "queued"
+        self._held[life.adapter] += event.sequence not in self._live
         self._live[event.sequence] = life
         self._live_prompts.add(life.feed_index)
         self.owed.discard(event.feed_index)
@@ -211,16 +245,21 @@ class Audit:
 
     def _published(self, sequence: int, life: _Life) -> None:
         self._published_lives[sequence] = self._live.pop(sequence)
+        self._held[life.adapter] -= 1
         self._live_prompts.discard(life.feed_index)
         life.state = "published"
-        if life.trained_as is None or life.trained_as > self._live_version:
+        if life.trained_as is None or life.trained_as > self._live_versions.get(life.adapter, -1):
             self._violated(f"the slot of group {sequence} was freed before version {life.trained_as} was live")
 
     def _group_generated(self, event: events.GroupGenerated) -> None:
         life = self._live_group(event.sequence, "was generated")
         if life is None:
             return
-        oldest, _ = life.versions = event.versions
+        for version in event.versions:
+            if life.adapter and version not in self._versions.get(life.adapter, ()):
+                self._violated(f"group {event.sequence} has tokens of version {version} of another adapter")
+        first, last = event.versions
+        oldest, _ = life.versions = self._count_of(life.adapter, first), self._count_of(life.adapter, last)
         # The worker of a rollout function generates a group before the group is admitted.
         before_attempt = self._key_age >= 0 and oldest < life.admitted_at - self._key_age
         if before_attempt and not life.replayed and not event.by_worker:
@@ -229,21 +268,25 @@ class Audit:
             )
 
     def _step_started(self, event: events.StepStarted) -> None:
+        self._register(event.adapter, event.version)
+        current = self._count_of(event.adapter, event.version)
         for sequence, claimed in zip(event.groups, event.staleness, strict=True):
             life = self._live_group(sequence, "entered a step")
             if life is None:
                 continue
-            life.trained_as, life.rollout = event.version + 1, event.rollout
+            if life.adapter != event.adapter:
+                self._violated(f"group {sequence} of adapter {life.adapter} entered a step of adapter {event.adapter}")
+            life.trained_as, life.rollout = current + 1, event.rollout
             if life.versions is None:
                 continue
-            ages = [self._age(version, event.version) for version in life.versions]
+            ages = [self._age(event.adapter, version, current) for version in life.versions]
             if None in ages and not self._trains_off_lineage:
                 self._violated(f"group {sequence} entered its step with tokens of versions that were rolled back")
             # A version that was rolled back counts all versions since. So a version between the oldest and the newest
             # one, which no event names, may be the one with the highest age.
             oldest, newest = life.versions
-            possible = {self._counted_age(version, event.version) for version in range(oldest, newest + 1)}
-            age = max(self._counted_age(version, event.version) for version in life.versions)
+            possible = {self._counted_age(event.adapter, one, current) for one in range(oldest, newest + 1)}
+            age = max(self._counted_age(event.adapter, version, current) for version in life.versions)
             if claimed not in possible or claimed < age:
                 self._violated(f"group {sequence} entered its step {age} versions old, but the event reports {claimed}")
             age = max(age, claimed)
@@ -253,30 +296,32 @@ class Audit:
 
     def _learner_restored(self, event: events.LearnerRestored) -> None:
         """Begin another line of versions, and undo the training of rollouts that the checkpoint does not have."""
-        self._lines = [line for line in self._lines if line.first <= event.kept_version]
-        line = self._lines[-1]
-        line.last = event.kept_version
-        updates = line.updates + event.kept_version - line.first + event.updates
-        self._lines.append(_Line(event.version, None, updates))
+        kept = self._count_of(event.adapter, event.kept_version)
+        self._register(event.adapter, event.version)
+        lines = self._lines[event.adapter] = [line for line in self._lines[event.adapter] if line.first <= kept]
+        lines[-1].last = kept
+        updates = lines[-1].updates + kept - lines[-1].first + event.updates
+        lines.append(_Line(self._count_of(event.adapter, event.version), None, updates))
         for life in (*self._live.values(), *self._published_lives.values()):
-            if life.rollout is not None and life.rollout > event.rollout and life.state in ("trained", "published"):
+            is_undone = life.rollout is not None and life.rollout > event.rollout and life.adapter == event.adapter
+            if is_undone and life.state in ("trained", "published"):
                 self._trained.discard(life.feed_index)
                 self.trained -= 1
                 self.owed.add(life.feed_index)
 
-    def _age(self, version: int, current: int) -> int | None:
-        """Weight updates from one version to another; None if the weights do not descend from `version`."""
+    def _age(self, adapter: str, version: int, current: int) -> int | None:
+        """Weight updates from a version of an adapter to another; None if the weights do not descend from `version`."""
         updates = [
             line.updates + at - line.first
             for at in (version, current)
-            for line in self._lines
+            for line in self._lines[adapter]
             if line.first <= at and (line.last is None or at <= line.last)
         ]
         return updates[1] - updates[0] if len(updates) == 2 else None
 
-    def _counted_age(self, version: int, current: int) -> int:
+    def _counted_age(self, adapter: str, version: int, current: int) -> int:
         """The age of a version for the staleness limit: a version that was rolled back counts all versions since."""
-        age = self._age(version, current)
+        age = self._age(adapter, version, current)
         return current - version if age is None else age
 
     def _live_group(self, sequence: int, what: str) -> _Life | None:

@@ -65,6 +65,7 @@ class Instruments:
         self._declare_generation()
         self._declare_staleness()
         self._declare_learner()
+        self._declare_adapters()
         self._declare_data_sets()
         self._declare_evaluations()
         self._declare_weights_and_engines()
@@ -384,6 +385,35 @@ class Instruments:
         self.learner_idle_seconds = counter(
             "learner_idle_seconds",
             "Seconds in which the learner ran no optimizer step, from the first step on, without interruptions.",
+        )
+
+    def _declare_adapters(self) -> None:
+        self.adapter_version = self._gauges(
+            "adapter_live_version", "Newest version of an adapter that is live, if the run trains several.", "adapter"
+        )
+        self.adapter_reward = self._gauges(
+            "adapter_reward",
+            "Mean reward of the last groups of an adapter, if the run trains several. "
+            "Worry if it is 0 or full for a long time: its data sets teach nothing. Lower its weight, or "
+            "change its prompts.",
+            "adapter",
+        )
+        self.adapter_trained = self._gauges(
+            "adapter_trained_groups", "Groups that have trained an adapter, if the run trains several.", "adapter"
+        )
+        self.adapter_share = self._gauges(
+            "adapter_share_ratio",
+            "Fraction of all trained groups that have trained an adapter, if the run trains several. "
+            "Worry if it is below the share of its weight in --adapters: its groups take longer than those of others.",
+            "adapter",
+        )
+        self.adapter_staleness = self._gauges(
+            "adapter_staleness_versions",
+            "Mean staleness of the last batch of an adapter, if the run trains several.",
+            "adapter",
+        )
+        self.adapter_queue = self._gauges(
+            "adapter_queue_groups", "Groups in the queue of an adapter, if the run trains several.", "adapter"
         )
 
     def _declare_data_sets(self) -> None:

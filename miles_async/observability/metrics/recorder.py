@@ -252,6 +252,7 @@ class MetricsRecorder:
 
     def _group_moved(self, event: events.GroupMoved) -> None:
         groups = self._view.groups
+        self._show_adapter(event.adapter)
         if event.dataset and (event.after in ENDED or event.before in ENDED):
             self._count_groups_of_datasets()
         if event.after == GroupState.QUEUED:
@@ -264,6 +265,19 @@ class MetricsRecorder:
                 self._observe_age("recycled", groups.ended, event.time)
             if event.reason is not None:
                 self._count_tokens(event.reason)
+
+    def _show_adapter(self, name: str) -> None:
+        """Show what an adapter has got so far. Does nothing unless the run trains several."""
+        if not name:
+            return
+        adapter, metrics = self._view.adapters.known[name], self._metrics
+        metrics.adapter_version.labels(name).set(adapter.version)
+        metrics.adapter_reward.labels(name).set(adapter.reward or 0.0)
+        metrics.adapter_trained.labels(name).set(adapter.trained)
+        metrics.adapter_staleness.labels(name).set(adapter.age or 0.0)
+        metrics.adapter_queue.labels(name).set(adapter.queue)
+        for each in self._view.adapters.known:
+            metrics.adapter_share.labels(each).set(self._view.adapters.share(each))
 
     def _count_groups_of_datasets(self) -> None:
         datasets = self._view.datasets
@@ -297,6 +311,7 @@ class MetricsRecorder:
         self._metrics.truncated_samples.inc(event.truncated)
         self._metrics.left_out_samples.inc(event.missing)
         self._metrics.unfinished_rewards.inc(event.unfinished_rewards)
+        self._show_adapter(event.adapter)
         if event.dataset:
             dataset = self._view.datasets.known[event.dataset]
             self._metrics.dataset_reward.labels(event.dataset).set(dataset.reward or 0.0)
@@ -318,7 +333,9 @@ class MetricsRecorder:
 
     def _step_started(self, event: events.StepStarted) -> None:
         self._count_tokens(DropReason.ABORTED)
-        self._metrics.trainer_version.set(event.version)
+        self._show_adapter(event.adapter)
+        if not event.adapter:
+            self._metrics.trainer_version.set(event.version)
         if event.time >= self._view.past:
             self._metrics.training.set(1)
         staleness, live = self._view.staleness, self._view.groups.live
@@ -351,6 +368,7 @@ class MetricsRecorder:
         self._metrics.publish_bytes.inc(event.bytes)
         if event.live:
             self._metrics.live_version.set(event.version)
+            self._show_adapter(event.adapter)
             for engine in self._view.engines.routed:
                 self._metrics.engine_version.labels(engine).set(event.version)
             self._record_progress("publish", event.time)

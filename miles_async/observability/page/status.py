@@ -55,6 +55,17 @@ def status(view: RunView, now: float) -> dict[str, Any]:
             }
             for name, dataset in view.datasets.known.items()
         },
+        "adapters": {
+            name: {
+                "version": adapter.version,
+                "reward": adapter.reward,
+                "trained": adapter.trained,
+                "share": view.adapters.share(name),
+                "age": adapter.age,
+                "queue": adapter.queue,
+            }
+            for name, adapter in view.adapters.known.items()
+        },
         "staleness": {str(age): count for age, count in sorted(view.staleness.trained.items())},
         "step": _with_defaults(step),
         "undone": msgspec.to_builtins(view.steps.undone),

@@ -29,14 +29,51 @@ class Part(NamedTuple):
     seconds: float
 
 
+class _Versions:
+    """When the last versions of an adapter, or of a run that does not train several, were staged."""
+
+    def __init__(self, *, numbered: bool) -> None:
+        """`numbered` versions are all numbers from 0 on. Others are some of them, and are counted."""
+        self._staged_at: deque[float] = deque(maxlen=REMEMBERED_VERSIONS)
+        """When each of the last versions was first reported, oldest first. The last element belongs to `newest`."""
+        self.newest = -1
+        """The newest version."""
+        self._numbers: deque[int] | None = None if numbered else deque(maxlen=REMEMBERED_VERSIONS)
+        """The numbers of the last versions, oldest first."""
+
+    def record(self, version: int, now: float) -> None:
+        if self._numbers is not None:
+            if not self._numbers or self._numbers[-1] < version:
+                self._numbers.append(version)
+                self._staged_at.append(now)
+                self.newest += 1
+            return
+        while self.newest < version:
+            self.newest += 1
+            self._staged_at.append(now)
+
+    def count(self, version: int) -> int:
+        """The number of versions before this one."""
+        if self._numbers is None:
+            return version
+        return self.newest - len(self._numbers) + bisect_right(self._numbers, version)
+
+    def at(self, time: float) -> int:
+        """Return the version at `time`, or the oldest remembered version if `time` is earlier."""
+        return self.newest - len(self._staged_at) + max(1, bisect_right(self._staged_at, time))
+
+    def staged(self, version: int) -> float | None:
+        """Return when `version` was staged; None if it is not staged yet or no longer remembered."""
+        index = version - (self.newest - len(self._staged_at) + 1)
+        return self._staged_at[index] if 0 <= index < len(self._staged_at) else None
+
+
 class Staleness:
     """Remembers when the last versions were staged, and counts the ages of trained groups."""
 
     def __init__(self) -> None:
-        self._staged_at: deque[float] = deque(maxlen=REMEMBERED_VERSIONS)
-        """When each of the last versions was first reported, oldest first. The last element belongs to `version`."""
-        self.version = -1
-        """The learner's weight version."""
+        self._versions: dict[str, _Versions] = {}
+        """By adapter; the name is empty unless the run trains several."""
         self.trained: Counter[int] = Counter()
         """Number of trained groups by their staleness in versions, without those of steps that were undone."""
 
@@ -50,35 +87,31 @@ class Staleness:
         if step.finite:
             self.trained -= Counter(dict(step.ages))
 
-    def record_version(self, version: int, now: float) -> None:
-        while self.version < version:
-            self.version += 1
-            self._staged_at.append(now)
+    def record_version(self, version: int, now: float, adapter: str = "") -> None:
+        self._of(adapter).record(version, now)
 
     def age(self, generated: GroupGenerated, now: float) -> tuple[int, float]:
         """Return the age of a group in versions and in seconds."""
-        return self.version - generated.versions[0], now - generated.started
+        versions = self._of(generated.adapter)
+        return versions.newest - versions.count(generated.versions[0]), now - generated.started
 
     def parts(self, generated: GroupGenerated, step: StepStarted) -> list[Part]:
         """Return the three parts for a group of the batch."""
-        started, ended, oldest = generated.started, generated.generated, generated.versions[0]
+        versions = self._of(step.adapter)
+        started, ended, oldest = generated.started, generated.generated, versions.count(generated.versions[0])
         # Between its start and its first token a group may wait for a request permit or for the end of a pause. Its
         # tokens can then be newer than the version at its start, hence the maximum.
-        at_start, at_end = max(self._version_at(started), oldest), self._version_at(ended)
+        at_start, at_end = max(versions.at(started), oldest), versions.at(ended)
         # If the group continues tokens of an earlier attempt, all versions before this attempt count as publish lag.
-        behind_since = self._when_staged(oldest + 1)
+        behind_since = versions.staged(oldest + 1)
         lag = max(0.0, started - behind_since) if behind_since is not None else 0.0
         return [
             Part("publish_lag", at_start - oldest, lag),
             Part("sampling", at_end - at_start, ended - started),
-            Part("waiting", step.version - at_end, step.time - ended),
+            Part("waiting", versions.count(step.version) - at_end, step.time - ended),
         ]
 
-    def _version_at(self, time: float) -> int:
-        """Return the learner's version at `time`, or the oldest remembered version if `time` is earlier."""
-        return self.version - len(self._staged_at) + max(1, bisect_right(self._staged_at, time))
-
-    def _when_staged(self, version: int) -> float | None:
-        """Return when `version` was staged; None if it is not staged yet or no longer remembered."""
-        index = version - (self.version - len(self._staged_at) + 1)
-        return self._staged_at[index] if 0 <= index < len(self._staged_at) else None
+    def _of(self, adapter: str) -> _Versions:
+        if adapter not in self._versions:
+            self._versions[adapter] = _Versions(numbered=not adapter)
+        return self._versions[adapter]

@@ -74,7 +74,8 @@ def second_turn(config: RunConfig) -> object:
     adapters, pin = adapter_versions_of(config), PinnedVersion()
     assert adapters is not None
     versions = []
-    for adapters.live in (1, 2):
+    for version in (1, 2):
+        adapters.publish(version)
         versions.append(adapters.begin(pin))
     return versions
 
@@ -448,6 +449,7 @@ NAMED: dict[str, str] = {
     "shuffle_rewards": f"{PLACE}::test_the_control_experiment_gives_samples_the_rewards_of_others",
     "queue_capacity": f"{GENERATORS}::test_posted_trajectories_wait_up_to_the_capacity_of_the_queue",
     "dynamic_sampling_filter_path": f"{CHECKS}::test_a_window_without_effect_is_noted",
+    "adapters": "sim/test_several_adapters.py::test_shares_follow_the_weights_if_the_learner_is_the_bottleneck",
     "datasets": f"{DATASETS}::test_data_sets_take_turns_in_proportion_to_their_weights",
     "dataset_sampling": f"{DATASETS}::test_a_function_chooses_the_data_set_by_what_was_earned",
     "difficulty_band": f"{DATASETS}::test_the_band_can_be_set",

@@ -52,7 +52,7 @@ class Rank(LearnerRank):
     async def shares_prefixes(self) -> bool:
         return False
 
-    def _train(self, rollout_id: int, steps: Sequence[Any]) -> StepReport:
+    def _train(self, rollout_id: int, adapter: str, steps: Sequence[Any]) -> StepReport:
         self._meeting.wait()
         self.trained.append(rollout_id)
         return StepReport(seconds=1.0, tokens=1, finite=True, metrics={"memory_gib": 0.0})

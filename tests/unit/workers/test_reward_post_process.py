@@ -31,7 +31,7 @@ class OneRank:
     async def give_batch(self, rank: int, rollout_id: int, sequences: Any, part: list[TrainStep]) -> None:
         self.steps = part
 
-    async def on_all(self, method: str, rollout_id: int) -> list[StepReport]:
+    async def on_all(self, method: str, rollout_id: int, adapter: str) -> list[StepReport]:
         return [StepReport(seconds=1.0, tokens=1, finite=True, metrics={"memory_gib": 0.0})]
 
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles_async.adapters.megatron.checkpoint.state_copy import StateCopy, copy_to_host, without_dtensor_warnings
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import TrainedModel
+from miles_async.adapters.megatron.model.host_memory import HostMemory
 from miles_async.adapters.megatron.model.lora import sharded_adapters
 from miles_async.errors import UserError
 
@@ -50,17 +51,17 @@ _LOADING_ERRORS = (
 )
 
 
-def copy_state(model: TrainedModel, folder: Path) -> StateCopy:
-    """Copy this rank's part of weights, optimizer state and random state to host memory, to be written into `folder`.
+def copy_state(model: TrainedModel, folder: Path, memory: HostMemory) -> StateCopy:
+    """Copy this rank's part of weights, optimizer state and random state to `memory`, to be written into `folder`.
 
     This is a collective operation of all ranks.
     """
     with redirect_cuda_to_cpu():
-        _create_moments(model)
+        create_moments(model)
         modules, optimizer = _sharded_state(model, is_loading=False)
         shards = _flatten_shards("model", modules) | _flatten_shards("optimizer", optimizer) | _random_states()
         notes = {"steps_taken": model.steps_taken, "optimizer_steps": _optimizer_steps(model), "layout": _layout()}
-        return copy_to_host(shards, notes, folder, model.checkpoint_memory)
+        return copy_to_host(shards, notes, folder, memory)
 
 
 @torch.no_grad()
@@ -86,7 +87,7 @@ def load_state(model: TrainedModel, folder: Path) -> None:
 
 def _load(model: TrainedModel, folder: str) -> None:
     notes = dist_checkpointing.load_content_metadata(folder)
-    _create_moments(model)
+    create_moments(model)
     modules, optimizer = _sharded_state(model, is_loading=True)
     module_states = _load_shards(_prefer_fp32_values(modules, folder), folder)
     for chunk, state in zip(model.chunks, module_states, strict=True):
@@ -193,7 +194,7 @@ def _find_master_keys(state: Any, folder: str) -> Any:
     return _map_shards(change, state)
 
 
-def _create_moments(model: TrainedModel) -> None:
+def create_moments(model: TrainedModel) -> None:
     """Create the optimizer's state as in its first step, with moments of zero, so that it can be saved or loaded."""
     for optimizer in model.inner_optimizers:
         for group in optimizer.param_groups:

@@ -89,7 +89,8 @@ class TrainedModel(MegatronModel):
 
     optimizer: MegatronOptimizer
     checkpoint_memory: HostMemory = field(default_factory=HostMemory)
-    """For the copy that is written as a checkpoint while training goes on."""
+    """For the copy of a critic that is written as a checkpoint while training goes on; `AdapterStates` has that of the
+    policy."""
     steps_taken: int = 0
     """Optimizer steps since the start of the training."""
 

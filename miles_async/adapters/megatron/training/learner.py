@@ -53,6 +53,7 @@ from miles_async.adapters.megatron.model.process_groups import (
     gather_over_data_parallel,
 )
 from miles_async.adapters.megatron.training import inference
+from miles_async.adapters.megatron.training.adapter_states import AdapterStates
 from miles_async.adapters.megatron.training.advantages import (
     PreStepValues,
     advantages_of_function,
@@ -173,8 +174,10 @@ class MegatronLearner:
         self._offloaded: list[Offloaded] = []
         self.version = 0
         """Weight version that was staged last. The staleness of tokens is measured from it."""
-        self.lineage = Lineage()
-        """Which versions the weights descend from, after this learner has taken the place of a lost one."""
+        self.adapters = AdapterStates(self._model, list(config.data.adapter_weights))
+        """Those that the run trains. A run that does not train several has one, whose name is empty."""
+        self.lineages = {name: Lineage() for name in config.data.adapter_weights}
+        """Which versions the weights of each adapter descend from."""
         self._lr = learning_rate(config)
         if rank == 0 and not self.shares_prefixes:
             self._log_unshared_prefixes()
@@ -385,8 +388,9 @@ class MegatronLearner:
         """Age of tokens in weight versions. Tokens without a version, such as trained tool output, count as fresh."""
         known = np.unique(versions)
         # A learner that has staged nothing yet, in a run without engines, counts all tokens as fresh.
+        lineage = self.lineages[self.adapters.selected]
         ages = [
-            0 if version == NO_VERSION or version > self.version else self.lineage.age(version, self.version)
+            0 if version == NO_VERSION or version > self.version else lineage.age(version, self.version)
             for version in known.tolist()
         ]
         return np.array(ages, np.int64)[np.searchsorted(known, versions)]
@@ -500,6 +504,14 @@ class MegatronLearner:
     def _export(self, path: Path) -> Callable[[], None]:
         """Copy what is exported; returns a function that writes it. All ranks must call it."""
         like, config = self._checkpoint, self.adapter_config if self._settings.lora_rank else None
+        if len(self.lineages) > 1:
+            adapters = {name: self.adapter() for name in self.adapters}
+
+            def write() -> None:
+                for name, tensors in adapters.items():
+                    replace_adapter(path / name, tensors, self.adapter_config, base=like)
+
+            return write
         adapter = {} if config is None else self.adapter()
         if config is not None and not self._settings.lora_merge:
             return lambda: replace_adapter(path, adapter, config, base=like)
@@ -515,7 +527,12 @@ class MegatronLearner:
         """
         models = []
         if folder is not None:
-            models = [copy_state(model, Path(folder) / name) for name, model in self._trained.items()]
+            for adapter in self.adapters:
+                actor, memory = Path(folder) / "actor" / adapter, self.adapters.checkpoint_memory[adapter]
+                models.append(copy_state(self._model, actor, memory))
+            if self._critic is not None:
+                critic = self._critic.model
+                models.append(copy_state(critic, Path(folder) / "critic", critic.checkpoint_memory))
         if hf_path is None:
             return CheckpointCopy(models)
         export = self._export(Path(hf_path))
@@ -535,8 +552,10 @@ class MegatronLearner:
 
     def load_state(self, folder: str) -> None:
         """Resume from a checkpoint of any parallel layout. Raises UserError if it is broken or of another model."""
-        for name, model in self._trained.items():
-            load_state(model, Path(folder) / name)
+        for adapter in self.adapters:
+            load_state(self._model, Path(folder) / "actor" / adapter)
+        if self._critic is not None:
+            load_state(self._critic.model, Path(folder) / "critic")
 
     def close(self) -> None:
         """Leave the process groups, so that another learner can be created in this process."""

@@ -159,14 +159,14 @@ class Snapshot:
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = not any(optimizer.state for optimizer in model.inner_optimizers)
         # Fused optimizers count their steps there.
-        self._counts = [group.get("step") for group in _inner_groups(model)]
+        self._counts = [group.get("step") for group in inner_groups(model)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
         self._model.steps_taken = self._steps_taken
         copy_tensors(zip(map(contents, self._storages), self._copies, strict=True))
-        for group, count in zip(_inner_groups(self._model), self._counts, strict=True):
+        for group, count in zip(inner_groups(self._model), self._counts, strict=True):
             group.pop("step", None)
             if count is not None:
                 group["step"] = count
@@ -176,5 +176,6 @@ class Snapshot:
                 optimizer.state.clear()
 
 
-def _inner_groups(model: TrainedModel) -> list[dict[str, Any]]:
+def inner_groups(model: TrainedModel) -> list[dict[str, Any]]:
+    """The parameter groups of the optimizers that compute the steps."""
     return [group for optimizer in model.inner_optimizers for group in optimizer.param_groups]

@@ -124,6 +124,9 @@ function drawTables(now) {
   $("datasets").replaceChildren(table(["data set", "mean reward, of its last groups", "groups trained", "share", "groups filtered", "epochs"],
     Object.entries(now.datasets).map(([name, of]) => [name, of.reward, of.trained, percent(of.share), of.filtered, of.epochs]), ""));
   $("datasets-box").hidden = !Object.keys(now.datasets).length;
+  $("trained-adapters").replaceChildren(table(["adapter", "version", "mean reward, of its last groups", "groups trained", "share", "mean staleness of its last batch", "queue"],
+    Object.entries(now.adapters).map(([name, of]) => [name, of.version < 0 ? "–" : `v${of.version}`, of.reward, of.trained, percent(of.share), of.age, of.queue]), ""));
+  $("trained-adapters-box").hidden = !Object.keys(now.adapters).length;
   $("scores").replaceChildren(table(["data set", "first, of its samples", "last", "after rollout", "weights"],
     Object.entries(now.scores).map(([name, of]) => [name, score(of[0]), score(of.at(-1)), of.at(-1).rollout < 0 ? "–" : String(of.at(-1).rollout), weights(of.at(-1))]), "Nothing has been evaluated yet."));
   $("notices").replaceChildren(...now.notices.map((notice) => el("li", {}, el("span", { className: "soft", textContent: `${duration(notice.at)}  ` }), notice.text)));

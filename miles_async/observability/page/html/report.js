@@ -67,7 +67,7 @@ function compareTables() {
   $("ages").replaceChildren(table(["staleness", ...names], counts("staleness").sort((a, b) => a[0] - b[0]), "Nothing has been trained."));
   $("outcomes").replaceChildren(table(["outcome", ...names], counts("outcomes").map(([name, ...of]) => [name.replaceAll("_", " "), ...of]), "No group has ended."));
   $("scores").replaceChildren(table(["data set", ...names], rows("scores", (of) => (of ? `${percent(of[0].accuracy)} to ${score(of.at(-1))}, ${weights(of.at(-1))}` : "–")), "Nothing has been evaluated."));
-  for (const heading of ["h-engines", "h-datasets", "h-earlier", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
+  for (const heading of ["h-engines", "h-datasets", "h-trained-adapters", "h-earlier", "h-notices", "h-samples"]) $(heading).append(` of ${main.name}`);
 }
 
 function bands() {

@@ -16,6 +16,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.errors import FatalError, UserError
 from miles_async.pipeline.devices import SharedDevices
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import SendOutcome
 
 pytestmark = pytest.mark.virtual_time
@@ -46,7 +47,9 @@ class TwoSources:
     async def compare(self, engine: str) -> list[float | None]:
         return [self.differences.get(engine), None]
 
-    async def stage(self, version: int, transports: Sequence[str]) -> None:
+    async def stage(
+        self, version: int, transports: Sequence[str], adapter: str = "", lineage: Lineage | None = None
+    ) -> None:
         self.staged.append((version, transports))
 
     async def send(self, version: int, engine: str, transport: str) -> list[SendOutcome]:
