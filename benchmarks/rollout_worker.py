@@ -88,7 +88,7 @@ class EndlessPrompts:
         self._returned: list[Group] = []
         self.metadata: dict[str, Any] = {}
 
-    def get_samples(self, num_samples: int) -> list[Group]:
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
         return [self._returned.pop() if self._returned else self._next() for _ in range(num_samples)]
 
     def add_samples(self, samples: Sequence[Group]) -> None:
