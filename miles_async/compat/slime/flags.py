@@ -166,14 +166,24 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
     """Translate the flags that need more than their own value."""
     _evaluation(values, translator)
     _weights(values, translator)
-    for name in ("rollout_max_context_len", "eval_max_context_len"):
-        if name in values:
-            flag = f"--{name.replace('_', '-')}"
-            translator.set("engine.sglang_server_args.context_length", values[name], flag)
+    _context_lengths(values, translator)
     if "log_probs_max_tokens_per_gpu" in values:
         translator.idle["--log-probs-max-tokens-per-gpu"] = "has no effect: max_tokens_per_gpu limits all passes"
     if "custom_config_path" in values:
         _custom_config(Path(str(values["custom_config_path"])).expanduser(), translator)
+
+
+def _context_lengths(values: Mapping[str, Any], translator: Translator) -> None:
+    """Engines need the longer of both contexts. Only functions of users read the two limits, so they get them."""
+    names = ("rollout_max_context_len", "eval_max_context_len")
+    given = {name: values[name] for name in names if name in values}
+    numbers = [value for value in given.values() if isinstance(value, int)]
+    differ = len({*numbers}) > 1
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        translator.set("engine.sglang_server_args.context_length", max(numbers) if differ else value, flag)
+        if differ:
+            translator.set(f"rollout.custom_args.{name}", value, flag)
 
 
 def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:

@@ -73,6 +73,14 @@ def test_a_key_of_the_custom_configuration_wins_over_the_flag_of_slime(tmp_path:
     assert (args.use_tis, args.tis_level) == (True, "token")
 
 
+def test_evaluations_may_have_another_context_length_than_the_rollouts() -> None:
+    flags = ["--rollout-max-context-len", "4096", "--eval-max-context-len", "16384"]
+    args = of(*flags)
+    assert (args.rollout_max_context_len, args.eval_max_context_len) == (4096, 16384)
+    assert args.sglang_server_args["context_length"] == 16384
+    assert of("--eval-max-context-len", "4096").rollout_max_context_len == 4096
+
+
 def test_a_function_may_set_what_is_not_a_setting() -> None:
     args = flat_args(run_config(), tokenizer="of the run")
     args.rollout_max_context_len, args.tokenizer = 100, "its own"
