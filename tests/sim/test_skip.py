@@ -291,8 +291,8 @@ def test_repeat_scores_recorded_responses_against_the_label_of_their_own_prompt(
     problem = "1 + 1", "2"
     seen: set[tuple[Any, Any]] = set()
 
-    def with_problem(self: Feed, num_samples: int) -> list[Group]:
-        groups = get_samples(self, num_samples)
+    def with_problem(self: Feed, num_samples: int, adapter: str = "") -> list[Group]:
+        groups = get_samples(self, num_samples, adapter)
         for sample in (sample for group in groups for sample in group):
             sample.prompt, sample.label = problem
         return groups
@@ -320,8 +320,8 @@ def test_a_recording_of_another_prompt_stops_the_run_too(tmp_path: Path, monkeyp
     play(tmp_path)
     get_samples = Feed.get_samples
 
-    def reworded(self: Feed, num_samples: int) -> list[Group]:
-        groups = get_samples(self, num_samples)
+    def reworded(self: Feed, num_samples: int, adapter: str = "") -> list[Group]:
+        groups = get_samples(self, num_samples, adapter)
         for group in groups:
             for sample in group:
                 sample.prompt = "Think. ?"
