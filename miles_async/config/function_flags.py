@@ -8,9 +8,8 @@ Each flag, given or not, is an attribute of `args`, like the entries of `custom_
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.flags import Assignment, Flags
@@ -18,6 +17,9 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_guests, is_defined_here, load_named
 from miles_async.errors import UserError, collected
 from miles_async.json_values import UnrepresentableError, json_value, shown_error
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 _ASKED = ("rollout_function_path", "custom_generate_function_path")
 """Settings whose functions may add flags: those that Miles asks."""
@@ -28,12 +30,15 @@ def take_flags_of_functions(flags: Flags, config: RunConfig) -> bool:
 
     Returns whether `flags` has changed. A function that cannot be imported adds none, and is reported elsewhere.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False, conflict_handler="resolve")
+    functions = list(_functions(config))
+    if not functions:
+        return False
+    parser = _parser()
     complaints: list[str] = []
     known = []
     own: dict[str, Any] = {}
     with collected(complaints):
-        for name, function in _functions(config):
+        for name, function in functions:
             _ask(function, name, parser)
         found, rest = parser.parse_known_args([word for words in flags.unknown.values() for word in words])
         known = [sentence for sentence, (flag, *_) in flags.unknown.items() if flag not in rest]
@@ -47,9 +52,15 @@ def take_flags_of_functions(flags: Flags, config: RunConfig) -> bool:
     return bool(own or complaints)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}: correct the flags of your function")
+def _parser() -> ArgumentParser:
+    # Most runs have no such function, and start without this module.
+    from argparse import ArgumentParser
+
+    class Parser(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{message}: correct the flags of your function")
+
+    return Parser(add_help=False, allow_abbrev=False, conflict_handler="resolve")
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -73,7 +84,7 @@ def _plain(name: str, value: Any) -> Any:
         raise UserError(f"args.{name}, which a function adds, cannot be stored: {error}") from None
 
 
-def _ask(function: Any, name: str, parser: argparse.ArgumentParser) -> None:
+def _ask(function: Any, name: str, parser: ArgumentParser) -> None:
     try:
         function.add_arguments(parser)
     except Exception as error:

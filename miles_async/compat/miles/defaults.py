@@ -1,4 +1,4 @@
-"""The defaults of Miles, by the names of our settings.
+"""The defaults of Miles, by the names of our settings, and the function that one of them depends on.
 
 Commit 31f1ca96 resolves the settings that it shares with slime as slime does, but leaves the router as it is.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 from miles_async.compat.slime.defaults import DEFAULTS as OF_SLIME
 
+FULLY_ASYNC = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
+"""Miles' name of the rollout function that `--fully-async` selects. It stands for ours."""
 DEFAULTS: Mapping[str, Any] = {
     **OF_SLIME,
     "sglang_router_args": {"balance_abs_threshold": 64, "balance_rel_threshold": 1.5},

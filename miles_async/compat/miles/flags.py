@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from miles_async.compat.miles.defaults import FULLY_ASYNC
 from miles_async.config.translation import Flag, Idle, Only, Refused, Rule, converts, sets
 
-FULLY_ASYNC = "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn"
-"""Miles' name of the rollout function that `--fully-async` selects. It stands for ours."""
 _EXPERTS_LORA = Refused("every expert has its own adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_async.compat.miles.defaults import DEFAULTS
-from miles_async.compat.miles.flags import FULLY_ASYNC
+from miles_async.compat.miles.defaults import DEFAULTS, FULLY_ASYNC
 from miles_async.config.fields import with_settings
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_named
