@@ -66,5 +66,9 @@ def _offload(model: MegatronModel) -> Offloaded:
         return Offloaded(model.host_memory, (parameter for chunk in model.chunks for parameter in chunk.parameters()))
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     # The state of an offloaded optimizer is in host memory already.
-    on_device = (tensor for tensor in model_tensors(model) if tensor.device == model.device)
+    on_device = (tensor for tensor in model_tensors(model) if _is_on(model.device, tensor))
     return Offloaded(model.host_memory, on_device, [buffer.grad_data for buffer in buffers])
+
+
+def _is_on(device: torch.device, tensor: Tensor) -> bool:
+    return tensor.device == device
