@@ -2,7 +2,7 @@
 
 Each published version has another name, so engines serve several versions at once and a publish stops nothing:
 requests in flight end under the version that they began with. `scheduling/bounds.py` proves how many versions an engine
-holds. A run may train several adapters, each of which has its own versions.
+holds. A run may train several adapters. Each has its own versions.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class AdapterSource:
         """Whether the log-probabilities of engines and learner are to be compared for the staged version: up to the
         first version of its adapter that changes the model. The checksums of later ones suffice."""
         self._changing: set[str] = set()
-        """The adapters of which a staged version changes the model: a new adapter does not."""
+        """Adapters with a staged version that changes the model. The first version of a new adapter changes nothing."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
         """Remember the engines. Raises EngineLostError if one does not answer."""

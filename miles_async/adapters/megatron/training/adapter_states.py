@@ -15,7 +15,13 @@ from miles_async.adapters.megatron.checkpoint.training_state import create_momen
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import TrainedModel
 from miles_async.adapters.megatron.model.host_memory import HostMemory, copy_tensors
-from miles_async.adapters.megatron.training.optimizer import contents, distinct_storages, inner_groups, model_tensors
+from miles_async.adapters.megatron.training.optimizer import (
+    contents,
+    distinct_storages,
+    model_tensors,
+    set_step_counts,
+    step_counts,
+)
 
 
 class AdapterStates:
@@ -63,18 +69,14 @@ class _State:
         """Copy the state from the model."""
         self._copies = self._memory.copy(_storages(model))
         self._steps_taken = model.steps_taken
-        # Fused optimizers count their steps there.
-        self._counts = [group.get("step") for group in inner_groups(model)]
+        self._counts = step_counts(model)
 
     @torch.no_grad()
     def restore(self, model: TrainedModel) -> None:
         """Copy the state into the model."""
         copy_tensors(zip(_storages(model), self._copies, strict=True))
         model.steps_taken = self._steps_taken
-        for group, count in zip(inner_groups(model), self._counts, strict=True):
-            group.pop("step", None)
-            if count is not None:
-                group["step"] = count
+        set_step_counts(model, self._counts)
 
 
 def _storages(model: TrainedModel) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -158,24 +158,33 @@ class Snapshot:
         self._storages = list(distinct_storages(tensors).values())
         self._copies = model.host_memory.copy(list(map(contents, self._storages)))
         self._is_before_first_step = not any(optimizer.state for optimizer in model.inner_optimizers)
-        # Fused optimizers count their steps there.
-        self._counts = [group.get("step") for group in inner_groups(model)]
+        self._counts = step_counts(model)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the model and optimizer to the time when the snapshot was taken."""
         self._model.steps_taken = self._steps_taken
         copy_tensors(zip(map(contents, self._storages), self._copies, strict=True))
-        for group, count in zip(inner_groups(self._model), self._counts, strict=True):
-            group.pop("step", None)
-            if count is not None:
-                group["step"] = count
+        set_step_counts(self._model, self._counts)
         if self._is_before_first_step:
             # Optimizers create their state in their first step.
             for optimizer in self._model.inner_optimizers:
                 optimizer.state.clear()
 
 
-def inner_groups(model: TrainedModel) -> list[dict[str, Any]]:
+def step_counts(model: TrainedModel) -> list[Any]:
+    """The steps that fused optimizers count in each parameter group; None where a group has no count."""
+    return [group.get("step") for group in _inner_groups(model)]
+
+
+def set_step_counts(model: TrainedModel, counts: Sequence[Any]) -> None:
+    """Set what `step_counts` has returned."""
+    for group, count in zip(_inner_groups(model), counts, strict=True):
+        group.pop("step", None)
+        if count is not None:
+            group["step"] = count
+
+
+def _inner_groups(model: TrainedModel) -> list[dict[str, Any]]:
     """The parameter groups of the optimizers that compute the steps."""
     return [group for optimizer in model.inner_optimizers for group in optimizer.param_groups]
