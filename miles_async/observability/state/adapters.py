@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from statistics import fmean
 
 from miles_async.events import GroupGenerated, GroupMoved, LearnerRestored, PublishEnded, StepStarted
+from miles_async.observability.state.contributions import Contribution, share
 from miles_async.scheduling.ledger import GroupState
 
-RECENT_GROUPS = 64
 
-
-class AdapterState:
+class AdapterState(Contribution):
     """The groups and versions of one adapter."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.version = -1
         """Its newest version that is live; -1 before the first."""
-        self.trained = 0
-        """Groups whose weights are live."""
         self.queue = 0
         """Groups in its queue."""
         self.age: float | None = None
         """Mean staleness of its last batch; None before the first."""
-        self.recent: deque[float] = deque(maxlen=RECENT_GROUPS)
-        """The mean rewards of its last generated groups."""
-
-    @property
-    def reward(self) -> float | None:
-        """The mean reward of the last generated groups; None before the first."""
-        return fmean(self.recent) if self.recent else None
 
 
 class Adapters:
@@ -43,8 +33,7 @@ class Adapters:
         adapter = self.known.setdefault(event.adapter, AdapterState())
         match event:
             case GroupMoved():
-                adapter.trained += event.after == GroupState.PUBLISHED
-                adapter.trained -= event.before == GroupState.PUBLISHED  # its training was undone
+                adapter.count_trained(event)
                 adapter.queue += (event.after == GroupState.QUEUED) - (event.before == GroupState.QUEUED)
             case GroupGenerated():
                 adapter.recent.append(event.reward)
@@ -55,4 +44,4 @@ class Adapters:
 
     def share(self, name: str) -> float:
         """The fraction of the trained groups that have trained an adapter; 0 if none was trained."""
-        return self.known[name].trained / max(1, sum(adapter.trained for adapter in self.known.values()))
+        return share(self.known, name)
