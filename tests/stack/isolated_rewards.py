@@ -113,3 +113,8 @@ async def waits_or_blocks(args: Any, sample: Sample) -> float:
 def brevity(args: Any, sample: Sample) -> float:
     """The opposite of `length`: 1 for one token."""
     return 1.0 / max(sample.response_length, 1)
+
+
+def digits(args: Any, sample: Sample) -> float:
+    """The share of a response's characters that are digits. It varies among answers of an untrained model."""
+    return sum(character.isdigit() for character in sample.response) / max(len(sample.response), 1)

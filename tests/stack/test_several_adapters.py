@@ -28,9 +28,10 @@ from tests.stack.job import Job
 
 ADAPTERS = {"long": {"weight": 2}, "short": {}, "sums": {}}
 REWARDS = {
+    # Each reward varies within groups of an untrained model, so that each adapter has a gradient.
     "long": {"custom_rm_path": "tests.stack.isolated_rewards.length"},
     "short": {"custom_rm_path": "tests.stack.isolated_rewards.brevity"},
-    "sums": {"rm_type": "exact"},
+    "sums": {"custom_rm_path": "tests.stack.isolated_rewards.digits"},
 }
 BATCH, FIRST, ALL, LIMIT = 8, 8, 20, 2
 FAULTS = [
