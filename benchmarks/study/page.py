@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
+from benchmarks.study.runs import AGAIN, KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
-FRESH = ("in turns", STALE + "default")
+FRESH = (("in turns", STALE + "default"), ("in turns", AGAIN))
 """What the runs with really stale samples are compared with."""
 INTRODUCTION = """\
 # What staleness costs
@@ -30,7 +30,7 @@ uses. `make study` repeats the measurement. It continues where it was interrupte
 """
 
 
-FEW = ("no seed", "one seed", "two seeds")
+FEW = ("no pair", "one seed", "two seeds")
 """By their number, what is said of values that are too few for an interval."""
 
 Runs = dict[tuple[str, str], dict[int, Outcome]]
@@ -50,7 +50,7 @@ class Interval:
         """The half width is infinite for fewer than three values: the distance of two says nothing about others."""
         size = len(values)
         if size < len(FEW):
-            return cls(fmean(values), float("inf"), size)
+            return cls(fmean(values or [0.0]), float("inf"), size)
         return cls(fmean(values), float(stdtrit(size - 1, 0.975)) * stdev(values) / size**0.5, size)
 
     @property
@@ -61,7 +61,7 @@ class Interval:
         """The formatted mean with its interval, or with the number of seeds."""
         if self.half < float("inf"):
             return f"{mean} ± {self.half:.{len(mean.partition('.')[2])}f}"
-        return f"{mean} ({FEW[self.size]})"
+        return f"{mean} ({FEW[self.size]})" if self.size else FEW[0]
 
     def __str__(self) -> str:
         return self.shown(f"{self.mean:+.3f}")
@@ -89,9 +89,19 @@ def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
 
 
 def difference(runs: Runs, name: tuple[str, str]) -> Interval:
-    """Accuracy of `name` minus accuracy in turns, over seeds that both have."""
-    found, expected = runs[name], runs[FRESH if name[1].startswith(STALE) else IN_TURNS]
-    return Interval.of([found[seed].after - expected[seed].after for seed in found if seed in expected])
+    """Accuracy of `name` minus accuracy in turns, over pairs with one seed and one warm start.
+
+    Another machine makes another model of the same seed. Its accuracy before training tells it.
+    """
+    expected = [runs[base] for base in (FRESH if name[1].startswith(STALE) else (IN_TURNS,)) if base in runs]
+    return Interval.of(
+        [
+            run.after - base[seed].after
+            for seed, run in runs[name].items()
+            for base in expected
+            if seed in base and base[seed].before == run.before
+        ]
+    )
 
 
 def seconds_to(accuracy: float, runs: Iterable[Outcome]) -> float | None:
@@ -153,7 +163,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
         for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
             name = (f"limit {limit}", STALE + variant)
             # One seed says nothing about a difference.
-            if FRESH in runs and len(runs.get(name, ())) > 1:
+            if name in runs and difference(runs, name).size > 1:
                 age = fmean(run.staleness for run in runs[name].values())
                 sentences.append(
                     f"- With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
@@ -172,7 +182,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
 def _really_stale(runs: Runs) -> str:
     planned = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
     names = sorted((name for name in planned if name in runs), key=lambda name: limit_of(name[0]))
-    if FRESH not in runs:
+    if not set(FRESH) & runs.keys():
         return ""
     return f"""
 ## When samples are really stale
@@ -182,7 +192,8 @@ limit of 1 to 896 under a limit of 16, with batches of 64 (`benchmarks/study/slo
 run whose samples are on average less than {LEAST_SHARE:.0%} as old as the limit allows, which happens on a slow
 machine. The tables below have the same job without the waits, where generation is the bottleneck and the mean staleness
 is about 1 at every limit. The runs in turns of this table have no surplus of over-sampling, so that their staleness is
-0. They began with the same warm start as the other runs of the table.
+0. The warm start of a seed differs between machines. A difference is that of runs with one seed and one warm start;
+the runs in turns were repeated for the limits that another machine measured.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
@@ -216,7 +227,7 @@ def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
     found = list(runs[name].values())
     numbers = [str(len(found)), _spread([run.after for run in found])]
-    numbers += ["" if name == FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
+    numbers += ["" if name in FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
     numbers.append(str(max(run.max_staleness for run in found)))
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
 

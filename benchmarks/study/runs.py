@@ -52,6 +52,8 @@ LOSSES = {
 }
 STALE = "stale "
 """The beginning of the variants in which samples are really stale."""
+AGAIN = STALE + "default, again"
+"""The runs in turns on the machine of limits 1, 2 and 8, whose warm starts are not those of limits 4 and 16."""
 STALE_GROUPS = {1: 64, 2: 96, 4: 192, 8: 448, 16: 896}
 """Groups in flight by staleness limit, in batches of 64. See `slow_grader.py`."""
 STALE_RATIO = {8: 0.1, 16: 0.1}
@@ -76,7 +78,8 @@ class Cell:
     schedule: str
     """`in turns` or `limit N`."""
     variant: str
-    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N`, which has the settings of `default`."""
+    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N` and `AGAIN`, which have the settings of
+    `default`."""
     seed: int
     flags: tuple[str, ...] = ()
     """Flags in addition to the configuration, the schedule and the seed."""
@@ -85,7 +88,7 @@ class Cell:
     @property
     def path(self) -> Path:
         job = "" if self.config == MAIN else f"{self.config.stem} "
-        return STORE / f"{job}{self.schedule} {self.variant} seed {self.seed}.json".replace(" ", "-")
+        return STORE / f"{job}{self.schedule} {self.variant} seed {self.seed}.json".replace(",", "").replace(" ", "-")
 
     def is_too_fresh(self, outcome: Outcome) -> bool:
         """Whether samples should have been really stale and were not."""
@@ -167,10 +170,12 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
                     yield Cell(f"limit {limit}", name, seed, flags)
     if "stale" in parts:
         main = ("default", "recommended")
+        # A limit of 0: without over-sampling, no batch trains the surplus of the batch before.
+        fresh = ("--over-sampling-batch-size", "64")
         for seed in SEEDS[:seeds]:
-            # A limit of 0: without over-sampling, no batch trains the surplus of the batch before.
-            yield Cell("in turns", STALE + "default", seed, ("--over-sampling-batch-size", "64"))
+            yield Cell("in turns", STALE + "default", seed, fresh)
             yield from (_stale(limit, name, seed) for limit in (4, 16) for name in main)
+        yield from (Cell("in turns", AGAIN, seed, fresh) for seed in SEEDS[:seeds])
         for limits, names in (((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
             for seed in SEEDS[:seeds]:
                 for limit in limits:

@@ -152,6 +152,24 @@ def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
     assert f'`make study ARGS="stale"` runs {planned} such cells. {planned - 2} of them have not been run yet.' in text
 
 
+def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(store: Path) -> None:
+    cells = {(cell.schedule, cell.variant): cell for cell in runs.cells(["stale"], 1)}
+    fresh, again = (cells["in turns", variant] for variant in (runs.STALE + "default", runs.AGAIN))
+    old, new, other = (cells[f"limit {limit}", runs.STALE + "default"] for limit in (4, 2, 1))
+    stored = page.by_name(
+        (cell, replace(outcome(cell, after), before=before))
+        for cell, before, after in (
+            (fresh, 0.4, 0.8),
+            (again, 0.5, 0.9),
+            (old, 0.4, 0.7),
+            (new, 0.5, 0.7),
+            (other, 0.3, 0.7),
+        )
+    )
+    found = [str(page.difference(stored, (cell.schedule, cell.variant))) for cell in (old, new, other)]
+    assert found == ["-0.100 (one seed)", "-0.200 (one seed)", "no pair"]
+
+
 def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:
     stale = list(itertools.islice(runs.cells(["stale"], 1), 4))
     learns, falls = ([{"reward": reward} for reward in rewards] for rewards in ((0.3, 0.6, 0.7), (0.3, 0.6, 0.2)))
