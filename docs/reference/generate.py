@@ -31,6 +31,7 @@ from miles_async.config.flag_text import meaning
 from miles_async.config.guest_flags import shown
 from miles_async.config.translation import Flag, entries
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
+from tests.launch_scripts.outcomes import GPUS, as_words
 from tests.launch_scripts.record import PROJECTS
 from tests.launch_scripts.replay import Recording, Script, recorded_results, scripts
 from tests.launch_scripts.roll_files import roll_files
@@ -137,7 +138,8 @@ def flags_page() -> str:
         "setting of the same name, or is *mapped* to other settings, *compared* with the checkpoint or with what every",
         "run does, *passed on* to Megatron-core, *without effect* for a reason, or *refused* with what to use.",
         "`--help-slime` and `--help-megatron` print the whole tables. Tests run `--check-config` on all of these",
-        "scripts, with a small checkpoint of their family and rows with their keys: see the [results](#scripts).",
+        "scripts, with a small checkpoint of their family and rows with their keys, and some with another number of",
+        "GPUs: see the [results](#scripts).",
         "",
         "| flag | scripts | | meaning |",
         "|---|---|---|---|",
@@ -202,9 +204,11 @@ def _link(recording: Recording) -> str:
 
 
 def _result(recording: Recording) -> str:
-    """Whether a script or a file passes `--check-config`, or why not in a few words."""
+    """Whether a script or a file passes `--check-config`, and with which number of GPUs, or why not in a few words."""
     reasons = recorded_results(recording.project)[recording.name]
-    return f"refused: {_escaped(', '.join(reasons))}" if reasons else "passes"
+    gpus = GPUS.get(recording.name)
+    passes = "passes" if gpus is None else f"passes with `{as_words(gpus)}`"
+    return f"refused: {_escaped(', '.join(reasons))}" if reasons else passes
 
 
 def keys_of_roll_page() -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import chain, takewhile
@@ -26,7 +26,7 @@ from typing import Any
 
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.guest_flags import GuestFlags, aliased, flags_of_guests, value_of
-from miles_async.config.translation import Outcome, translate
+from miles_async.config.translation import Outcome, Translation, translate
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
@@ -115,10 +115,16 @@ def parse_flags(argv: Sequence[str]) -> Flags:
             # The words that follow belong to the same mistake, such as a value with blanks.
             del words[: len(values)]
     of_guests: list[Assignment] = []
+    of_files: list[Assignment] = []
+    turned_off: dict[str, str] = {}
     for outcome in flags.guests.outcomes():
         _take(flags, outcome, of_guests)
+        of_files += _assignments(outcome.over_flags)
+        turned_off |= outcome.turned_off
+    flags.idle |= _replaced([*flags.assignments, *of_guests], of_files, turned_off)
+    of_guests = [one for one in of_guests if one.source not in turned_off]
     flags.problems += _contradictions(flags, of_guests)
-    flags.assignments += of_guests
+    flags.assignments += [*of_guests, *of_files]
     for project, content in theirs.items():
         _take(flags, translate(content, project), flags.assignments)
     flags.assignments += overrides
@@ -129,8 +135,25 @@ def _take(flags: Flags, outcome: Outcome, assignments: list[Assignment]) -> None
     """Add what arguments of another project mean to `flags`, and the settings to `assignments`."""
     flags.problems += outcome.problems
     flags.idle |= outcome.idle
-    for dotted, ours in outcome.translation.items():
-        assignments.append(Assignment(tuple(dotted.split(".")), ours.value, ours.key))
+    assignments += _assignments(outcome.translation)
+
+
+def _assignments(translation: Translation) -> Iterator[Assignment]:
+    for dotted, ours in translation.items():
+        yield Assignment(tuple(dotted.split(".")), ours.value, ours.key)
+
+
+def _replaced(
+    of_flags: Iterable[Assignment], of_files: Iterable[Assignment], turned_off: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """The flags whose values those of a file take the place of, each with the reason."""
+    files = {one.path: one for one in of_files}
+    for one in of_flags:
+        other = files.get(one.path)
+        if one.source in turned_off:
+            yield one.source, f"has no effect, because {turned_off[one.source]} turns it off"
+        elif other is not None and other.value != one.value:
+            yield one.source, f"has no effect, because {other.source} sets {'.'.join(one.path)}, too"
 
 
 def _contradictions(flags: Flags, of_guests: Sequence[Assignment]) -> Iterator[str]:

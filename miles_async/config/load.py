@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -25,7 +25,7 @@ from miles_async.config.memory import longest_sample
 from miles_async.config.presets import like, names, preset, unlike, without_idle
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.redaction import contains_redacted, redacted_setting, redacted_values
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import EvalDataset, Rollout, RunConfig, TrainDataset
 from miles_async.config.schema.model import hub_name
 from miles_async.config.server_args import current_name
 from miles_async.config.translation import project_of, translate
@@ -39,6 +39,8 @@ from miles_async.plugins import errors_of
 from miles_async.rewards.plugin import usable_reward
 from miles_async.scheduling.bounds import Schedule
 from miles_async.transports import TRANSPORTS
+
+Rewarded = TypeVar("Rewarded", Rollout, TrainDataset, EvalDataset)
 
 _SHIPPED_ROLLOUT_FUNCTIONS = "miles_async.rollout"
 _ROLLOUT_FUNCTION_PATH = ("rollout", "rollout_function_path")
@@ -146,7 +148,7 @@ def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[Run
         return config, [*found, *(_describe(detail, sources) for detail in details), *more]
     config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
     config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
-    config = _resolve_reward_key(config)
+    config = _resolve_rewards(config, notes)
     with collected(found):
         config = _resolve_epochs(config, named=_NUM_ROLLOUT in sources)
     if _NUM_ROLLOUT in sources and not sources.get(_NUM_EPOCH, "--preset").startswith("--preset"):
@@ -431,13 +433,30 @@ def _resolve_epochs(config: RunConfig, *, named: bool) -> RunConfig:
     return with_settings(config, num_rollout=max(1, rollouts))
 
 
-def _resolve_reward_key(config: RunConfig) -> RunConfig:
-    """The configuration with the key of the reward that is trained on, if the reward is a dictionary."""
-    rollout = config.rollout
+def _resolve_rewards(config: RunConfig, notes: list[str]) -> RunConfig:
+    """The configuration without built-in rewards where a function scores, as in slime, and with the key of the reward
+    that is trained on, if the reward is a dictionary."""
+    rollout = _scored_once(config.rollout, "", notes)
+    config = with_settings(
+        config,
+        rm_type=rollout.rm_type,
+        datasets={name: _scored_once(one, f"datasets.{name}.", notes) for name, one in config.data.datasets.items()},
+        eval_datasets={
+            name: _scored_once(one, f"eval_datasets.{name}.", notes) for name, one in rollout.eval_datasets.items()
+        },
+    )
     reward = usable_reward(rollout.rm_type)
     if rollout.reward_key is not None or reward is None or not reward.keys:
         return config
     return with_settings(config, reward_key=reward.keys[0])
+
+
+def _scored_once(settings: Rewarded, name: str, notes: list[str]) -> Rewarded:
+    """Settings of the run or of a data set, whose names begin with `name`."""
+    if settings.rm_type is None or settings.custom_rm_path is None:
+        return settings
+    notes.append(f"{name}rm_type {settings.rm_type} has no effect, because {name}custom_rm_path is set")
+    return settings.model_copy(update={"rm_type": None})
 
 
 def _module_exists(module: str) -> bool:

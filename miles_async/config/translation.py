@@ -100,6 +100,10 @@ class Outcome:
     """One sentence for each key that is refused."""
     idle: dict[str, str] = field(default_factory=dict)
     """The keys that have no effect here, each with the reason, as in `Idle`."""
+    over_flags: Translation = field(default_factory=dict)
+    """What a file sets that a flag names, and that takes precedence over all flags."""
+    turned_off: dict[str, str] = field(default_factory=dict)
+    """The switches that the keys of such a file turn off, each with the key."""
 
 
 def project_of(content: Mapping[str, Any]) -> str | None:

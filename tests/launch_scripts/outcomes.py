@@ -24,12 +24,16 @@ ENGINE = "actor_rollout_ref.rollout.name"
 SGLANG: Mapping[str, str] = {ENGINE: "sglang"}
 """The edit of a script whose engines run vLLM."""
 GPUS: Mapping[str, Mapping[str, str]] = {
+    # The script names no number, and Miles takes 8.
+    "formal_math-single_round-run_sft": {"--actor-num-gpus-per-node": "8"},
+    # Megatron needs a multiple of expert_model_parallel_size 8 * pipeline_model_parallel_size 2.
+    "run-glm4.7-30B-A3B": {"--actor-num-nodes": "2"},
     # Without expert_tensor_parallel_size, Megatron divides experts like the other layers, and needs more ranks.
     "dapo-test_dapo_qwen3_moe_30b_megatron_fp16": {"trainer.nnodes": "16"},
     "grpo_trainer-run_qwen3_235b_a22b_megatron": {"trainer.nnodes": "16"},
     "grpo_trainer-run_qwen3_30b_a3b_megatron": {"trainer.nnodes": "2"},
 }
-"""Numbers of GPUs for layouts that Megatron refuses on those of the script."""
+"""Numbers of GPUs for scripts whose layout Megatron refuses on theirs, or that name none."""
 REASONS: Mapping[str, str] = {
     "FP8": "computes in bf16 or fp32",
     "distillation": "on-policy distillation is not supported",
@@ -44,7 +48,6 @@ REASONS: Mapping[str, str] = {
     "engines of several kinds": "--sglang-config would pass arguments that the run does not check",
     "a router for engines of several kinds": "does not fit the router that the run starts",
     "no key of Weights & Biases": "--wandb-key needs a value",
-    "no number of GPUs, for which Miles assumes 8": " = 1 learner ranks are not divisible by",
     "a layout that Megatron refuses": "are not divisible by",
     "rows without an answer": "needs the right answer",
 }
@@ -75,6 +78,11 @@ REASONS_OF_VERL: Mapping[str, str] = {
 def edits(script: Script) -> Mapping[str, str]:
     """The keys that are changed, beside paths, with their values: the name of the engine and numbers of GPUs."""
     return {**(SGLANG if list(script.words(ENGINE)) == ["vllm"] else {}), **GPUS.get(script.name, {})}
+
+
+def as_words(changed: Mapping[str, str]) -> str:
+    """Changed flags and overrides as words of a command line."""
+    return " ".join(f"{key} {value}" if key.startswith("--") else f"{key}={value}" for key, value in changed.items())
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def main() -> None:
             result = Result.of(script, Path(folder))
             ends = _end(refusals(script.command(Path(folder)), script.entry))
             if changed := edits(script):
-                words = " ".join(f"{key}={value}" for key, value in changed.items())
+                words = as_words(changed)
                 ends += f"; with {words} {_end(refusals(script.command(Path(folder), changed), script.entry))}"
         counts = map(len, (result.mapped, result.compared, result.without_effect, result.refused))
         keys = len({row[0].lstrip("+~") for row in script.arguments})

@@ -1,8 +1,8 @@
 """Recorded launch scripts of other projects as command lines of this project.
 
-A recording (`record.py`) has the flags of a script. Nothing is changed but paths: each one names a file or folder that
-exists here. The checkpoint has a `config.json` with the dimensions that the flags of the script describe, and a
-tokenizer with a chat template. Rows of data have the keys that the script names.
+A recording (`record.py`) has the flags of a script. Nothing is changed but paths, and what the caller names. Each path
+is that of a file or folder that exists here. The checkpoint has a `config.json` with the dimensions that the flags of
+the script describe, and a tokenizer with a chat template. Rows of data have the keys that the script names.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -181,7 +182,8 @@ class Script(Recording):
         return self.program if self.program.endswith(".py") else _ENTRIES[self.program]
 
     def command(self, folder: Path, changed: Mapping[str, str] | None = None) -> list[str]:
-        """The command line, in which every path exists below `folder`. `changed` has other values for overrides."""
+        """The command line, in which every path exists below `folder`. `changed` has other values for flags and
+        overrides; a flag that the script lacks is added."""
         if not self.program.endswith(".py"):
             return self._overrides(folder, changed or {})
         (folder / "torch_dist").mkdir(exist_ok=True)
@@ -189,7 +191,9 @@ class Script(Recording):
         (folder / "rows.jsonl").write_text(self._rows("--input-key", "--label-key"))
         (folder / "evaluation.jsonl").write_text(self._rows("--eval-input-key", "--eval-label-key"))
         self._checkpoint(folder / "model")
-        return [word for flag, *values in self.arguments for word in (flag, *self._changed(flag, values, folder))]
+        others = [row for row in self.arguments if row[0] not in (changed or {})]
+        words = [word for flag, *values in others for word in (flag, *self._changed(flag, values, folder))]
+        return [*words, *chain.from_iterable((changed or {}).items())]
 
     def _overrides(self, folder: Path, changed: Mapping[str, str]) -> list[str]:
         """The flags of Hydra and the overrides of a script of verl."""

@@ -247,26 +247,30 @@ def _eval_file(path: Path, translator: Translator) -> Mapping[str, Mapping[str, 
 
 
 def _custom_config(path: Path, translator: Translator) -> None:
-    """slime sets an attribute of `args` for each key of the file. Keys that are settings or flags set these, too."""
+    """slime sets an attribute of `args` for each key of the file, whatever flags say. Keys that are settings or flags
+    set these, too."""
+    from miles_async.config import guest_flags
     from miles_async.config.fields import SETTINGS
-    from miles_async.config.guest_flags import GuestFlags
 
     key = f"--custom-config-path {path}"
-    content = _read(path, key, translator)
-    own = {}
-    for name, value in content.items():
+    file = Translator(translator.project, {})
+    for name, value in _read(path, key, translator).items():
+        source = f"{key}: {name}"
         if name in SETTINGS:
-            translator.set(SETTINGS[name].dotted, value, f"{key}: {name}")
+            file.set(SETTINGS[name].dotted, value, source)
+            continue
+        file.set(f"rollout.custom_args.{name}", value, source)
+        if (found := guest_flags.GuestFlags().find(name)) is None:
+            continue
+        if value is False:
+            translator.turned_off[guest_flags.shown(name)] = source
+        elif isinstance(found[1].rule, Combined):
+            file.problems.append(f"{source} has no effect in this file: pass {guest_flags.shown(name)} instead")
         else:
-            own[name] = value
-            found = None if value is False else GuestFlags().find(name)
-            if found is not None and isinstance(found[1].rule, Combined):
-                flag = f"--{name.replace('_', '-')}"
-                translator.problems.append(f"{key}: {name} has no effect in this file: pass {flag} instead")
-            elif found is not None:
-                translator.follow(found[1].rule, f"{key}: {name}", value)
-    if own:
-        translator.set("rollout.custom_args", own, key)
+            file.follow(found[1].rule, source, value)
+    translator.problems += file.problems
+    translator.idle |= file.idle
+    translator.over_flags |= file.translation
 
 
 def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:

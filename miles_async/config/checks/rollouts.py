@@ -160,8 +160,6 @@ def _reward(config: RunConfig) -> Iterator[str]:
     for prefix, chosen in choices.items():
         for complaint in () if chosen.rm_type is None else complaints(chosen.rm_type, config):
             yield f"{prefix}{complaint}"
-        if chosen.rm_type is not None and chosen.custom_rm_path is not None:
-            yield f"{prefix}rm_type and custom_rm_path are both set: unset one of them"
     if rollout.custom_rm_isolated and rollout.custom_rm_path is None:
         yield "custom_rm_isolated has no effect without custom_rm_path: set custom_rm_path, or unset custom_rm_isolated"
 

@@ -296,8 +296,38 @@ def test_keys_of_the_custom_configuration_set_what_flags_of_every_project_set(tm
     found = values(f"--custom-config-path {path}")
     assert found.items() >= values("--fully-async").items()
     assert found["learner.lr_decay_steps"] == 9
-    assert found["rollout.custom_args"]["use_slime_logs"] == 3
+    assert found["rollout.custom_args.use_slime_logs"] == 3
     assert f"--custom-config-path {path}: log_passrate" in parsed(f"--custom-config-path {path}").idle
+
+
+def test_the_custom_configuration_takes_precedence_over_flags_as_in_slime(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("lr: 2e-6\nuse_tis: false\nfully_async: false\nlr_decay_iters: 9\n")
+    key = f"--custom-config-path {path}"
+    flags = parsed(f"--lr 1e-6 --use-tis --fully-async --lr-decay-steps 7 --weight-decay 0.1 {key}")
+    config, found = config_of_values(flags)
+    assert found == []
+    assert (config.learner.lr, config.learner.lr_decay_steps, config.learner.weight_decay) == (2e-6, 9, 0.1)
+    assert config.algorithm.off_policy_correction is None
+    assert config.rollout.rollout_function_path == SETTINGS["rollout_function_path"].default
+    assert flags.idle == {
+        "--lr": f"has no effect, because {key}: lr sets learner.lr, too",
+        "--lr-decay-steps": f"has no effect, because {key}: lr_decay_iters sets learner.lr_decay_steps, too",
+        "--use-tis": f"has no effect, because {key}: use_tis turns it off",
+        "--fully-async": f"has no effect, because {key}: fully_async turns it off",
+    }
+
+
+def test_the_custom_configuration_adds_attributes_to_those_of_flags(tmp_path: Path) -> None:
+    path = tmp_path / "custom.yaml"
+    path.write_text("use_slime_logs: 3\n")
+    lengths = "--rollout-max-context-len 4096 --eval-max-context-len 16384"
+    config, _ = config_of_values(parsed(f"{lengths} --custom-config-path {path}"))
+    assert config.rollout.custom_args == {
+        "rollout_max_context_len": 4096,
+        "eval_max_context_len": 16384,
+        "use_slime_logs": 3,
+    }
 
 
 def test_a_key_of_the_custom_configuration_that_only_a_flag_can_set_is_refused(tmp_path: Path) -> None:

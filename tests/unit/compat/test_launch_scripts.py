@@ -1,4 +1,5 @@
-"""Launch scripts of slime and Miles pass `--check-config`, with the files that it reads, as they are but for paths."""
+"""Launch scripts of slime and Miles pass `--check-config`, with the files that it reads, as they are but for paths, and
+some with another number of GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from miles_async.config.user_functions import FORMS, load_function
 from miles_async.errors import collected
 from miles_async.guests import GUESTS
 from miles_async.rewards.functions import ifbench
-from tests.launch_scripts.outcomes import REASONS
+from tests.launch_scripts.outcomes import GPUS, REASONS, edits
 from tests.launch_scripts.replay import Script, reasons, recorded_results, refusals, scripts
 from tests.unit.compat.slime_names import checkout, forget, names_of_slime
 from workers.check_config import read_files
@@ -47,7 +48,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("script", ALL, ids=lambda script: script.name)
 def test_a_script_passes_or_is_refused_for_the_recorded_reasons(script: Script, tmp_path: Path) -> None:
-    found = reasons(refusals(script.command(tmp_path), script.entry), REASONS)
+    found = reasons(refusals(script.command(tmp_path, edits(script)), script.entry), REASONS)
     assert found == RESULTS[script.project][script.name]
 
 
@@ -106,6 +107,7 @@ def test_a_script_starts_as_it_is(name: str) -> None:
     found = [results[name] for results in RESULTS.values() if name in results]
     assert found
     assert not any(found)
+    assert name not in GPUS
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,21 @@ def test_sequence_parallelism_needs_tensor_parallelism() -> None:
     assert (config.learner.sequence_parallel, flags.notes) == (True, [])
 
 
+def test_a_function_scores_in_place_of_a_built_in_reward_as_in_slime() -> None:
+    sets = (
+        "eval_datasets={a: {path: a.jsonl, rm_type: math, custom_rm_path: mine.f}, b: {path: b.jsonl, rm_type: math}}"
+    )
+    flags = parse_flags(["--rm-type", "exakt", "--custom-rm-path", "mine.reward", f"rollout.{sets}"])
+    config, found = config_of_values(flags)
+    assert found == []
+    assert (config.rollout.rm_type, config.rollout.custom_rm_path) == (None, "mine.reward")
+    assert {name: one.rm_type for name, one in config.rollout.eval_datasets.items()} == {"a": None, "b": "math"}
+    assert flags.notes == [
+        "rm_type exakt has no effect, because custom_rm_path is set",
+        "eval_datasets.a.rm_type math has no effect, because eval_datasets.a.custom_rm_path is set",
+    ]
+
+
 def test_arguments_of_older_versions_of_sglang_have_their_new_names() -> None:
     config, flags = resolved("--sglang-cuda-graph-max-bs 16")
     assert config.engine.sglang_server_args == {"cuda_graph_max_bs_decode": 16}

@@ -208,8 +208,6 @@ def test_the_reward_of_a_data_set_is_checked_before_the_start(tmp_path: Path) ->
 
     assert "eval_datasets.aime: rm_type 'exakt' is unknown: set code" in said(rm_type="exakt")
     assert "eval_datasets.aime: rm_type remote_rm needs a reward server" in said(rm_type="remote_rm")
-    both = said(rm_type="math", custom_rm_path="mine.reward")
-    assert "eval_datasets.aime: rm_type and custom_rm_path are both set: unset one of them" in both
     config = configured(tmp_path, [{}], data_set={"custom_rm_path": "no_such_module.f"})
     with pytest.raises(UserError, match=r"custom_rm_path 'no_such_module\.f' cannot be imported"):
         RunRewards(config, None).of(config.rollout.eval_datasets["d"])
