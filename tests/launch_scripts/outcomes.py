@@ -35,7 +35,7 @@ GPUS: Mapping[str, Mapping[str, str]] = {
 }
 """Numbers of GPUs for scripts whose layout Megatron refuses on theirs, or that name none."""
 REASONS: Mapping[str, str] = {
-    "FP8": "computes in bf16 or fp32",
+    "low precision: FP8": "computes in bf16 or fp32",
     "distillation": "on-policy distillation is not supported",
     "images": "models are trained on text",
     "LoRA of a model without a plug-in": "get no adapters",
@@ -55,8 +55,8 @@ REASONS: Mapping[str, str] = {
 REASONS_OF_VERL: Mapping[str, str] = {
     "FSDP": "the learner runs Megatron-core",
     "Megatron-FSDP": "the learner shards its optimizer only",
-    "float16": "has no counterpart: set it to bfloat16",
-    "FP8": "learner and engines compute in bf16",
+    "low precision: float16": "has no counterpart: set it to bfloat16",
+    "low precision: FP8": "learner and engines compute in bf16",
     "TensorRT-LLM": "trtllm",
     "vLLM's arguments": "engine_kwargs.vllm",
     "NPU": "needs CUDA GPUs or CPUs",

@@ -60,9 +60,8 @@ REASONS: Mapping[str, str] = {
     "images": "DetectionRewardWorker",
     "FSDP": "the learner runs Megatron-core: set it to megatron_train",
     "Ulysses": "ulysses_size",
-    "fp16": "'fp16' has no counterpart",
+    "low precision: float16": "'fp16' has no counterpart",
     "a loss of 0": "rl_loss_coef 0",
-    "a placeholder in place of a number": "use_topr_neg_loss_coef 'x_2'",
     "a tracker that ROLL does not have": "track_with",
 }
 """What remains to be refused, and a part of the sentence."""

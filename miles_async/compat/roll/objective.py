@@ -233,18 +233,15 @@ def loss(keys: CombinedKeys) -> None:
 
 
 def coefficients(keys: CombinedKeys) -> None:
-    """Factors of parts of the loss. ROLL has keys of an earlier TOPR, which its code does not read any more."""
-    worker = "actor_train.worker_cls to roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
-    name = "use_topr_neg_loss_coef"
-    if keys.number(name) is not None:
-        keys.note(f"has no effect in ROLL either: set actor_train.pg_variant to topr, and {worker}", name)
+    """Factors of parts of the loss."""
     factor = keys.number("rl_loss_coef")
     if factor == 1:
         keys.note("has no effect at 1", "rl_loss_coef")
     if factor == 0:
         keys.refuse(
             "rl_loss_coef 0 multiplies the whole loss of the policy, so that ROLL trains nothing: set it to 1, and for "
-            f"TOPR actor_train.pg_variant to topr and {worker}"
+            "TOPR actor_train.pg_variant to topr and actor_train.worker_cls to "
+            "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
         )
     elif factor not in (None, 1):
         keys.refuse(
