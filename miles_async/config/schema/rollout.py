@@ -117,8 +117,8 @@ class Rollout(Section):
     rm_type: Annotated[str | None, REWARDS] = None
     """Built-in reward, the reward of an installed package, or module.Class of your own. With the prefix `boxed_`, such
     as boxed_exact, only the content of the last \\boxed{} of the response is scored; remote_rm always gets the whole
-    response. A row chooses another reward with rm_type in its metadata. If unset, custom_rm_path defines the reward of
-    all rows."""
+    response. A row chooses another reward with rm_type in its metadata. With custom_rm_path, which scores all rows,
+    it has no effect, as in slime."""
     custom_rm_path: str | None = None
     """User-defined reward, as module.function with the signature fn(args, sample) -> number, plain or async. With
     group_rm the function receives a list of samples and returns a list of numbers."""
