@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import RunConfig
+from miles_async.errors import FatalError
 from miles_async.events import GroupMoved, LearnerRestored, PublishEnded, StepStarted
 from miles_async.types import Group
 from tests.configuration import run_config
@@ -101,6 +102,16 @@ def test_an_adapter_whose_groups_take_long_holds_up_no_other() -> None:
     assert world.audit.violations == []
     assert world.seconds < 1000.0
     assert steps_of(world) == {"fast": 30}
+
+
+def test_an_adapter_that_is_never_finite_ends_the_run_although_others_are() -> None:
+    config = config_of(40, {"good": 1.0, "bad": 1.0}, max_weight_staleness=2, max_nonfinite_batches=3)
+    world = AdapterWorld(config=config, latency=lambda group, rng: 1.0)
+    world.finite = lambda rollout_id: world.trace.of(StepStarted)[-1].adapter != "bad"
+    with pytest.raises(FatalError, match="not finite in 3 batches of adapter bad in a row"):
+        world.run()
+    assert steps_of(world)["good"] > 0
+    assert len(world.dead_letters.letters) == 3 * BATCH
 
 
 @pytest.mark.parametrize("seed", range(12))
