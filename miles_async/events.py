@@ -435,8 +435,8 @@ class Evaluated(Event, frozen=True):
     truncated: float
     """Fraction of samples that reached the length limit."""
     versions: tuple[int, int]
-    """Oldest and newest weight version of the tokens. If a user's function evaluated and reports no versions: the live
-    versions at its start and its end."""
+    """Oldest and newest weight version of the tokens and of the keys that they used (`max_kv_staleness`). If a user's
+    function evaluated and reports no versions: the live versions at its start and its end."""
     missing: int = 0
     """Number of samples without a score, which no other figure includes."""
 

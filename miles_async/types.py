@@ -272,6 +272,14 @@ class Sample:
         self.index, self.prompt, self.label = values["index"], json_value(values["prompt"]), json_value(values["label"])
         self.metadata, self.tokens = json_value(values["metadata"]), list(values["prompt_tokens"])
 
+    def inherit(self, values: Mapping[str, Any]) -> None:
+        """Take what the sample does not set itself from the result of `prompt_dict`, and the origin in any case."""
+        self.prompt = self.prompt or json_value(values["prompt"])
+        self.label = json_value(values["label"]) if self.label is None else self.label
+        given = json_value(values["metadata"])
+        origin = {FROM_DATASET: given[FROM_DATASET]} if FROM_DATASET in given else {}
+        self.metadata = {**given, **self.metadata, **origin}
+
     @staticmethod
     def from_prompt_dict(values: Mapping[str, Any]) -> Sample:
         """A pending sample from the result of `prompt_dict`. Raises KeyError for a missing field."""

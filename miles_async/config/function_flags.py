@@ -3,12 +3,13 @@
     def add_arguments(parser): parser.add_argument("--turns", type=int, default=4)
     generate.add_arguments = add_arguments
 
-Each flag, given or not, is an attribute of `args`, like the entries of `custom_args`.
+Each flag, given or not, is an attribute of `args`, like the entries of `custom_args`. An entry of `custom_args` in a
+file takes the place of the default, and a flag on the command line that of the entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles_async.config.fields import SETTINGS, values_of
@@ -19,7 +20,7 @@ from miles_async.errors import UserError, collected
 from miles_async.json_values import UnrepresentableError, json_value, shown_error
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser
+    from argparse import ArgumentParser, Namespace
 
 _ASKED = ("rollout_function_path", "custom_generate_function_path")
 """Settings whose functions may add flags: those that Miles asks."""
@@ -40,12 +41,17 @@ def take_flags_of_functions(flags: Flags, config: RunConfig) -> bool:
     with collected(complaints):
         for name, function in functions:
             _ask(function, name, parser)
-        found, rest = parser.parse_known_args([word for words in flags.unknown.values() for word in words])
+        line = [word for words in flags.unknown.values() for word in words]
+        found, rest = parser.parse_known_args(line)
         known = [sentence for sentence, (flag, *_) in flags.unknown.items() if flag not in rest]
         own = {name: value for name, value in vars(found).items() if not _is_ours(flags, name)}
-        for name in own.keys() - config.rollout.custom_args.keys():
+        # A default gives way to every other source, and a flag only to those that come after it.
+        given = _given(parser, line, found)
+        later = {assignment.path for assignment in flags.assignments}
+        for name in own:
             path = (*SETTINGS["custom_args"].path, name)
-            flags.assignments.append(Assignment(path, _plain(name, own[name]), f"the flag of args.{name}"))
+            if path not in later and (name in given or name not in config.rollout.custom_args):
+                flags.assignments.append(Assignment(path, _plain(name, own[name]), f"the flag of args.{name}"))
     # A flag with an invalid value is not unknown.
     known += [sentence for sentence, (flag, *_) in flags.unknown.items() if any(flag in one for one in complaints)]
     flags.problems[:] = [*(sentence for sentence in flags.problems if sentence not in known), *complaints]
@@ -61,6 +67,13 @@ def _parser() -> ArgumentParser:
             raise UserError(f"{message}: correct the flags of your function")
 
     return Parser(add_help=False, allow_abbrev=False, conflict_handler="resolve")
+
+
+def _given(parser: ArgumentParser, line: Sequence[str], found: Namespace) -> set[str]:
+    """The names in `found` that the command line sets. The others have their defaults."""
+    # argparse does not replace attributes that a namespace has by defaults.
+    without_defaults, _ = parser.parse_known_args(line, type(found)(**dict.fromkeys(vars(found))))
+    return {name for name, value in vars(without_defaults).items() if value is not None}
 
 
 def _functions(config: RunConfig) -> Iterator[tuple[str, Any]]:

@@ -37,10 +37,16 @@ class LearningRate:
     wsd_decay_steps: int = 1
     wsd_decay_style: AnnealStyle = "linear"
 
-    def at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
+    def at(self, step: int, of_run: int | None = None) -> float:
+        """Learning rate of optimizer step `step`, counted from 0.
+
+        If a run trains several adapters, `step` counts those of one adapter, which are its warm-up, and `of_run` those
+        of all, with which the rate decays. So each adapter reaches the floor at the end of the run, whatever its share.
+        """
+        decayed = self._decayed(step if of_run is None else of_run)
+        return min(decayed, self.peak * (step + 1) / self.warmup_steps) if step < self.warmup_steps else decayed
+
+    def _decayed(self, step: int) -> float:
         if self.style == "constant":
             return self.peak
         if self.style == "inverse-square-root":

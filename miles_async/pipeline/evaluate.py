@@ -29,8 +29,8 @@ RETRY_SECONDS = 1.0
 
 Scores = Mapping[str, Mapping[str, Any]]
 """By data set: `rewards` and `truncated` (whether the length limit was reached), one entry per sample with a score, as
-in slime; `missing`, the number of samples without a score; `versions`, the weight versions of the tokens in ascending
-order; and `samples`, those with a score. Functions of users need not return the last three."""
+in slime; `missing`, the number of samples without a score; `versions`, the weight versions of the tokens and of their
+oldest keys in ascending order; and `samples`, those with a score. Functions of users need not return the last three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +129,12 @@ class Evaluator:
         self._report_failures(name, groups, failures, missing, len(rewards))
         if not rewards:
             return None
+        spans = [span for group in groups for sample in group for span in sample.spans]
         return {
             "rewards": rewards,
             "truncated": [float(truncated) for group in groups for truncated in group.truncated],
             "missing": missing,
-            "versions": sorted({span.version for group in groups for sample in group for span in sample.spans}),
+            "versions": sorted({version for span in spans for version in (span.version, span.oldest)}),
             "samples": [sample for group in groups for sample in group],
         }
 

@@ -245,15 +245,15 @@ class Restorer:
         return [group for group in self.lifecycle.groups_in(GroupState.TRAINED) if group.sequence in last]
 
     def _roll_back(self, learner: LearnerProgress, last: int, undone: Sequence[Group]) -> dict[int, str]:
-        """The next version of each adapter whose versions are not those of the checkpoint, from which another learner
-        continues."""
+        """The next version of each adapter, whose weights are those of the checkpoint from which another learner
+        continues.
+
+        Adapters that have not changed since the checkpoint get one, too: neither that learner nor engines that have
+        started with it are known to have their versions.
+        """
         run_state, versions = self.run_state, dict[int, str]()
         kept = {name: lineage.newest(learner.version) for name, lineage in run_state.lineages.items()}
-        newest = {name: one.newest(run_state.announced_version) for name, one in run_state.lineages.items()}
-        changed = [name for name in kept if newest[name] != kept[name]] or [
-            run_state.owner_of(learner.version) or next(iter(kept))
-        ]
-        for name in changed:
+        for name in kept:
             version, updates = run_state.announced_version + 1, int(learner.changed)
             [kept_version] = kept[name]
             run_state.lineages[name].roll_back(kept_version, version, updates)

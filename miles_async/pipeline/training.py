@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -34,8 +35,8 @@ class Training:
     config: RunConfig
 
     def __post_init__(self) -> None:
-        self._not_finite: list[list[Group]] = []
-        """The latest consecutive batches whose loss or gradient was not finite."""
+        self._not_finite: defaultdict[str, list[list[Group]]] = defaultdict(list)
+        """By adapter, its latest consecutive batches whose loss or gradient was not finite."""
 
     async def step(
         self, rollout_id: int, groups: list[Group], beside: Callable[[], asyncio.Task[None]] | None = None
@@ -45,10 +46,10 @@ class Training:
         `beside` starts a task that runs beside the learner, until the step ends.
 
         If a loss or gradient is not finite, the batch is dropped. Raises FatalError after
-        `max_nonfinite_batches` such batches in a row, whose groups are then dead-lettered.
+        `max_nonfinite_batches` such batches of an adapter in a row, whose groups are then dead-lettered.
         """
         run_state = self.run_state
-        adapter = run_state.adapter_of(groups[0]) if groups else ""
+        adapter = self._adapter_of(groups)
         [version] = (
             run_state.lineages[adapter].newest(run_state.trainer_version) if groups else [run_state.trainer_version]
         )
@@ -104,19 +105,25 @@ class Training:
         if report.finite:
             self.lifecycle.advance(groups, GroupState.TRAINED, rollout=rollout_id)
             run_state.weights_changed = True
-            self._not_finite = []
+            self._not_finite.pop(self._adapter_of(groups), None)
         else:
             self._drop_nonfinite(rollout_id, groups)
+
+    def _adapter_of(self, groups: Sequence[Group]) -> str:
+        """The adapter that a batch trains; the name is empty unless the run trains several."""
+        return self.run_state.adapter_of(groups[0]) if groups else ""
 
     def _drop_nonfinite(self, rollout_id: int, groups: list[Group]) -> None:
         for group in groups:
             self.lifecycle.drop(group, DropReason.NONFINITE)
-        self._not_finite.append(groups)
-        times = len(self._not_finite)
-        if times < self.config.learner.max_nonfinite_batches:
+        adapter = self._adapter_of(groups)
+        batches = self._not_finite[adapter]
+        batches.append(groups)
+        if (times := len(batches)) < self.config.learner.max_nonfinite_batches:
             return
-        sentence = f"loss or gradient was not finite in {times} batches in a row, up to rollout {rollout_id}"
-        for group in chain.from_iterable(self._not_finite):
+        of = f" of adapter {adapter}" if adapter else ""
+        sentence = f"loss or gradient was not finite in {times} batches{of} in a row, up to rollout {rollout_id}"
+        for group in chain.from_iterable(batches):
             self.dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
         raise FatalError(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
 

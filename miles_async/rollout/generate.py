@@ -2,7 +2,8 @@
 
     async def generate(args, sample, sampling_params) -> Sample | list[Sample]
 
-A list holds the segments of one trajectory, in the order in which they ended.
+A list holds the segments of one trajectory, in the order in which they ended. New samples inherit prompt, label and
+metadata from the sample that the function was given, unless they set them.
 `sampling_params` is SGLang's dictionary. `args` has every setting, the router's address, and two helpers that record
 tokens, log-probabilities and weight versions: `args.turns` (`adapters/sglang/multi_turn.py`) samples one chat turn, and
 `args.agents` (`adapters/agents/endpoint.py`) provides an address for an agent that speaks the protocol of OpenAI or
@@ -20,7 +21,7 @@ that failed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from itertools import chain
@@ -198,7 +199,7 @@ class FunctionGenerator:
             async with TimeLimit(self._timeout_seconds):
                 while True:
                     try:
-                        return await self._attempt(sample, number, sampling)
+                        return await self._attempt(sample, prompt, number, sampling)
                     except InfrastructureError as error:
                         failures += 1
                         if failures == self._max_attempts:
@@ -227,8 +228,10 @@ class FunctionGenerator:
             sample.status, sample.metadata["error"] = SampleStatus.FAILED, str(failure)
         raise failure
 
-    async def _attempt(self, sample: Sample, number: int, sampling: SamplingParams) -> list[Sample]:
-        """Call the function once. Returns segments that are finished or aborted."""
+    async def _attempt(
+        self, sample: Sample, given: Mapping[str, Any], number: int, sampling: SamplingParams
+    ) -> list[Sample]:
+        """Call the function once. `given` is the sample's `prompt_dict`. Returns finished or aborted segments."""
         version = self._live_version()
         prompt = sample.prompt
         # Agents append their turns to the list of messages, which all samples and attempts of a prompt share.
@@ -254,6 +257,8 @@ class FunctionGenerator:
                 segment.metadata, segment.remove_sample = dict(sample.metadata), sample.remove_sample
             result = recorded
         segments = self._segments(result, sample, number)
+        for segment in segments:
+            segment.inherit(given)
         if any(segment.status is SampleStatus.PENDING for segment in segments):
             raise TrajectoryError(f"sample {sample.index}: the generate function left it unfinished; set its status")
         if any(segment.status is SampleStatus.ABORTED for segment in segments):
@@ -295,7 +300,7 @@ class FunctionGenerator:
     def _segments(self, result: Sample | list[Sample], sample: Sample, number: int) -> list[Sample]:
         """The samples that a function returned for `sample`, without segments in which nothing was sampled."""
         if isinstance(result, Sample):
-            result.trajectory = None
+            result.index, result.trajectory = sample.index, None
             return [result]
         segments = [one for one in result if one.has_trained_tokens or one.status in _UNFINISHED] or result[-1:]
         for segment in segments:

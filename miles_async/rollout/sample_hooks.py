@@ -86,7 +86,7 @@ class HookedGenerator:
                 raise result
 
     async def _hooked(self, sample: Sample) -> Sample:
-        hooked = sample
+        hooked, given = sample, sample.prompt_dict()
         for path, hook in self._hooks:
             returned = await self._call(path, hook, hooked, sample)
             if returned is not None and not isinstance(returned, Sample):
@@ -95,6 +95,7 @@ class HookedGenerator:
             hooked = hooked if returned is None else returned
         hooked.index, hooked.trajectory = sample.index, sample.trajectory
         accept_values(hooked, keeps_objects=True)
+        hooked.inherit(given)
         check_columns(hooked, self._limits, None)
         return hooked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,20 +35,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config(*adapters: str) -> RunConfig:
+def config(*adapters: str, **settings: Any) -> RunConfig:
+    usual: dict[str, Any] = {"num_steps_per_rollout": 2, "lr_decay_style": "constant", "lr_warmup_steps": 2}
     return run_config(
         adapters={name: {} for name in adapters},
         num_rollout=len(TURNS),
-        num_steps_per_rollout=2,
         lora_rank=4,
         lr=1e-2,
-        lr_warmup_steps=2,
         weight_decay=0.01,
+        **usual | settings,
     )
 
 
-def train(learner: MegatronLearner, rollout: int) -> None:
-    """A recorded batch: the same for every learner."""
+def train(learner: MegatronLearner, rollout: int, trained: RunConfig | None = None) -> float:
+    """Train a recorded batch, the same for every learner. Returns the learning rate."""
     draw = random.Random(rollout)
     groups = [
         Group(
@@ -62,8 +63,10 @@ def train(learner: MegatronLearner, rollout: int) -> None:
         )
         for g in range(4)
     ]
-    [steps] = rank_batches(groups, config(), 1)
-    assert learner.train(rollout, steps).finite
+    [steps] = rank_batches(groups, trained or config(), 1)
+    report = learner.train(rollout, steps)
+    assert report.finite
+    return report.metrics["lr"]
 
 
 def adapters_of(learner: MegatronLearner) -> dict[str, dict[str, torch.Tensor]]:
@@ -117,6 +120,22 @@ def test_a_checkpoint_holds_all_adapters(
             resumed.adapters.select(TURNS[rollout])
             train(resumed, rollout)
         check(adapters_of(resumed), alone)
+
+
+def test_the_learning_rate_of_each_adapter_falls_with_the_steps_of_all(tiny: Path, tmp_path: Path) -> None:
+    several = config("chat", "code", "math", num_steps_per_rollout=1, lr_decay_style="linear", lr_warmup_steps=0)
+    rates = []
+    for rollouts in (range(4), range(4, len(TURNS))):
+        with learning(tiny, several) as learner:
+            if rollouts.start:
+                learner.load_state(str(tmp_path / "saved"))
+            for rollout in rollouts:
+                learner.adapters.select(TURNS[rollout])
+                rates.append(train(learner, rollout, several))
+            if not rollouts.start:
+                copy = learner.copy_state(str(tmp_path / "saved"))
+                copy.finish([copy.write()])
+    assert rates == pytest.approx([1e-2 * (1 - rollout / len(TURNS)) for rollout in range(len(TURNS))])
 
 
 def test_each_adapter_is_exported_to_a_folder_of_its_own(

@@ -30,6 +30,7 @@ _SETTINGS = {
     "shuffle": "rollout_shuffle",
     "seed": "rollout_seed",
     "held_out": "eval_size",
+    "adapter": "adapter",
 }
 """Names of stored values for people."""
 
@@ -260,7 +261,7 @@ class Feed:
             of_set = f" for data set {self.name}" if self.name else ""
             raise UserError(
                 f"the saved data position is of other data ({', '.join(changed)}): use the data, rollout_seed, "
-                f"rollout_shuffle, eval_size and n_samples_per_prompt of the saved run{of_set}"
+                f"rollout_shuffle, eval_size, n_samples_per_prompt and adapter of the saved run{of_set}"
             )
         self.epoch_id, self.sample_offset = position["epoch_id"], position["sample_offset"]
         self._order = self._epoch_order()
@@ -299,6 +300,7 @@ class Feed:
             "seed": settings.seed,
             "content": settings.content,
             "held_out": len(self._held_out),
+            "adapter": settings.adapter,
         }
 
     def _begin_epoch(self) -> None:

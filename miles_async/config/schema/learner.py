@@ -162,7 +162,7 @@ class Learner(LoraSettings):
     on GPUs and replicated on CPU machines."""
     max_nonfinite_batches: int = Field(1, ge=1)
     """Number of consecutive batches with a non-finite loss or gradient after which the run stops. The weights are not
-    updated by such batches."""
+    updated by such batches. If a run trains several adapters, the batches of each are counted alone."""
     save: str | None = None
     """Folder for checkpoints, from which load resumes. A checkpoint is written every save_interval rollouts and at the
     end of the run, even if Ctrl-C or SIGTERM ends it (drain_seconds). If unset, no checkpoints are written."""

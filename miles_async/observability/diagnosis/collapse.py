@@ -22,10 +22,11 @@ when a learner continues from a checkpoint, until batches of its weights show th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from statistics import median
 
-from miles_async.events import CollapseRiskChanged, Event, LearnerRestored, RunStarted, StepEnded
+from miles_async.events import CollapseRiskChanged, Event, LearnerRestored, RunStarted, StepEnded, StepStarted
 
 RECENT = 8
 """Number of the last trained batches that are judged together."""
@@ -46,18 +47,56 @@ KNOB = (
 """What to change."""
 
 
-class CollapseDetector:
-    """Pass every event to `observe`, which returns each change of the risk.
-
-    That includes the events of earlier drivers of the run, so that a restart changes neither the usual value nor the
-    risk that was announced.
-    """
+class _Signs:
+    """What the last batches of an adapter show, or those of a run that does not train several."""
 
     def __init__(self) -> None:
         self._ess: deque[float] = deque(maxlen=RECENT)
         self._norms: deque[float] = deque(maxlen=REMEMBERED_NORMS)
         self._usual_ess = 0.0
+        self.high = False
+
+    def start_over(self) -> None:
+        """Forget the last batches."""
+        self._ess.clear()
+        self._norms.clear()
+        self.high = False
+
+    def judge(self, ess: float, norm: float) -> str:
+        """Judge the risk after another batch. Returns the figures in words; nothing before there are enough batches."""
+        self._ess.append(ess)
+        self._norms.append(norm)
+        if len(self._ess) < FIRST_JUDGED:
+            return ""
+        ess = median(self._ess)
+        self._usual_ess = max(self._usual_ess, ess)
+        relative_ess = ess / self._usual_ess if self._usual_ess > 0 else 1.0
+        usual_norm = median(self._norms)
+        spike = sorted(list(self._norms)[-RECENT:])[-2] / usual_norm if usual_norm > 0 else 1.0
+        if self.high:
+            self.high = relative_ess < REDUCED_ESS
+        else:
+            self.high = relative_ess < LOW_ESS or (relative_ess < REDUCED_ESS and spike > SPIKE)
+        figures = f"is {ess:.2f} (usual {self._usual_ess:.2f})"
+        if self.high and spike > SPIKE:
+            figures += f", and the gradient norm rose to {spike:.1f} times its median"
+        return figures
+
+
+class CollapseDetector:
+    """Pass every event to `observe`, which returns each change of the risk.
+
+    That includes the events of earlier drivers of the run, so that a restart changes neither the usual value nor the
+    risk that was announced. If the run trains several adapters, each is judged alone, and the risk is that of any.
+    """
+
+    def __init__(self) -> None:
+        self._signs: defaultdict[str, _Signs] = defaultdict(_Signs)
+        """By adapter."""
+        self._adapter = ""
+        """The adapter of the step that began last."""
         self._high = False
+        """What was announced last."""
         self._configuration = ""
         """Identifies the settings for which the usual ESS was measured (`RunStarted.configuration`)."""
         self._rollout = -1
@@ -67,48 +106,37 @@ class CollapseDetector:
         match event:
             case RunStarted():
                 if event.configuration != self._configuration:
-                    self._configuration, self._usual_ess = event.configuration, 0.0
-                return self._start_over(event)
+                    self._configuration = event.configuration
+                    self._signs.clear()
+                return self._start_over(event, list(self._signs))
             case LearnerRestored():
                 self._rollout = event.rollout
-                return self._start_over(event)
+                return self._start_over(event, [event.adapter])
             case CollapseRiskChanged():
                 self._high = event.high
+            case StepStarted():
+                self._adapter = event.adapter
             # Batches without these metrics, such as those that train only a critic, do not show the state of the
             # policy.
             case StepEnded() if "ess" in event.metrics and "grad_norm" in event.metrics:
                 self._rollout = event.rollout
-                self._ess.append(event.metrics["ess"])
-                self._norms.append(event.metrics["grad_norm"])
-                if len(self._ess) >= FIRST_JUDGED:
-                    return self._judge(event)
+                figures = self._signs[self._adapter].judge(event.metrics["ess"], event.metrics["grad_norm"])
+                of = f" of adapter {self._adapter}" if self._adapter else ""
+                return self._changed(event, f"the effective sample size{of} {figures}") if figures else None
         return None
 
-    def _start_over(self, event: Event) -> CollapseRiskChanged | None:
+    def _start_over(self, event: Event, adapters: Sequence[str]) -> CollapseRiskChanged | None:
         """Forget the last batches: the learner continues with other weights than those that they trained."""
-        self._ess.clear()
-        self._norms.clear()
-        if not self._high:
-            return None
-        self._high = False
+        for adapter in adapters:
+            self._signs[adapter].start_over()
         why = "the learner continues from a checkpoint, and the next batches show whether the signs return"
-        return CollapseRiskChanged(time=event.time, rollout=self._rollout, high=False, why=why, knob="")
+        return self._changed(event, why)
 
-    def _judge(self, event: StepEnded) -> CollapseRiskChanged | None:
-        ess = median(self._ess)
-        self._usual_ess = max(self._usual_ess, ess)
-        relative_ess = ess / self._usual_ess if self._usual_ess > 0 else 1.0
-        usual_norm = median(self._norms)
-        spike = sorted(list(self._norms)[-RECENT:])[-2] / usual_norm if usual_norm > 0 else 1.0
-        if self._high:
-            high = relative_ess < REDUCED_ESS
-        else:
-            high = relative_ess < LOW_ESS or (relative_ess < REDUCED_ESS and spike > SPIKE)
+    def _changed(self, event: Event, why: str) -> CollapseRiskChanged | None:
+        """What to announce after `event`, if anything."""
+        high = any(signs.high for signs in self._signs.values())
         if high == self._high:
             return None
         self._high = high
-        why = f"the effective sample size is {ess:.2f} (usual {self._usual_ess:.2f})"
-        if high and spike > SPIKE:
-            why += f", and the gradient norm rose to {spike:.1f} times its median"
         knob = KNOB if high else ""
-        return CollapseRiskChanged(time=event.time, rollout=event.rollout, high=high, why=why, knob=knob)
+        return CollapseRiskChanged(time=event.time, rollout=self._rollout, high=high, why=why, knob=knob)

@@ -52,6 +52,16 @@ def test_each_flag_that_a_function_adds_is_an_attribute_of_args(line: str, value
 
 
 @pytest.mark.parametrize(
+    "line, turns",
+    [("", 9), ("--turns 2", 2), ("--turns 4", 4), ("--turns 2 rollout.custom_args.turns=3", 3)],
+    ids=["the file counts more than the default", "a flag more than the file", "also with the default", "a path most"],
+)
+def test_a_flag_counts_more_than_a_file_and_less_than_an_override(line: str, turns: int, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("rollout: {custom_args: {turns: 9}}")
+    assert custom_args(f"--config {tmp_path / 'run.yaml'} {line}")["turns"] == turns
+
+
+@pytest.mark.parametrize(
     "line, sentence",
     [
         ("--turnz 2", "unknown flag --turnz"),

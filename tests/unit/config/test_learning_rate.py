@@ -63,3 +63,11 @@ def test_the_learning_rate_falls_to_zero_over_the_run_unless_a_shape_is_set() ->
 
 def test_the_learning_rate_stays_at_the_floor_after_the_decay() -> None:
     assert rates(9, style="cosine", decay_steps=4, floor=0.1)[5:] == [0.1] * 4
+
+
+def test_the_rate_of_each_adapter_falls_to_the_floor_at_the_end_of_the_run() -> None:
+    """One of several adapters takes only some of the run's steps: the last ones, or more than its share."""
+    schedule = learning_rate(run_config(lr=1.0, num_rollout=8, lr_warmup_steps=2))
+    late = [schedule.at(own, of_run) for own, of_run in enumerate(range(4, 9))]
+    assert late == [0.5, pytest.approx(3 / 6), pytest.approx(2 / 6), pytest.approx(1 / 6), 0.0]
+    assert [schedule.at(step, step) for step in range(9)] == [schedule.at(step) for step in range(9)]

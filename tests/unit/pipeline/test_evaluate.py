@@ -97,6 +97,18 @@ async def test_the_scores_name_every_weight_version_that_generated_their_tokens(
     assert scores["held_out"]["versions"] == [3, 7]
 
 
+async def test_the_scores_name_the_version_of_the_oldest_keys_that_their_tokens_used() -> None:
+    def answer(group: Group) -> None:
+        for sample in group:
+            sample.tokens, sample.response_length, sample.status = [7, 7], 1, SampleStatus.COMPLETED
+            sample.spans = [VersionSpan(7, 0, 1, oldest_keys=5)]
+
+    problems = [Group([Sample(index=0, prompt="?")], feed_index="eval_0")]
+    sets = [EvalSet(name="held_out", problems=problems, generator=Scripted([answer]))]
+    scores = await Evaluator(RunState(VirtualClock(), DirectJournal(Trace())), Judge(), sets, lambda: True).evaluate(0)
+    assert scores["held_out"]["versions"] == [5, 7]
+
+
 async def test_an_evaluation_that_waits_for_engines_is_skipped_when_a_newer_one_is_due() -> None:
     trace, made, serving = Trace(), list[int](), list[bool]()
     run_state = RunState(VirtualClock(), DirectJournal(trace))

@@ -22,7 +22,7 @@ from miles_async.rollout.sample_service import SampleService
 from miles_async.rollout.tools.calculator import calculate
 from miles_async.rollout.tools.search import SearchIndex
 from miles_async.scheduling.adapters import PinnedVersion
-from miles_async.types import Group, Prompt, Sample, SampleStatus, VersionSpan
+from miles_async.types import FROM_DATASET, Group, Prompt, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.unit.byte_tokenizer import Bytes
 
@@ -135,6 +135,29 @@ async def test_each_sample_goes_through_the_function() -> None:
         await generator.generate(group)
         assert [sample.response for sample in group] == ["ok"] * 3
     assert seen == [(0, 200), (1, 200), (2, 200)]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+async def test_new_samples_of_a_function_are_of_the_prompt_that_it_was_called_with(segments: int) -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
+        made = [
+            Sample(tokens=[*b"Qa"], response="a", response_length=1, metadata={"own": 1}, status=SampleStatus.COMPLETED)
+            for _ in range(segments)
+        ]
+        return made[0] if segments == 1 else made
+
+    origin = {"name": "tests", "adapter": "code", "row": 5, "epochs": 0.5}
+    group = one()
+    group[0].label, group[0].metadata = "the answer", {FROM_DATASET: origin, "rm_type": "math", "own": 0}
+    group.track_prompt()
+    async with generating_with(mine) as (generator, _):
+        await generator.generate(group)
+    for sample in group:
+        assert (sample.prompt, sample.label, sample.dataset, sample.adapter) == ("Q", "the answer", "tests", "code")
+        assert (sample.metadata["rm_type"], sample.metadata["own"]) == ("math", 1)
+    group.reset()
+    assert [(sample.index, sample.prompt, sample.label) for sample in group] == [(3, "Q", "the answer")]
+    assert group.adapter == "code", "its next attempt is the same prompt"
 
 
 async def test_tool_output_is_masked_and_has_no_version() -> None:

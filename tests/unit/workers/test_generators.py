@@ -20,7 +20,7 @@ from miles_async.columns.column import NO_LIMITS
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.modes.shipped import External
 from miles_async.rollout.contract import flat_args
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.world import DirectJournal, Trace
 from tests.unit.byte_tokenizer import Bytes
@@ -225,6 +225,14 @@ async def test_hooks_change_and_replace_each_finished_sample_in_turn() -> None:
         greedy = Group([Sample(index=0, prompt="Q")])
         await made.evaluation(greedy_of(run_config())).generate(greedy)
         assert greedy[0].response == "A? copied"
+
+
+async def test_a_sample_that_takes_the_place_of_another_is_of_the_same_data_set() -> None:
+    async with generators(rollout_sample_hook_path=[f"{__name__}.copies"], **HOOKED) as made:
+        origin = {"name": "sums", "row": 3, "epochs": 0.5}
+        group = Group([Sample(index=0, prompt="Q", metadata={FROM_DATASET: origin})])
+        await made.training().generate(group)
+        assert (group.dataset, group[0].metadata["evaluation"]) == ("sums", False)
 
 
 async def test_hooks_are_called_with_the_finished_samples_of_a_group_that_fails() -> None:

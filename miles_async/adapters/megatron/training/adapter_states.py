@@ -48,6 +48,12 @@ class AdapterStates:
             self.select(name)
             yield name
 
+    @property
+    def steps_taken(self) -> int:
+        """The optimizer steps of all adapters together."""
+        others = (state.steps_taken for name, state in self._kept.items() if name != self.selected)
+        return self._model.steps_taken + sum(others)
+
     def select(self, name: str) -> None:
         """Let the model hold another adapter. Raises KeyError if the run has no adapter of this name."""
         if name == self.selected:
@@ -68,14 +74,14 @@ class _State:
     def take(self, model: TrainedModel) -> None:
         """Copy the state from the model."""
         self._copies = self._memory.copy(_storages(model))
-        self._steps_taken = model.steps_taken
+        self.steps_taken = model.steps_taken
         self._counts = step_counts(model)
 
     @torch.no_grad()
     def restore(self, model: TrainedModel) -> None:
         """Copy the state into the model."""
         copy_tensors(zip(_storages(model), self._copies, strict=True))
-        model.steps_taken = self._steps_taken
+        model.steps_taken = self.steps_taken
         set_step_counts(model, self._counts)
 
 

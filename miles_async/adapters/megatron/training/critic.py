@@ -86,4 +86,5 @@ class Critic:
         sums = broadcast_from_last_stage(sums)
         metrics = critic_metrics(sums)
         empty, loss_value = not sums[0], metrics["value_loss"]
-        return complete_gradients(self.model, metrics, self._lr, loss=loss_value, empty=empty, prefix="critic_")
+        lr = self._lr.at(self.model.steps_taken)
+        return complete_gradients(self.model, metrics, lr, loss=loss_value, empty=empty, prefix="critic_")

@@ -303,7 +303,8 @@ class MegatronLearner:
         metrics = {**policy_metrics(sums, maximum, self._skipped_by_staleness(step)), **others}
         # Filters or masks may have removed all tokens, or no sample has an advantage.
         empty = not metrics["computed_fraction"]
-        return complete_gradients(self._model, metrics, self._lr, loss=objective_sum(sums), empty=empty, prefix="")
+        lr = self._lr.at(self._model.steps_taken, self.adapters.steps_taken)
+        return complete_gradients(self._model, metrics, lr, loss=objective_sum(sums), empty=empty, prefix="")
 
     def _policy_gradients(
         self, step: TrainStep, values: PreStepValues, *, hook: Callable[[], None] = lambda: None

@@ -17,7 +17,6 @@ from torch import Tensor, UntypedStorage
 from miles_async.adapters.megatron.model.cpu import on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.factory import TrainedModel
 from miles_async.adapters.megatron.model.host_memory import copy_tensors
-from miles_async.config.learning_rate import LearningRate
 
 
 def _norm(_: int, __: Tensor, tensor_lists: list[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
@@ -43,7 +42,7 @@ class Gradients:
 
 
 def complete_gradients(
-    model: TrainedModel, metrics: Mapping[str, float], schedule: LearningRate, *, loss: float, empty: bool, prefix: str
+    model: TrainedModel, metrics: Mapping[str, float], lr: float, *, loss: float, empty: bool, prefix: str
 ) -> Gradients:
     """Reduce the gradients of a step; adds its gradient norm and learning rate to the metrics, after `prefix`.
 
@@ -56,7 +55,7 @@ def complete_gradients(
     if empty:
         # There is nothing to learn, but Adam's momentum would still move the weights.
         return Gradients(metrics, finite=True, apply=lambda: None)
-    lr, norm = schedule.at(model.steps_taken), reduce_gradients(model)
+    norm = reduce_gradients(model)
 
     def apply() -> None:
         apply_gradients(model, lr)

@@ -145,6 +145,23 @@ def test_a_saved_position_of_other_data_sets_is_refused(datasets: dict[str, dict
         opened(shorter).load_state_dict(state)
 
 
+def test_a_resumed_run_trains_the_same_adapter_on_each_data_set(datasets: dict[str, dict[str, Any]]) -> None:
+    """Prompts that wait for another attempt name their adapter: under another name, nothing would ever take them."""
+
+    def of_adapters(**adapters: str) -> BufferedSource:
+        named = {name: {**datasets[name], "adapter": adapter} for name, adapter in adapters.items()}
+        return opened(named, adapters={adapter: {} for adapter in adapters.values()})
+
+    before = of_adapters(math="one", code="two")
+    before.add_samples(before.get_samples(1, "two"))
+    state = before.state_dict()
+    with pytest.raises(UserError, match="adapter was two and is one"):
+        of_adapters(math="one", code="one").load_state_dict(state)
+    again = of_adapters(math="one", code="two")
+    again.load_state_dict(state)
+    assert [group.adapter for group in again.get_samples(1, "two")] == ["two"]
+
+
 def test_an_exhausted_data_set_is_said_once(tmp_path: Path, datasets: dict[str, dict[str, Any]]) -> None:
     said: list[str] = []
     source = opened({**datasets, "few": {"prompt_data": rows_of(tmp_path, "few", 3)}}, said=said)

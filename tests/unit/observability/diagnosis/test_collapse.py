@@ -23,6 +23,7 @@ from miles_async.events import (
     LearnerRestored,
     RunEnded,
     StepEnded,
+    StepStarted,
     TrainerPhaseChanged,
 )
 from miles_async.observability.diagnosis.collapse import CollapseDetector
@@ -180,6 +181,31 @@ def test_steps_without_the_figures_are_ignored() -> None:
     for rollout in range(50):
         assert detector.observe(step_ended(rollout, value_loss=1.0)) is None
         assert detector.observe(TrainerPhaseChanged(time=100.0 + rollout, to="batch")) is None
+
+
+@pytest.mark.parametrize("restored", ["sinking", "sound"])
+def test_each_adapter_is_judged_alone(restored: str) -> None:
+    """The batches of a sound adapter hide a fall of another, and those of one with a low ESS would look like a fall."""
+    detector = CollapseDetector()
+
+    def observed(rollouts: range, **ess: float) -> list[CollapseRiskChanged | None]:
+        return [
+            detector.observe(event)
+            for rollout in rollouts
+            for name, value in ess.items()
+            for event in (
+                StepStarted(time=1.0, rollout=rollout, version=1, staleness=[], groups=[], adapter=name),
+                step_ended(rollout, ess=value, grad_norm=1.0),
+            )
+        ]
+
+    assert not any(observed(range(20), sinking=0.9, low=0.3, sound=0.9))
+    [announced] = filter(None, observed(range(20, 40), sinking=0.3, low=0.3, sound=0.9))
+    assert announced.why == "the effective sample size of adapter sinking is 0.30 (usual 0.90)"
+    gone = detector.observe(
+        LearnerRestored(time=1.0, rollout=39, kept_version=1, version=2, updates=0, groups=0, adapter=restored)
+    )
+    assert (gone is not None) == (restored == "sinking")
 
 
 def test_a_restart_clears_the_risk_and_signs_that_return_are_announced_again() -> None:
