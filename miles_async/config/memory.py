@@ -13,12 +13,8 @@ from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
-from miles_async.models.lora import (
-    buffered_modules,
-    elements_of_attention,
-    elements_of_feed_forward,
-    elements_of_head,
-)
+from miles_async.models.lora import elements_of_attention, elements_of_feed_forward, elements_of_head
+from miles_async.models.lora_layers import buffered_modules
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
 from miles_async.planning.plan import (
@@ -197,12 +193,17 @@ def adapter_elements(config: RunConfig) -> int | None:
     shape = shape_of(config.model)
     if shape is None:
         return None
-    per_layer = _adapters_per_layer(config, Split(), config.learner.lora_modules)
-    return shape.layers * per_layer.total + _head_adapter(config, 1) or None
+    targets = config.learner.lora_targets
+    layers = [targets.in_layer(number, shape.experts) for number in range(shape.layers)]
+    total = sum(_adapters_per_layer(config, Split(), modules).total for modules in layers)
+    return total + _head_adapter(config, 1) or None
 
 
 def _adapters_per_layer(config: RunConfig, split: Split, modules: Sequence[str]) -> Weights:
-    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known."""
+    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known.
+
+    The plan of the memory assumes that each layer has all modules that some layer has.
+    """
     shape, rank = shape_of(config.model), config.learner.lora_rank
     if shape is None or not rank:
         return Weights()

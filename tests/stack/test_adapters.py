@@ -21,7 +21,8 @@ from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import call_engine, read_engine_memory, read_logprobs
 from miles_async.errors import TrajectoryError
-from miles_async.models.lora import HEAD, TENSORS
+from miles_async.models.lora import TENSORS
+from miles_async.models.lora_layers import HEAD
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus

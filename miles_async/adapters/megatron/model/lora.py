@@ -48,16 +48,9 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broa
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.lora import (
-    FEED_FORWARD,
-    HEAD,
-    AdapterConfig,
-    check_adapter,
-    read_tensors,
-    tensor_names,
-    untie,
-)
-from miles_async.models.plugin import Custom, QueryKeyValue
+from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, tensor_names, untie
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
+from miles_async.models.plugin import Custom, ModelShape, QueryKeyValue
 from miles_async.plugins import name_of
 
 _ATTENTION, _FEED_FORWARD = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
@@ -74,15 +67,15 @@ class Adapters(Module):
         sizes: Sequence[int],
         groups: int,
         settings: Learner,
+        modules: Sequence[str],
     ) -> None:
         """`weight` is this rank's part of the layer's matrix.
 
         `names` are the layers of the checkpoint, and `sizes` their outputs on this rank. The outputs of all of them
-        alternate in `groups` equal parts.
+        alternate in `groups` equal parts. `modules` are the entries of PEFT's `target_modules`.
         """
         super().__init__()
-        chosen = settings.lora_modules
-        self.names = [name for name in names if name.rpartition(".")[2] in chosen]
+        self.names = adapted(names, modules)
         self.enabled = True
         """Whether the layer adds the outputs of the adapters."""
         own_sizes = [size for name, size in zip(names, sizes, strict=True) if name in self.names]
@@ -169,7 +162,7 @@ class HeadAdapter(Adapters):
         padding stay 0."""
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings)
+        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings, [HEAD])
         # Every rank has the hidden states of all tokens.
         self.a[0].sequence_parallel = False
         self.b[0].whole_rows = vocabulary
@@ -274,22 +267,22 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
     A is drawn as in PEFT, from the seed and the name of the layer, and B is 0; or both are those of `lora_load`. Raises
     UserError if that adapter does not fit.
     """
-    loaded = None
+    loaded, config = None, adapter_config(settings, converter.shape)
     if settings.lora_load is not None:
         folder = Path(settings.lora_load).expanduser()
-        check_adapter(folder, adapter_config(settings), checkpoint)
+        check_adapter(folder, config, checkpoint)
         loaded = read_tensors(folder)
     for chunk in chunks:
         chunk.requires_grad_(False)
         model = unwrap_model(chunk)
         for layer in model.decoder.layers:
             for name, linear in _linear_layers(layer, settings):
-                adapters = _adapters_of(linear, name, converter, settings)
+                adapters = _adapters_of(linear, name, converter, settings, config.modules)
                 if adapters.names:
                     _fill(adapters, loaded, settings.seed)
                     linear.adapters = adapters
                     linear.forward = partial(_add_output, linear, linear.forward)
-        if model.post_process and HEAD in settings.lora_modules:
+        if model.post_process and HEAD in config.modules:
             model.output_layer.adapters = HeadAdapter(model, converter.shape.vocabulary, settings)
             _fill(model.output_layer.adapters, loaded, settings.seed)
         if model.pre_process and settings.recompute_granularity is not None:
@@ -315,7 +308,9 @@ def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.mlp.experts.{path}.weight{number}", expert.get_submodule(path)
 
 
-def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: Learner) -> Adapters:
+def _adapters_of(
+    linear: Any, name: str, converter: WeightConverter, settings: Learner, modules: Sequence[str]
+) -> Adapters:
     """The adapters of a linear layer whose weight has this name in the whole model."""
     shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
     names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(name)]
@@ -326,11 +321,11 @@ def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: L
         groups = shape.query_groups // ranks
         width = groups * shape.head_width
         sizes = [shape.heads // ranks * shape.head_width, width, width]
-        return Adapters(linear, linear.weight, names, sizes, groups, settings)
+        return Adapters(linear, linear.weight, names, sizes, groups, settings, modules)
     if linear.is_expert and not {one.rpartition(".")[2] for one in names} <= {*FEED_FORWARD}:
         raise UserError(f"{names[0]} gets no adapter, because it is none of {', '.join(FEED_FORWARD)}: unset lora_rank")
     sizes = [len(linear.weight) // len(names)] * len(names)
-    return Adapters(linear, linear.weight, names, sizes, 1, settings)
+    return Adapters(linear, linear.weight, names, sizes, 1, settings, modules)
 
 
 def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
@@ -404,8 +399,10 @@ def without_dropout(chunks: Sequence[Module]) -> Iterator[None]:
             one.train()
 
 
-def adapter_config(settings: Learner) -> AdapterConfig:
-    return AdapterConfig(settings.lora_rank, settings.lora_scale, settings.lora_modules, settings.lora_dropout)
+def adapter_config(settings: Learner, shape: ModelShape) -> AdapterConfig:
+    """What PEFT must know of an adapter of a model with this shape."""
+    modules = settings.lora_targets.of_model(shape.layers, shape.experts)
+    return AdapterConfig(settings.lora_rank, settings.lora_scale, modules, settings.lora_dropout)
 
 
 @torch.no_grad()
