@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "model.embed_tokens.weight"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_OUTER = re.compile(r"\.experts\.\d+\.((?:gate|up)_proj\.lora_A|down_proj\.lora_B)\.")
 _EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -66,6 +67,12 @@ def _elements(shape: ModelShape, rank: int, modules: Sequence[str], widths: Mapp
     return sum(rank * (width // tensor + shape.hidden) for name, width in widths.items() if name in modules)
 
 
+def elements_of_shared(shape: ModelShape, rank: int, modules: Sequence[str]) -> int:
+    """Elements of the matrices that the experts of a layer share with `experts_shared_outer_loras`, on each rank."""
+    # A of gate and up projection, and B of the down projection: on the side that is as wide as the model.
+    return sum(rank * shape.hidden for name in FEED_FORWARD if name in modules)
+
+
 def elements_of_head(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
     """Elements of the adapter of the output layer on each of `tensor` ranks that share it; 0 without one."""
     return rank * (shape.hidden + shape.vocabulary // tensor) if HEAD in modules else 0
@@ -90,6 +97,14 @@ def is_untied(weights: Iterable[str], like: Iterable[str]) -> bool:
 def tensor_names(module: str) -> tuple[str, str]:
     """The names of A and B of a module, such as `model.layers.0.self_attn.q_proj`."""
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def shared_name(name: str) -> str:
+    """What the experts of a layer share with `experts_shared_outer_loras`: `name` without the number of the expert.
+
+    A matrix that each expert has for itself keeps its name.
+    """
+    return _OUTER.sub(r".experts.all.\1.", name)
 
 
 def peft_config(config: AdapterConfig, base: str | None = None) -> dict[str, Any]:

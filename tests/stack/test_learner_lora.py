@@ -30,7 +30,7 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.memory import adapter_elements
 from miles_async.config.schema import RunConfig, TinyModel
-from miles_async.models.lora import AdapterConfig, read_config, tensor_names
+from miles_async.models.lora import AdapterConfig, read_config, shared_name, tensor_names
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, MODULES, adapted
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
@@ -70,9 +70,19 @@ LAYOUTS = {
     "experts, expert parallel, pipeline": Layout(4, EXPERT | PIPELINE, "experts"),
     "experts, expert and context parallel, recomputed": Layout(4, EXPERT | CONTEXT | RECOMPUTED, "experts"),
     "experts, dealt to tensor-parallel ranks": Layout(2, DEALT, "experts"),
+    "shared matrices, one rank": Layout(1, {}, "shared"),
+    "shared matrices, expert parallel, distributed optimizer": Layout(2, EXPERT | DISTRIBUTED, "shared"),
+    "shared matrices, dealt to tensor-parallel ranks": Layout(2, DEALT, "shared"),
+    "shared matrices, expert, sequence and data parallel": Layout(4, SEQUENCE | EXPERT | DISTRIBUTED, "shared"),
+    "experts, whole on each tensor-parallel rank": Layout(2, SEQUENCE | {"expert_tensor_parallel_size": 1}, "experts"),
     "experts, shared and dealt, distributed optimizer": Layout(4, SEQUENCE | EXPERT | DISTRIBUTED, "experts"),
 }
-ALONE = {"base": "one rank", "patterns": "layers by patterns, one rank", "experts": "experts, one rank"}
+ALONE = {
+    "base": "one rank",
+    "patterns": "layers by patterns, one rank",
+    "experts": "experts, one rank",
+    "shared": "shared matrices, one rank",
+}
 """The layout with which the others of a model are compared."""
 WHOLE = [ALONE["base"], ALONE["experts"]]
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
@@ -81,6 +91,7 @@ MODULES_OF = {
     "base": ADAPTER.modules,
     "patterns": (*(f"layers.0.self_attn.{name}" for name in MODULES[:3]), *FEED_FORWARD[:2], "layers.1.mlp.down_proj"),
     "experts": ADAPTER.modules,
+    "shared": ADAPTER.modules,
 }
 """What PEFT calls the target modules of the adapter of a model."""
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -90,6 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "lora_exclude_modules": ["layers.0.mlp.down_proj"],
     },
     "experts": {},
+    "shared": {"experts_shared_outer_loras": True},
 }
 LEARNING_RATE = 0.0001
 
@@ -215,6 +227,7 @@ def expected_of(root: Path, base: str) -> Expected:
     adapter = load_file(root / f"{base} adapter/adapter_model.safetensors")
     weights = load_file(root / base / "model.safetensors")
     layers: dict[str, PlainLora] = {}
+    shared: dict[str, torch.nn.Parameter] = {}
 
     def of_expert(experts: str, number: int, *names: str) -> list[PlainLora]:
         for name in names:
@@ -222,7 +235,10 @@ def expected_of(root: Path, base: str) -> Expected:
             of_a, of_b = tensor_names(layer)
             linear = torch.nn.Linear(1, 1)
             linear.weight = torch.nn.Parameter(weights[f"{layer}.weight"], requires_grad=False)
-            layers[layer] = PlainLora(linear, adapter[of_a], adapter[of_b], ADAPTER.scale)
+            layers[layer] = made = PlainLora(linear, adapter[of_a], adapter[of_b], ADAPTER.scale)
+            if base == "shared":
+                made.a = shared.setdefault(shared_name(of_a), made.a)
+                made.b = shared.setdefault(shared_name(of_b), made.b)
         return [layers[f"{experts}.{number}.{name}"] for name in names]
 
     for name, module in list(model.named_modules()):
@@ -236,7 +252,7 @@ def expected_of(root: Path, base: str) -> Expected:
             for stacked, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 changed = PlainExperts([of_expert(name, number, *names) for number in range(module.num_experts)])
                 register_parametrization(module, stacked, changed)
-    parameters = [parameter for layer in layers.values() for parameter in (layer.a, layer.b)]
+    parameters = list(dict.fromkeys(parameter for layer in layers.values() for parameter in (layer.a, layer.b)))
     total = sum(sample.response_length for sample in samples)
     torch.stack([-logprobs(sample).sum() / total for sample in samples]).sum().backward()
     gradients: dict[str, Tensor] = {}
@@ -264,6 +280,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create_tiny_model(SHAPE, root / "base", seed=1)
     create_experts(root / "experts", seed=1)
     shutil.copytree(root / "base", root / "patterns")
+    shutil.copytree(root / "experts", root / "shared")
     for base in ALONE:
         draw_adapter(root, base)
     with run_ranks("tests.stack.test_learner_lora", root):
@@ -280,6 +297,9 @@ def draw_adapter(root: Path, base: str) -> None:
         (of_a, of_b), shape = tensor_names(module), shapes[f"{module}.weight"]
         adapter[of_a] = torch.randn(ADAPTER.rank, shape[1], generator=draw) / 8
         adapter[of_b] = torch.randn(shape[0], ADAPTER.rank, generator=draw) / 32
+    if base == "shared":
+        first: dict[str, Tensor] = {}
+        adapter = {name: first.setdefault(shared_name(name), tensor).clone() for name, tensor in adapter.items()}
     described = replace(ADAPTER, modules=MODULES_OF[base])
     replace_adapter(root / f"{base} adapter", adapter, described, base=root / base)
 
@@ -355,6 +375,9 @@ def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path, layout
     settings = config(runs, LAYOUTS[layout], hf_checkpoint=str(base))
     with learning(base, settings) as learner:
         adapter = learner.adapter()
+        if settings.learner.experts_shared_outer_loras:
+            assert adapter_elements(settings, in_files=True) == sum(tensor.numel() for tensor in adapter.values())
+            adapter = {shared_name(name): tensor for name, tensor in adapter.items()}
         elements = sum(tensor.numel() for tensor in adapter.values())
         assert adapter_elements(settings) == elements
         assert sum(buffer.numel for chunk in learner._model.chunks for buffer in chunk.buffers) == elements

@@ -35,6 +35,8 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         base = None
     if shape is not None and shape.experts:
         yield from _experts(config, base)
+    elif shape is not None and learner.experts_shared_outer_loras:
+        yield "experts_shared_outer_loras has no effect, because the model has no experts: unset it"
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
         yield (
             f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
@@ -88,6 +90,8 @@ def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
             f"lora_target_modules: engines load adapters of experts only for {', '.join(FEED_FORWARD)} together; add "
             f"{' and '.join(others)}, or remove the others"
         )
+    if learner.experts_shared_outer_loras and others:
+        yield "experts_shared_outer_loras has no effect, because lora_target_modules leaves out experts: unset it"
     if learner.lora_dropout and not others:
         yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
     if checkpoint is None or others:

@@ -35,6 +35,9 @@ class LoraSettings(MegatronSwitches):
     lora_load: str | None = None
     """Folder in PEFT's format whose adapter the training starts from. If unset, adapters start as those of PEFT: they
     do not change the model."""
+    experts_shared_outer_loras: bool = False
+    """Let all experts of a layer share A of their gate and up projections and B of their down projections, as SGLang
+    and Miles know it under this name. The other matrices are those of each expert."""
     lora_merge: bool = False
     """Export (save_hf) the whole model with the adapters merged into its weights, in place of a folder in PEFT's
     format."""

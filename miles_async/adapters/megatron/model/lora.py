@@ -6,7 +6,9 @@ divides its inputs. Between both matrices, activations are only as wide as the r
 exchange for it is small.
 
 Each expert has its own adapters, one for each of its layers. Expert-parallel ranks hold those of their experts.
-The router has no adapter.
+The router has no adapter. With `experts_shared_outer_loras`, the experts of a layer share the matrices on the side
+that is as wide as the model. Each rank then has the gradients of its tokens and experts, as it has those of the norm
+of a dense layer, and Megatron adds up those of all ranks of the stage once per step.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broa
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, tensor_names, untie
+from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, shared_name, tensor_names, untie
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
 from miles_async.models.plugin import Custom, ModelShape, QueryKeyValue
 from miles_async.plugins import name_of
@@ -84,30 +86,44 @@ class Adapters(Module):
         ]
         self._rank, self._scale = settings.lora_rank, settings.lora_scale
         self._dropout = settings.lora_dropout
-        self._splits_output = isinstance(linear, ColumnParallelLinear)
+        self.splits_output = isinstance(linear, ColumnParallelLinear)
+        """Whether ranks divide the layer's outputs, and not its inputs."""
         self.of_expert: bool = linear.is_expert
         self.group = _group_of(of_expert=self.of_expert)
         """The ranks that divide the layer."""
         self._sequence_parallel = settings.sequence_parallel
         inputs, device = weight.shape[1], weight.device
+        self.shares_outer: bool = self.of_expert and settings.experts_shared_outer_loras
+        """Whether the experts of the layer share the matrix that ranks do not divide."""
 
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
-            is_split = axis == (0 if self._splits_output else 1)
+            is_split = axis == (0 if self.splits_output else 1)
+            # Without expert parallelism, ranks that divide no expert have all experts, for tokens of their own.
+            is_everywhere = (self.shares_outer and not is_split) or (
+                self.of_expert and self.group.size() == 1 and not linear.expert_parallel
+            )
             # Megatron's norm of the gradients counts a parameter with this attribute. It counts others on the first
             # rank of the dense layers' group, which need not be the first rank of an expert's group.
-            is_counted = is_split or self.group.rank() == 0
+            is_counted = not is_everywhere and (is_split or self.group.rank() == 0)
             set_tensor_model_parallel_attributes(made, is_counted, axis if is_split else -1, 1)
             # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
-            adds_up = settings.sequence_parallel and not is_split and not self.of_expert
+            adds_up = settings.sequence_parallel and (is_everywhere or not (is_split or self.of_expert))
             made.sequence_parallel = adds_up  # type: ignore[attr-defined]
             # Whether the gradient is averaged over all data-parallel ranks, or over those that have the expert.
-            made.allreduce = not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
+            made.allreduce = is_everywhere or not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
             made.whole_rows = None  # type: ignore[attr-defined]
             return made
 
         self.a = ParameterList(parameter(self._rank, inputs, 1) for _ in own_sizes)
         self.b = ParameterList(parameter(size, self._rank, 0) for size in own_sizes)
+
+    def share(self, first: Adapters) -> None:
+        """Use the matrices that the experts share in place of own ones. `first` are the adapters of another expert."""
+        if self.splits_output:
+            self.a = first.a
+        else:
+            self.b = first.b
 
     def named_pairs(self) -> Iterator[tuple[str, Parameter]]:
         """This rank's parts of A and B of each adapter, with PEFT's names."""
@@ -117,15 +133,17 @@ class Adapters(Module):
     def shrink(self, x: Tensor) -> Tensor:
         """The products of the layer's input and A of all adapters, scaled."""
         dropped = dropout(x, self._dropout) if self._dropout and self.training else x
-        return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self._splits_output))
+        return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self.splits_output))
 
     def _shared(self, matrix: Tensor, *, is_whole: bool) -> Tensor:
         """A or B as a forward pass uses it. `is_whole` says whether every rank of the group has the whole matrix.
 
         Ranks that divide an expert have the same tokens. The dispatcher adds up their outputs and the gradients of
-        their inputs. If every rank has the whole matrix, its gradients have to be added up too.
+        their inputs. If every rank has the whole matrix, its gradients have to be added up too. Megatron adds up those
+        of a matrix that the experts share.
         """
-        return copy_to_tensor_model_parallel_region(matrix, self.group) if self.of_expert and is_whole else matrix
+        adds_up = self.of_expert and is_whole and not self.shares_outer
+        return copy_to_tensor_model_parallel_region(matrix, self.group) if adds_up else matrix
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """Return the layer's output [..., outputs of this rank], plus what the adapters compute from its input.
@@ -135,14 +153,14 @@ class Adapters(Module):
         hidden = self.shrink(x)
         if self.of_expert:
             exchange = _unchanged
-        elif self._splits_output:
+        elif self.splits_output:
             exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
         else:
             exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
-        if not self._splits_output or output._is_view():
+        if not self.splits_output or output._is_view():
             # A single rank's "reduced" output and that of oneDNN are views, which autograd lets nobody change.
             output = output.clone()
-        matrices = [self._shared(b, is_whole=not self._splits_output).to(output.dtype) for b in self.b]
+        matrices = [self._shared(b, is_whole=not self.splits_output).to(output.dtype) for b in self.b]
         added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
         return added
 
@@ -272,13 +290,18 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
         folder = Path(settings.lora_load).expanduser()
         check_adapter(folder, config, checkpoint)
         loaded = read_tensors(folder)
+        if settings.experts_shared_outer_loras:
+            _check_shared(loaded, folder)
     for chunk in chunks:
         chunk.requires_grad_(False)
         model = unwrap_model(chunk)
         for layer in model.decoder.layers:
+            first: dict[bool, Adapters] = {}
             for name, linear in _linear_layers(layer, settings):
                 adapters = _adapters_of(linear, name, converter, settings, config.modules)
                 if adapters.names:
+                    if adapters.shares_outer:
+                        adapters.share(first.setdefault(adapters.splits_output, adapters))
                     _fill(adapters, loaded, settings.seed)
                     linear.adapters = adapters
                     linear.forward = partial(_add_output, linear, linear.forward)
@@ -345,12 +368,24 @@ def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) ->
         elif ".lora_A." in name:
             # The same in every parallel layout. Kaiming's uniform distribution with a = sqrt(5) has this bound.
             inputs = parameter.shape[1] * (group.size() if axis == 1 else 1)
-            generator = torch.Generator().manual_seed(_seed(f"{seed} {name}"))
+            own = shared_name(name) if adapters.shares_outer else name
+            generator = torch.Generator().manual_seed(_seed(f"{seed} {own}"))
             bound = 1 / math.sqrt(inputs)
             whole = torch.empty(len(parameter), inputs).uniform_(-bound, bound, generator=generator)
         else:
             continue
         parameter.copy_(whole if axis is None else whole.chunk(group.size(), axis)[group.rank()])
+
+
+def _check_shared(loaded: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise UserError if experts of a layer do not share what they have to."""
+    shared: dict[str, Tensor] = {}
+    for name, tensor in loaded.items():
+        if not torch.equal(shared.setdefault(shared_name(name), tensor), tensor):
+            raise UserError(
+                f"the experts in lora_load {folder} do not share {name}: unset experts_shared_outer_loras, or set "
+                "another lora_load"
+            )
 
 
 def _seed(text: str) -> int:
@@ -439,25 +474,31 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
     """Megatron's sharded state of the adapters of a chunk, by their names in the chunk.
 
-    The keys in the checkpoint are PEFT's names, which do not depend on the parallel layout.
+    The keys in the checkpoint are PEFT's names, or that of all experts, which do not depend on the parallel layout.
     """
     local_names = {parameter: name for name, parameter in chunk.named_parameters()}
     state = {}
+    dense = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    of_experts = {
+        "tp_group": parallel_state.get_expert_tensor_parallel_group(),
+        "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
+    }
     for adapters in adapters_of([chunk]):
-        copies = (
-            parallel_state.get_expert_data_parallel_group()
-            if adapters.of_expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        groups = {"tp_group": adapters.group, "dp_cp_group": copies}
         for name, parameter in adapters.named_pairs():
             axis = _split_axis(parameter)
+            is_shared = adapters.shares_outer and axis is None
+            key, groups = shared_name(name) if is_shared else name, dense
+            if adapters.of_expert and not is_shared:
+                groups = of_experts
             state[local_names[parameter]] = (
-                make_sharded_tensor_for_checkpoint(parameter, name, **groups)
+                make_sharded_tensor_for_checkpoint(parameter, key, **groups)
                 if axis is None
                 # How much a vocabulary is padded depends on the number of ranks.
                 else make_tp_sharded_tensor_for_checkpoint(
-                    parameter, name, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
+                    parameter, key, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
                 )
             )
     return state
