@@ -30,6 +30,7 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.memory import adapter_elements
 from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.errors import UserError
 from miles_async.models.lora import AdapterConfig, read_config, shared_name, tensor_names
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, MODULES, adapted
 from miles_async.types import Group, Sample
@@ -420,6 +421,22 @@ def test_a_resumed_run_continues_exactly(runs: Path, tmp_path: Path, groups: lis
         resumed.load_state(str(tmp_path))
         resumed.train(1, [step])
         assert most_apart(resumed.adapter(), expected) == 0
+
+
+def test_a_checkpoint_with_shared_matrices_is_read_in_another_layout(runs: Path) -> None:
+    written = runs / "shared matrices, expert, sequence and data parallel"
+    with learning(runs / "shared", config(runs, LAYOUTS[ALONE["shared"]], lora_load=None)) as learner:
+        learner.load_state(str(written / "state"))
+        assert most_apart(learner.adapter(), load_file(written / "trained.safetensors")) == 0
+
+
+def test_an_adapter_whose_experts_share_nothing_is_refused(runs: Path) -> None:
+    settings = config(runs, LAYOUTS[ALONE["shared"]], lora_load=str(runs / "experts adapter"))
+    with (
+        pytest.raises(UserError, match=r"do not share .* unset experts_shared_outer_loras"),
+        learning(runs / "shared", settings),
+    ):
+        pass
 
 
 def test_a_batch_that_is_not_finite_leaves_the_adapter_unchanged(runs: Path, groups: list[Group]) -> None:
