@@ -53,7 +53,8 @@ from miles_async.adapters.weights.adapters import AdapterSource
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import TinyModel, Weights
-from miles_async.models.lora import MODULES, AdapterConfig, tensor_names
+from miles_async.models.lora import AdapterConfig, tensor_names
+from miles_async.models.lora_layers import MODULES
 from miles_async.transports import ADAPTER
 from miles_async.types import Sample, VersionSpan
 

@@ -14,11 +14,12 @@ from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.models.lora import (
-    buffered_modules,
     elements_of_attention,
     elements_of_feed_forward,
     elements_of_head,
+    elements_of_shared,
 )
+from miles_async.models.lora_layers import buffered_modules
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
 from miles_async.planning.plan import (
@@ -170,7 +171,9 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        adapters=_adapters_per_layer(config, split_of(learner), learner.lora_modules),
+        adapters=_adapters_per_layer(
+            config, split_of(learner), learner.lora_modules, shares_outer=learner.experts_shared_outer_loras
+        ),
         head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
         heads=mtp_heads(config),
         # Without its adapters, the policy is its own reference model.
@@ -192,25 +195,40 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
     return max(both, key=lambda one: highest(plan_learner(one)).peak)
 
 
-def adapter_elements(config: RunConfig) -> int | None:
-    """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known."""
+def adapter_elements(config: RunConfig, *, in_files: bool = False) -> int | None:
+    """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known.
+
+    Those `in_files` include the copies that each expert has of what all of them share.
+    """
     shape = shape_of(config.model)
     if shape is None:
         return None
-    per_layer = _adapters_per_layer(config, Split(), config.learner.lora_modules)
-    return shape.layers * per_layer.total + _head_adapter(config, 1) or None
+    targets = config.learner.lora_targets
+    layers = [targets.in_layer(number, shape.experts) for number in range(shape.layers)]
+    shares_outer = config.learner.experts_shared_outer_loras and not in_files
+    per_layer = (_adapters_per_layer(config, Split(), modules, shares_outer=shares_outer) for modules in layers)
+    total = sum(one.total for one in per_layer)
+    return total + _head_adapter(config, 1) or None
 
 
-def _adapters_per_layer(config: RunConfig, split: Split, modules: Sequence[str]) -> Weights:
-    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known."""
+def _adapters_per_layer(config: RunConfig, split: Split, modules: Sequence[str], *, shares_outer: bool) -> Weights:
+    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known.
+
+    `shares_outer` says whether experts share matrices, see `experts_shared_outer_loras`.
+
+    The plan of the memory assumes that each layer has all modules that some layer has.
+    """
     shape, rank = shape_of(config.model), config.learner.lora_rank
     if shape is None or not rank:
         return Weights()
     attention = elements_of_attention(shape, rank, modules, split.tensor)
     if shape.experts is None:
         return Weights(attention + elements_of_feed_forward(shape, rank, modules, split.tensor))
-    of_expert = elements_of_feed_forward(shape, rank, modules, split.expert_tensor)
-    return Weights(attention, shape.experts // split.expert * of_expert)
+    experts = shape.experts // split.expert
+    of_experts = experts * elements_of_feed_forward(shape, rank, modules, split.expert_tensor)
+    # Files and engines have a copy for each expert.
+    repeated = (experts - 1) * elements_of_shared(shape, rank, modules) if shares_outer else 0
+    return Weights(attention, of_experts - repeated)
 
 
 def _head_adapter(config: RunConfig, tensor: int) -> int:
@@ -228,7 +246,7 @@ def _adapter_buffers(config: RunConfig) -> int:
         return 0
     ranks = config.engine.rollout_num_gpus_per_engine
     split = Split(tensor=ranks, expert_tensor=ranks)
-    per_layer = _adapters_per_layer(config, split, buffered_modules(config.learner.lora_modules))
+    per_layer = _adapters_per_layer(config, split, buffered_modules(config.learner.lora_modules), shares_outer=False)
     return (versions.capacity + 1) * (shape.layers * per_layer.total + _head_adapter(config, ranks))
 
 

@@ -154,11 +154,12 @@ def _adapter_row(config: RunConfig) -> list[TableRow]:
         return []
     kind = f"rank {learner.lora_rank}, scale {learner.lora_scale:g}, {' '.join(learner.lora_modules)}"
     elements, model = adapter_elements(config), planned_model(config)
-    if elements is None:
+    written = adapter_elements(config, in_files=True)
+    if elements is None or written is None:
         reason = f"the dimensions of {config.model.hf_checkpoint} are read when the run starts"
         return [("adapters", "unknown", f"trainable parameters ({kind}); {reason}")]
     fraction = "" if model is None else f", {elements / model.weights(Split()).total:.1%} of the model's"
-    meaning = f"trainable parameters{fraction}; an adapter of {_size(4 * elements)} in float32 ({kind})"
+    meaning = f"trainable parameters{fraction}; an adapter of {_size(4 * written)} in float32 ({kind})"
     return [("adapters", f"{elements:,}", meaning)]
 
 

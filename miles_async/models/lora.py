@@ -17,37 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from miles_async.errors import UserError
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted, kinds_of, select_modules
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from miles_async.models.plugin import ModelShape
 
-ALL_LINEAR = "all-linear"
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer. If it has experts, the last three are those of each expert."""
-HEAD = "lm_head"
-"""The output layer. As in PEFT, `all-linear` leaves it out."""
 _HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "model.embed_tokens.weight"
-FEED_FORWARD = MODULES[4:]
-MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_q": ("q_proj",),
-    "linear_k": ("k_proj",),
-    "linear_v": ("v_proj",),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc1_gate": ("gate_proj",),
-    "linear_fc1_up": ("up_proj",),
-    "linear_fc2": ("down_proj",),
-    "output_layer": (HEAD,),
-}
-"""The linear layers under the names that Megatron-Bridge, and with it verl, ROLL and Miles, give them."""
-LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
-"""The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_OUTER = re.compile(r"\.experts\.\d+\.((?:gate|up)_proj\.lora_A|down_proj\.lora_B)\.")
 _EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -55,7 +35,7 @@ _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 _IGNORED = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "lora_dropout", "megatron_core"),
     *("peft_type", "peft_version", "qalora_group_size", "revision", "task_type", "use_rslora"),
-    *("r", "lora_alpha", "target_modules", "init_lora_weights", "bias"),
+    *("r", "lora_alpha", "target_modules", "init_lora_weights", "bias", "layers_to_transform", "layers_pattern"),
 }
 """Entries of `adapter_config.json` that `read_config` checks, or that have no effect on a trained adapter."""
 
@@ -67,35 +47,8 @@ class AdapterConfig:
     rank: int
     scale: float
     modules: tuple[str, ...]
-    """In the order of `MODULES`, with `HEAD` at the end."""
+    """The entries of `target_modules`: each is the end of the names of one or more layers, see `Targets.of_model`."""
     dropout: float = 0.0
-
-
-def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tuple[str, ...]:
-    """The chosen linear layers, in the order of `MODULES`, with `HEAD` at the end.
-
-    Layers may also have Megatron's names. Raises UserError if one is unknown, or if none is left.
-    """
-    known = (*MODULES, HEAD)
-    targets, excluded = (
-        [name for one in names for name in MEGATRON_NAMES.get(one, (one,))] for names in (targets, excluded)
-    )
-    for name in (*targets, *excluded):
-        if name not in known and name != ALL_LINEAR:
-            raise UserError(
-                f"{name} is no linear layer that can have an adapter: use {ALL_LINEAR}, or some of {', '.join(known)}"
-            )
-    chosen = {*targets, *(MODULES if ALL_LINEAR in targets else ())}
-    left = tuple(name for name in known if name in chosen and name not in excluded)
-    if not left:
-        raise UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
-    return left
-
-
-def buffered_modules(modules: Sequence[str]) -> list[str]:
-    """The layers for whose adapters SGLang has buffers if these layers have adapters."""
-    joined = {name for group in _JOINED if not {*group}.isdisjoint(modules) for name in group}
-    return [name for name in (*MODULES, HEAD) if name in joined or name in modules]
 
 
 def elements_of_attention(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
@@ -112,6 +65,12 @@ def elements_of_feed_forward(shape: ModelShape, rank: int, modules: Sequence[str
 def _elements(shape: ModelShape, rank: int, modules: Sequence[str], widths: Mapping[str, int], tensor: int) -> int:
     # The other side of each of these layers is as wide as the model, and ranks do not divide it.
     return sum(rank * (width // tensor + shape.hidden) for name, width in widths.items() if name in modules)
+
+
+def elements_of_shared(shape: ModelShape, rank: int, modules: Sequence[str]) -> int:
+    """Elements of the matrices that the experts of a layer share with `experts_shared_outer_loras`, on each rank."""
+    # A of gate and up projection, and B of the down projection: on the side that is as wide as the model.
+    return sum(rank * shape.hidden for name in FEED_FORWARD if name in modules)
 
 
 def elements_of_head(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
@@ -138,6 +97,14 @@ def is_untied(weights: Iterable[str], like: Iterable[str]) -> bool:
 def tensor_names(module: str) -> tuple[str, str]:
     """The names of A and B of a module, such as `model.layers.0.self_attn.q_proj`."""
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def shared_name(name: str) -> str:
+    """What the experts of a layer share with `experts_shared_outer_loras`: `name` without the number of the expert.
+
+    A matrix that each expert has for itself keeps its name.
+    """
+    return _OUTER.sub(r".experts.all.\1.", name)
 
 
 def peft_config(config: AdapterConfig, base: str | None = None) -> dict[str, Any]:
@@ -208,7 +175,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Read `adapter_config.json`. Raises UserError if it is missing, or asks for what is not supported."""
+    """Read `adapter_config.json`. Of layers, only the kinds are known before the names of the tensors are read.
+
+    Raises UserError if it is missing, or asks for what is not supported.
+    """
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
@@ -227,10 +197,11 @@ def read_config(folder: Path) -> AdapterConfig:
         shown = ", ".join(f"{name} {content[name]!r:.80}" for name in others)
         raise UserError(f"{folder / CONFIG}: {shown} is not supported; use a plain LoRA adapter")
     rank, alpha, targets = content.get("r"), content.get("lora_alpha"), content.get("target_modules")
+    excluded = content.get("exclude_modules") or []
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
         raise UserError(f"{folder / CONFIG} lacks r, lora_alpha or target_modules: use a complete adapter")
     try:
-        modules = select_modules([targets] if isinstance(targets, str) else targets)
+        modules = select_modules(*([one] if isinstance(one, str) else one for one in (targets, excluded)))
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
     kind = "rslora" if content.get("use_rslora") else "lora"
@@ -243,7 +214,12 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     for what, setting, theirs, ours in (
         ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
         ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
-        ("target modules", "lora_target_modules", ", ".join(found.modules), ", ".join(wanted.modules)),
+        (
+            "target modules",
+            "lora_target_modules",
+            ", ".join(found.modules),
+            ", ".join(kinds_of(wanted.modules)),
+        ),
     ):
         if theirs != ours:
             raise UserError(
@@ -262,11 +238,14 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     missing: dict[str, list[int]] = {}
     if _TIED_WEIGHT in shapes:
         shapes.setdefault(_HEAD_WEIGHT, shapes[_TIED_WEIGHT])
-    for weight, shape in shapes.items():
-        module, _, kind = weight.rpartition(".")
-        if kind == "weight" and len(shape) == 2 and module.rpartition(".")[2] in wanted.modules:
-            of_a, of_b = tensor_names(module)
-            missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
+    matrices = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+    for module in adapted(matrices, wanted.modules):
+        (of_a, of_b), shape = tensor_names(module), matrices[module]
+        missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
     for name, entry in header.items():
         if name == "__metadata__":
             continue

@@ -8,7 +8,8 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedModel
 
-from miles_async.models.lora import FEED_FORWARD, HEAD, MODULES, AdapterConfig, tensor_names
+from miles_async.models.lora import AdapterConfig, tensor_names
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, MODULES
 
 RANK = 8
 CONFIG = AdapterConfig(rank=RANK, scale=2.0, modules=(*MODULES, HEAD))

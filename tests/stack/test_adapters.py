@@ -21,7 +21,8 @@ from miles_async.adapters.weights.adapters import loaded_versions
 from miles_async.adapters.weights.channel import Channel
 from miles_async.adapters.weights.engine import call_engine, read_engine_memory, read_logprobs
 from miles_async.errors import TrajectoryError
-from miles_async.models.lora import HEAD, TENSORS
+from miles_async.models.lora import TENSORS, write_adapter
+from miles_async.models.lora_layers import HEAD, Targets
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus
@@ -178,6 +179,29 @@ async def test_an_engine_computes_adapters_of_experts_as_the_learner_does(servin
     with learning(serving_experts.checkpoint, settings) as learner:
         [expected] = learner.logprobs([tokens])
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+async def test_an_engine_computes_an_adapter_of_some_layers_as_the_learner_does(
+    serving: Serving, tmp_path: Path
+) -> None:
+    targets, tokens, engine = ["*.layers.0.*"], list(range(40)), serving.engine.info()
+    settings = run_config(
+        lora_rank=RANK, lora_alpha=CONFIG.scale * RANK, lora_target_modules=targets, lora_load=str(tmp_path)
+    )
+    config = replace(CONFIG, modules=Targets((*targets,)).of_model(serving.model.config.num_hidden_layers))
+    tensors = adapter_of(serving.model, 9)
+    chosen = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    write_adapter(tmp_path, chosen, config, base=None, hash_of_base=None)
+    async with serving.run("some layers"):
+        loaded = {"lora_name": "some", "lora_path": str(tmp_path)}
+        call_engine(engine, "/load_lora_adapter", loaded, timeout=PATIENCE_SECONDS)
+        found = read_logprobs(engine, tokens, adapter="some", timeout=PATIENCE_SECONDS)
+        call_engine(engine, "/unload_lora_adapter", {"lora_name": "some"}, timeout=PATIENCE_SECONDS)
+        others = read_logprobs(engine, tokens, adapter="v1", timeout=PATIENCE_SECONDS)
+    with learning(serving.checkpoint, settings) as learner:
+        [expected] = learner.logprobs([tokens])
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert others != pytest.approx(expected, abs=1e-2)
 
 
 async def publish_beside_groups(serving: Serving) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,9 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.batching.batch import TrainStep, rank_batches
 from miles_async.config.memory import adapter_elements
 from miles_async.config.schema import RunConfig, TinyModel
-from miles_async.models.lora import HEAD, MODULES, AdapterConfig, read_config, tensor_names
+from miles_async.errors import UserError
+from miles_async.models.lora import AdapterConfig, read_config, shared_name, tensor_names
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, MODULES, adapted
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.forked_ranks import fork_ranks, layouts_by_process, run_ranks
@@ -60,17 +64,46 @@ LAYOUTS = {
     "pipeline and data parallel, distributed optimizer": Layout(4, PIPELINE | DISTRIBUTED),
     "sequence and data parallel, distributed optimizer": Layout(4, SEQUENCE | DISTRIBUTED),
     "recomputed, logits in chunks": Layout(1, RECOMPUTED),
+    "layers by patterns, one rank": Layout(1, {}, "patterns"),
+    "layers by patterns, tensor parallel, pipeline": Layout(4, TENSOR | PIPELINE, "patterns"),
     "experts, one rank": Layout(1, {}, "experts"),
     "experts, expert parallel, distributed optimizer": Layout(2, EXPERT | DISTRIBUTED, "experts"),
     "experts, expert parallel, pipeline": Layout(4, EXPERT | PIPELINE, "experts"),
     "experts, expert and context parallel, recomputed": Layout(4, EXPERT | CONTEXT | RECOMPUTED, "experts"),
     "experts, dealt to tensor-parallel ranks": Layout(2, DEALT, "experts"),
+    "shared matrices, one rank": Layout(1, {}, "shared"),
+    "shared matrices, expert parallel, distributed optimizer": Layout(2, EXPERT | DISTRIBUTED, "shared"),
+    "shared matrices, dealt to tensor-parallel ranks": Layout(2, DEALT, "shared"),
+    "shared matrices, expert, sequence and data parallel": Layout(4, SEQUENCE | EXPERT | DISTRIBUTED, "shared"),
+    "experts, whole on each tensor-parallel rank": Layout(2, SEQUENCE | {"expert_tensor_parallel_size": 1}, "experts"),
     "experts, shared and dealt, distributed optimizer": Layout(4, SEQUENCE | EXPERT | DISTRIBUTED, "experts"),
 }
-ALONE = {"base": "one rank", "experts": "experts, one rank"}
+ALONE = {
+    "base": "one rank",
+    "patterns": "layers by patterns, one rank",
+    "experts": "experts, one rank",
+    "shared": "shared matrices, one rank",
+}
 """The layout with which the others of a model are compared."""
+WHOLE = [ALONE["base"], ALONE["experts"]]
 SHAPE = TinyModel(num_layers=2, hidden_size=64, ffn_hidden_size=128)
 ADAPTER = AdapterConfig(rank=4, scale=2.0, modules=(*MODULES, HEAD))
+MODULES_OF = {
+    "base": ADAPTER.modules,
+    "patterns": (*(f"layers.0.self_attn.{name}" for name in MODULES[:3]), *FEED_FORWARD[:2], "layers.1.mlp.down_proj"),
+    "experts": ADAPTER.modules,
+    "shared": ADAPTER.modules,
+}
+"""What PEFT calls the target modules of the adapter of a model."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "patterns": {
+        "lora_target_modules": ["decoder.layers.0.*.linear_qkv", r"model\.layers\.\d\.mlp\.(gate|up|down)_proj"],
+        "lora_exclude_modules": ["layers.0.mlp.down_proj"],
+    },
+    "experts": {},
+    "shared": {"experts_shared_outer_loras": True},
+}
 LEARNING_RATE = 0.0001
 
 
@@ -86,6 +119,7 @@ def config(root: Path, layout: Layout, **settings: Any) -> RunConfig:
             "lora_alpha": ADAPTER.scale * ADAPTER.rank,
             "lora_target_modules": ["all-linear", HEAD],
             "lora_load": str(root / f"{layout.model} adapter"),
+            **SETTINGS[layout.model],
             **layout.settings,
             **settings,
         }
@@ -194,6 +228,7 @@ def expected_of(root: Path, base: str) -> Expected:
     adapter = load_file(root / f"{base} adapter/adapter_model.safetensors")
     weights = load_file(root / base / "model.safetensors")
     layers: dict[str, PlainLora] = {}
+    shared: dict[str, torch.nn.Parameter] = {}
 
     def of_expert(experts: str, number: int, *names: str) -> list[PlainLora]:
         for name in names:
@@ -201,12 +236,15 @@ def expected_of(root: Path, base: str) -> Expected:
             of_a, of_b = tensor_names(layer)
             linear = torch.nn.Linear(1, 1)
             linear.weight = torch.nn.Parameter(weights[f"{layer}.weight"], requires_grad=False)
-            layers[layer] = PlainLora(linear, adapter[of_a], adapter[of_b], ADAPTER.scale)
+            layers[layer] = made = PlainLora(linear, adapter[of_a], adapter[of_b], ADAPTER.scale)
+            if base == "shared":
+                made.a = shared.setdefault(shared_name(of_a), made.a)
+                made.b = shared.setdefault(shared_name(of_b), made.b)
         return [layers[f"{experts}.{number}.{name}"] for name in names]
 
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
-        if last in ADAPTER.modules:
+        if adapted([name], MODULES_OF[base]) and last != "experts":
             assert isinstance(module, torch.nn.Linear)
             of_a, of_b = tensor_names(name)
             layers[name] = PlainLora(module, adapter[of_a], adapter[of_b], ADAPTER.scale)
@@ -215,7 +253,7 @@ def expected_of(root: Path, base: str) -> Expected:
             for stacked, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 changed = PlainExperts([of_expert(name, number, *names) for number in range(module.num_experts)])
                 register_parametrization(module, stacked, changed)
-    parameters = [parameter for layer in layers.values() for parameter in (layer.a, layer.b)]
+    parameters = list(dict.fromkeys(parameter for layer in layers.values() for parameter in (layer.a, layer.b)))
     total = sum(sample.response_length for sample in samples)
     torch.stack([-logprobs(sample).sum() / total for sample in samples]).sum().backward()
     gradients: dict[str, Tensor] = {}
@@ -242,6 +280,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora")
     create_tiny_model(SHAPE, root / "base", seed=1)
     create_experts(root / "experts", seed=1)
+    shutil.copytree(root / "base", root / "patterns")
+    shutil.copytree(root / "experts", root / "shared")
     for base in ALONE:
         draw_adapter(root, base)
     with run_ranks("tests.stack.test_learner_lora", root):
@@ -254,13 +294,15 @@ def draw_adapter(root: Path, base: str) -> None:
     shapes.setdefault("lm_head.weight", shapes["model.embed_tokens.weight"])
     draw = torch.Generator().manual_seed(0)
     adapter: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in ADAPTER.modules:
-            of_a, of_b = tensor_names(module)
-            adapter[of_a] = torch.randn(ADAPTER.rank, shape[1], generator=draw) / 8
-            adapter[of_b] = torch.randn(shape[0], ADAPTER.rank, generator=draw) / 32
-    replace_adapter(root / f"{base} adapter", adapter, ADAPTER, base=root / base)
+    for module in adapted([name.removesuffix(".weight") for name in shapes], MODULES_OF[base]):
+        (of_a, of_b), shape = tensor_names(module), shapes[f"{module}.weight"]
+        adapter[of_a] = torch.randn(ADAPTER.rank, shape[1], generator=draw) / 8
+        adapter[of_b] = torch.randn(shape[0], ADAPTER.rank, generator=draw) / 32
+    if base == "shared":
+        first: dict[str, Tensor] = {}
+        adapter = {name: first.setdefault(shared_name(name), tensor).clone() for name, tensor in adapter.items()}
+    described = replace(ADAPTER, modules=MODULES_OF[base])
+    replace_adapter(root / f"{base} adapter", adapter, described, base=root / base)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +331,7 @@ def test_merged_weights_after_a_step_are_those_of_plain_pytorch(
     others = base.keys() - changed.keys()
     assert all(torch.equal(merged[name], base[name]) for name in others)
     config = json.loads((runs / layout / "merged/config.json").read_text())
-    assert config["tie_word_embeddings"] is False, "the output layer has its own weight"
+    assert config["tie_word_embeddings"] is (HEAD not in MODULES_OF[model]), "the output layer has its own weight"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -334,6 +376,9 @@ def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path, layout
     settings = config(runs, LAYOUTS[layout], hf_checkpoint=str(base))
     with learning(base, settings) as learner:
         adapter = learner.adapter()
+        if settings.learner.experts_shared_outer_loras:
+            assert adapter_elements(settings, in_files=True) == sum(tensor.numel() for tensor in adapter.values())
+            adapter = {shared_name(name): tensor for name, tensor in adapter.items()}
         elements = sum(tensor.numel() for tensor in adapter.values())
         assert adapter_elements(settings) == elements
         assert sum(buffer.numel for chunk in learner._model.chunks for buffer in chunk.buffers) == elements
@@ -344,7 +389,7 @@ def test_only_adapters_have_gradients_moments_and_checkpoints(runs: Path, layout
     assert {name for name in stored if not name.startswith(("optimizer.", "random."))} == adapter.keys()
 
 
-@pytest.mark.parametrize("layout", ALONE.values())
+@pytest.mark.parametrize("layout", WHOLE)
 def test_the_reference_model_is_the_base_without_adapters(
     runs: Path, expected: dict[str, Expected], groups: list[Group], layout: str
 ) -> None:
@@ -376,6 +421,22 @@ def test_a_resumed_run_continues_exactly(runs: Path, tmp_path: Path, groups: lis
         resumed.load_state(str(tmp_path))
         resumed.train(1, [step])
         assert most_apart(resumed.adapter(), expected) == 0
+
+
+def test_a_checkpoint_with_shared_matrices_is_read_in_another_layout(runs: Path) -> None:
+    written = runs / "shared matrices, expert, sequence and data parallel"
+    with learning(runs / "shared", config(runs, LAYOUTS[ALONE["shared"]], lora_load=None)) as learner:
+        learner.load_state(str(written / "state"))
+        assert most_apart(learner.adapter(), load_file(written / "trained.safetensors")) == 0
+
+
+def test_an_adapter_whose_experts_share_nothing_is_refused(runs: Path) -> None:
+    settings = config(runs, LAYOUTS[ALONE["shared"]], lora_load=str(runs / "experts adapter"))
+    with (
+        pytest.raises(UserError, match=r"do not share .* unset experts_shared_outer_loras"),
+        learning(runs / "shared", settings),
+    ):
+        pass
 
 
 def test_a_batch_that_is_not_finite_leaves_the_adapter_unchanged(runs: Path, groups: list[Group]) -> None:

@@ -21,7 +21,7 @@ from miles_async.adapters.system import rdma
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import UserError
-from miles_async.models.lora import HEAD
+from miles_async.models.lora_layers import HEAD
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""

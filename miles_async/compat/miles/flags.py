@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from miles_async.compat.miles.defaults import FULLY_ASYNC
 from miles_async.config.translation import Flag, Idle, Only, Refused, Rule, converts, sets
 
-_EXPERTS_LORA = Refused("every expert has its own adapters: remove it")
 _FSDP = Refused("the learner runs Megatron-core, not FSDP: remove it")
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
 _SESSIONS = Idle("has no effect: the endpoint for agents keeps the tokens of each session")
@@ -42,7 +41,6 @@ _SWITCHES: Mapping[str, Rule] = {
     "fully_async": converts("rollout.rollout_function_path", {True: FULLY_ASYNC}),
     "use_prometheus": Idle("has no effect: metrics are always exported"),
     "gradient_checkpointing": _FSDP,
-    "experts_shared_outer_loras": _EXPERTS_LORA,
     "lora_base_cpu_backup": Idle("has no effect: engines keep the weights of the base model"),
     "fsdp_cpu_offload": _FSDP,
     "use_miles_dashboard": _DASHBOARD,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.errors import UserError
-from miles_async.models.lora import select_modules
+from miles_async.models.lora_layers import is_name, select_modules
 
 _TRAINED, _LOADED = "actor_train.model_args", "actor_infer.model_args"
 _RANK = 8
@@ -44,14 +44,16 @@ def _adapter(keys: CombinedKeys, section: str) -> None:
 
 
 def _modules(keys: CombinedKeys, key: str) -> Sequence[str] | None:
-    """The layers of `lora_target`, which may have Megatron's names; None after a problem."""
+    """The layers of `lora_target`, which may have Megatron's names or be patterns; None after a problem."""
     target = keys.values[key]
     names = target.split(",") if isinstance(target, str) else target
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         keys.refuse(f"{key} {target!r:.80} is no list of layers: write it as all-linear or q_proj,v_proj")
         return None
+    stripped = [name.strip() for name in names]
     try:
-        return select_modules([name.strip() for name in names])
+        modules = select_modules(stripped)
     except UserError as error:
         keys.refuse(f"{key}: {error}")
         return None
+    return modules if all(map(is_name, stripped)) else stripped

@@ -9,15 +9,10 @@ from pathlib import Path
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import shape_of
 from miles_async.config.model_source import source_of
-from miles_async.config.schema import RunConfig
-from miles_async.models.lora import (
-    FEED_FORWARD,
-    LOADED_TOGETHER,
-    AdapterConfig,
-    check_adapter,
-    expert_layers,
-    read_config,
-)
+from miles_async.config.schema import Learner, RunConfig
+from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, read_config
+from miles_async.models.lora_layers import FEED_FORWARD, LOADED_TOGETHER
+from miles_async.models.plugin import ModelShape
 
 _VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
 """Names of folders that a run writes beside those of adapters."""
@@ -27,25 +22,21 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     learner, checkpoint = config.learner, config.model.hf_checkpoint
     if not learner.lora_rank:
         return
-    wanted = AdapterConfig(learner.lora_rank, learner.lora_scale, learner.lora_modules)
-    for name in wanted.modules:
-        if missing := [other for other in LOADED_TOGETHER.get(name, []) if other not in wanted.modules]:
-            yield (
-                f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(missing)}; "
-                "add it"
-            )
+    shape = shape_of(config.model)
+    yield from _loaded_together(learner, shape)
     largest = config.engine.sglang_server_args.get("max_lora_rank")
     if isinstance(largest, int) and largest < learner.lora_rank:
         yield (
             f"--sglang-max-lora-rank {largest} is below lora_rank {learner.lora_rank}, so engines would refuse the "
             "adapter: remove it"
         )
-    shape = shape_of(config.model)
     base = None if checkpoint is None else Path(checkpoint).expanduser()
     if base is not None and not (base / "config.json").is_file():
         base = None
     if shape is not None and shape.experts:
         yield from _experts(config, base)
+    elif shape is not None and learner.experts_shared_outer_loras:
+        yield "experts_shared_outer_loras has no effect, because the model has no experts: unset it"
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
         yield (
             f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
@@ -65,10 +56,29 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if learner.lora_load is None:
         return
     folder = Path(learner.lora_load).expanduser()
-    if base is not None:
-        check_adapter(folder, wanted, base)
+    if base is not None and shape is not None:
+        modules = learner.lora_targets.of_model(shape.layers, shape.experts)
+        check_adapter(folder, AdapterConfig(learner.lora_rank, learner.lora_scale, modules), base)
     else:  # it is compared with the model when that has been made, converted or downloaded
         read_config(folder)
+
+
+def _loaded_together(learner: Learner, shape: ModelShape | None) -> Iterator[str]:
+    """Layers without others that SGLang joins with them. Raises UserError if the model lacks the layers of a target."""
+    targets = learner.lora_targets
+    by_layer = [targets.modules]
+    if shape is not None:
+        targets.of_model(shape.layers, shape.experts)
+        by_layer = [targets.in_layer(number, shape.experts) for number in range(shape.layers)]
+    for name in targets.modules:
+        for kinds in by_layer:
+            missing = [other for other in LOADED_TOGETHER.get(name, []) if name in kinds and other not in kinds]
+            if missing:
+                yield (
+                    f"lora_target_modules: engines load an adapter of {name} only together with "
+                    f"{' and '.join(missing)}; add it"
+                )
+                break
 
 
 def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
@@ -80,6 +90,8 @@ def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
             f"lora_target_modules: engines load adapters of experts only for {', '.join(FEED_FORWARD)} together; add "
             f"{' and '.join(others)}, or remove the others"
         )
+    if learner.experts_shared_outer_loras and others:
+        yield "experts_shared_outer_loras has no effect, because lora_target_modules leaves out experts: unset it"
     if learner.lora_dropout and not others:
         yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
     if checkpoint is None or others:

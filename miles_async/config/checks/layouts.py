@@ -141,6 +141,8 @@ def _layout(learner: Learner, layers: int, others: Sequence[str]) -> Iterator[st
 def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
     expert_parallel, tensor = learner.expert_model_parallel_size, learner.tensor_model_parallel_size
     expert_tensor = learner.expert_tensor_parallel_size
+    # Those of the adapters of whole experts are summed over all ranks.
+    adds_up = learner.lora_rank > 0 and expert_tensor == 1
     if shape.experts is None:
         if max(expert_parallel, expert_tensor or 1) > 1:
             yield (
@@ -158,7 +160,7 @@ def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
             f"expert_tensor_parallel_size {expert_tensor} does not divide tensor_model_parallel_size {tensor}; set it "
             f"to 1 or to {tensor}"
         )
-    elif expert_tensor is not None and expert_tensor < tensor and expert_parallel == 1:
+    elif expert_tensor is not None and expert_tensor < tensor and expert_parallel == 1 and not adds_up:
         # In this case Megatron sums the experts' gradients over too few ranks.
         yield (
             f"expert_tensor_parallel_size {expert_tensor} below tensor_model_parallel_size {tensor} needs expert "

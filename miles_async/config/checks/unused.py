@@ -134,7 +134,8 @@ NEEDS = (
     Needs("mtp_loss_scaling_factor", lambda c: c.learner.enable_mtp_training, "enable_mtp_training"),
     Needs("lora_newest_each_turn", lambda c: c.learner.lora_rank > 0, "lora_rank"),
     Needs(
-        "lora_alpha lora_dropout lora_target_modules lora_exclude_modules lora_type lora_load lora_merge",
+        "lora_alpha lora_dropout lora_target_modules lora_exclude_modules lora_type lora_load lora_merge "
+        "experts_shared_outer_loras",
         lambda c: c.learner.lora_rank > 0,
         "lora_rank",
     ),

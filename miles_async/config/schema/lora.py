@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from miles_async.config.schema.megatron import MegatronSwitches
-from miles_async.models.lora import ALL_LINEAR, scale_of, select_modules
+from miles_async.models.lora import scale_of
+from miles_async.models.lora_layers import ALL_LINEAR, Targets
 
 
 class LoraSettings(MegatronSwitches):
@@ -24,15 +25,19 @@ class LoraSettings(MegatronSwitches):
     """Linear layers that get an adapter: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj, or of Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2. The feed-forward layers of a model
     with experts are those of each expert. all-linear leaves out the output layer lm_head, which can be listed beside
-    it, and the routers of experts."""
+    it, and the routers of experts. An entry may also be the end of a name, such as layers.3.self_attn.q_proj, or a
+    pattern of whole names in the checkpoint or in Megatron, with * for any text or as a regular expression."""
     lora_exclude_modules: list[str] = []
-    """Linear layers among lora_target_modules that get no adapter."""
+    """Linear layers among lora_target_modules that get no adapter, in the same notation."""
     lora_type: Literal["lora", "rslora"] = "lora"
     """Factor of the adapters' outputs: lora is lora_alpha / lora_rank, and rslora lora_alpha / sqrt(lora_rank) (arXiv
     2312.03732)."""
     lora_load: str | None = None
     """Folder in PEFT's format whose adapter the training starts from. If unset, adapters start as those of PEFT: they
     do not change the model."""
+    experts_shared_outer_loras: bool = False
+    """Let all experts of a layer share A of their gate and up projections and B of their down projections, as SGLang
+    and Miles know it under this name. The other matrices are those of each expert."""
     lora_merge: bool = False
     """Export (save_hf) the whole model with the adapters merged into its weights, in place of a folder in PEFT's
     format."""
@@ -47,9 +52,17 @@ class LoraSettings(MegatronSwitches):
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
     @property
+    def lora_targets(self) -> Targets:
+        """The linear layers that get an adapter."""
+        return Targets(tuple(self.lora_target_modules), tuple(self.lora_exclude_modules))
+
+    @property
     def lora_modules(self) -> tuple[str, ...]:
-        """The linear layers that get an adapter. Raises UserError if one is unknown, or if none is left."""
-        return select_modules(self.lora_target_modules, self.lora_exclude_modules)
+        """The kinds of linear layers that get an adapter, in some decoder layer at least.
+
+        Raises UserError if an entry chooses none, or if none is left.
+        """
+        return self.lora_targets.modules
 
     @property
     def lora_scale(self) -> float:

@@ -160,6 +160,14 @@ def test_experts_that_do_not_divide_are_refused(tmp_path: Path, layout: dict[str
     assert problems(tmp_path, EXPERTS, **fitting) == []
 
 
+def test_adapters_of_whole_experts_need_no_expert_parallelism(tmp_path: Path) -> None:
+    """The learner adds up their gradients over the tensor-parallel ranks, which Megatron does not do for weights."""
+    layout = {"tensor": 4, "sequence_parallel": True}
+    assert problems(tmp_path, EXPERTS, **layout, of_expert=1, lora_rank=8) == []
+    [sentence] = problems(tmp_path, EXPERTS, **layout, of_expert=2, lora_rank=8)
+    assert "needs expert parallelism" in sentence
+
+
 def test_context_parallel_ranks_take_one_chunk_from_the_front_and_one_from_the_back_of_a_sequence() -> None:
     first, second = context_parallel_indices(np.array([4, 8]), 2).tolist()
     assert first == [0, 3, 4, 5, 10, 11]

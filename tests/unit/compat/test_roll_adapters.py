@@ -50,6 +50,11 @@ def test_what_a_file_does_not_set_has_rolls_defaults() -> None:
     }
 
 
+def test_layers_may_be_chosen_by_a_pattern() -> None:
+    found = settings({"lora_target": ".*(q|v)_proj"})
+    assert found["lora_target_modules"] == [".*(q|v)_proj"]
+
+
 def test_without_a_target_nothing_is_adapted() -> None:
     found = outcome({"lora_target": None, "lora_rank": 32}, {"lora_alpha": 32})
     assert (found.problems, dict(found.translation)) == ([], {})
@@ -86,10 +91,11 @@ def test_values_may_be_variables_of_the_file() -> None:
             "or remove it",
         ),
         (
-            {"lora_target": ".*(q|v)_proj"},
+            {"lora_target": ".*(q|v)_prog"},
             {},
-            "actor_train.model_args.lora_target: .*(q|v)_proj is no linear layer that can have an adapter: use "
-            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+            "actor_train.model_args.lora_target: .*(q|v)_prog matches no linear layer that can have an adapter: use "
+            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head, or a "
+            "pattern of names such as model.layers.0.self_attn.q_proj",
         ),
         (
             {"lora_target": True},

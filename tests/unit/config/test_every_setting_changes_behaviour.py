@@ -594,6 +594,7 @@ NAMED: dict[str, str] = {
     "learner_threads": f"{LEARNER}::test_a_learner_rank_stays_on_its_cores_and_takes_its_threads",
     "seed": f"{LEARNER}::test_another_seed_of_the_warm_start_gives_another_model",
     "lora_dropout": f"{LORA}::test_dropout_acts_on_gradients_only",
+    "experts_shared_outer_loras": f"{LORA}::test_adapters_get_the_gradients_of_lora_in_plain_pytorch",
     "lora_load": f"{LORA}::test_adapters_get_the_gradients_of_lora_in_plain_pytorch",
     "lora_merge": f"{LORA}::test_merged_weights_after_a_step_are_those_of_plain_pytorch",
     # weights

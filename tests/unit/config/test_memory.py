@@ -319,6 +319,22 @@ def test_the_plan_counts_adapters_of_the_experts_that_a_rank_holds(tmp_path: Pat
     assert adapter_elements(config) == 48 * 8 * (2 * (4096 + 2048) + 2 * (512 + 2048) + 128 * 3 * (768 + 2048))
 
 
+def test_matrices_that_experts_share_are_counted_once_on_a_rank_and_for_each_expert_in_files(tmp_path: Path) -> None:
+    """They are as wide as the model: 2,048."""
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4}
+    own, shared = (
+        job(tmp_path, "Qwen3-30B-A3B", lora_rank=8, experts_shared_outer_loras=one, **layout) for one in (False, True)
+    )
+    model = planned_model(own)
+    assert model is not None
+    of_own, of_shared = (learner_job(config, model, 80 * GIB).adapters for config in (own, shared))
+    assert of_own.expert - of_shared.expert == 31 * 3 * 8 * 2048
+    assert adapter_elements(shared, in_files=True) == adapter_elements(own)
+    elements = adapter_elements(own)
+    assert elements is not None
+    assert adapter_elements(shared) == elements - 48 * 127 * 3 * 8 * 2048
+
+
 def test_an_engine_whose_adapters_do_not_fit_is_refused_with_a_limit_that_fits(tmp_path: Path) -> None:
     """An adapter of rank 64 has 3.4 billion elements. An engine has room for ten versions, and for the model itself."""
     adapters = {"lora_rank": 64, "max_weight_staleness": 8, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2}

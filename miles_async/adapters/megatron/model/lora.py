@@ -6,7 +6,9 @@ divides its inputs. Between both matrices, activations are only as wide as the r
 exchange for it is small.
 
 Each expert has its own adapters, one for each of its layers. Expert-parallel ranks hold those of their experts.
-The router has no adapter.
+The router has no adapter. With `experts_shared_outer_loras`, the experts of a layer share the matrices on the side
+that is as wide as the model. Each rank then has the gradients of its tokens and experts, as it has those of the norm
+of a dense layer, and Megatron adds up those of all ranks of the stage once per step.
 """
 
 from __future__ import annotations
@@ -48,16 +50,9 @@ from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broa
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.lora import (
-    FEED_FORWARD,
-    HEAD,
-    AdapterConfig,
-    check_adapter,
-    read_tensors,
-    tensor_names,
-    untie,
-)
-from miles_async.models.plugin import Custom, QueryKeyValue
+from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, shared_name, tensor_names, untie
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
+from miles_async.models.plugin import Custom, ModelShape, QueryKeyValue
 from miles_async.plugins import name_of
 
 _ATTENTION, _FEED_FORWARD = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
@@ -74,15 +69,15 @@ class Adapters(Module):
         sizes: Sequence[int],
         groups: int,
         settings: Learner,
+        modules: Sequence[str],
     ) -> None:
         """`weight` is this rank's part of the layer's matrix.
 
         `names` are the layers of the checkpoint, and `sizes` their outputs on this rank. The outputs of all of them
-        alternate in `groups` equal parts.
+        alternate in `groups` equal parts. `modules` are the entries of PEFT's `target_modules`.
         """
         super().__init__()
-        chosen = settings.lora_modules
-        self.names = [name for name in names if name.rpartition(".")[2] in chosen]
+        self.names = adapted(names, modules)
         self.enabled = True
         """Whether the layer adds the outputs of the adapters."""
         own_sizes = [size for name, size in zip(names, sizes, strict=True) if name in self.names]
@@ -91,30 +86,44 @@ class Adapters(Module):
         ]
         self._rank, self._scale = settings.lora_rank, settings.lora_scale
         self._dropout = settings.lora_dropout
-        self._splits_output = isinstance(linear, ColumnParallelLinear)
+        self.splits_output = isinstance(linear, ColumnParallelLinear)
+        """Whether ranks divide the layer's outputs, and not its inputs."""
         self.of_expert: bool = linear.is_expert
         self.group = _group_of(of_expert=self.of_expert)
         """The ranks that divide the layer."""
         self._sequence_parallel = settings.sequence_parallel
         inputs, device = weight.shape[1], weight.device
+        self.shares_outer: bool = self.of_expert and settings.experts_shared_outer_loras
+        """Whether the experts of the layer share the matrix that ranks do not divide."""
 
         def parameter(rows: int, columns: int, axis: int) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
-            is_split = axis == (0 if self._splits_output else 1)
+            is_split = axis == (0 if self.splits_output else 1)
+            # Without expert parallelism, ranks that divide no expert have all experts, for tokens of their own.
+            is_everywhere = (self.shares_outer and not is_split) or (
+                self.of_expert and self.group.size() == 1 and not linear.expert_parallel
+            )
             # Megatron's norm of the gradients counts a parameter with this attribute. It counts others on the first
             # rank of the dense layers' group, which need not be the first rank of an expert's group.
-            is_counted = is_split or self.group.rank() == 0
+            is_counted = not is_everywhere and (is_split or self.group.rank() == 0)
             set_tensor_model_parallel_attributes(made, is_counted, axis if is_split else -1, 1)
             # Ranks see different tokens of the other matrix's side. Megatron adds up the gradients of such parameters.
-            adds_up = settings.sequence_parallel and not is_split and not self.of_expert
+            adds_up = settings.sequence_parallel and (is_everywhere or not (is_split or self.of_expert))
             made.sequence_parallel = adds_up  # type: ignore[attr-defined]
             # Whether the gradient is averaged over all data-parallel ranks, or over those that have the expert.
-            made.allreduce = not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
+            made.allreduce = is_everywhere or not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
             made.whole_rows = None  # type: ignore[attr-defined]
             return made
 
         self.a = ParameterList(parameter(self._rank, inputs, 1) for _ in own_sizes)
         self.b = ParameterList(parameter(size, self._rank, 0) for size in own_sizes)
+
+    def share(self, first: Adapters) -> None:
+        """Use the matrices that the experts share in place of own ones. `first` are the adapters of another expert."""
+        if self.splits_output:
+            self.a = first.a
+        else:
+            self.b = first.b
 
     def named_pairs(self) -> Iterator[tuple[str, Parameter]]:
         """This rank's parts of A and B of each adapter, with PEFT's names."""
@@ -124,15 +133,17 @@ class Adapters(Module):
     def shrink(self, x: Tensor) -> Tensor:
         """The products of the layer's input and A of all adapters, scaled."""
         dropped = dropout(x, self._dropout) if self._dropout and self.training else x
-        return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self._splits_output))
+        return self._scale * _product(dropped, self._shared(torch.cat(list(self.a)), is_whole=self.splits_output))
 
     def _shared(self, matrix: Tensor, *, is_whole: bool) -> Tensor:
         """A or B as a forward pass uses it. `is_whole` says whether every rank of the group has the whole matrix.
 
         Ranks that divide an expert have the same tokens. The dispatcher adds up their outputs and the gradients of
-        their inputs. If every rank has the whole matrix, its gradients have to be added up too.
+        their inputs. If every rank has the whole matrix, its gradients have to be added up too. Megatron adds up those
+        of a matrix that the experts share.
         """
-        return copy_to_tensor_model_parallel_region(matrix, self.group) if self.of_expert and is_whole else matrix
+        adds_up = self.of_expert and is_whole and not self.shares_outer
+        return copy_to_tensor_model_parallel_region(matrix, self.group) if adds_up else matrix
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """Return the layer's output [..., outputs of this rank], plus what the adapters compute from its input.
@@ -142,14 +153,14 @@ class Adapters(Module):
         hidden = self.shrink(x)
         if self.of_expert:
             exchange = _unchanged
-        elif self._splits_output:
+        elif self.splits_output:
             exchange = gather_from_sequence_parallel_region if self._sequence_parallel else _copy_to_ranks
         else:
             exchange = _reduce_scatter if self._sequence_parallel else reduce_from_tensor_model_parallel_region
-        if not self._splits_output or output._is_view():
+        if not self.splits_output or output._is_view():
             # A single rank's "reduced" output and that of oneDNN are views, which autograd lets nobody change.
             output = output.clone()
-        matrices = [self._shared(b, is_whole=not self._splits_output).to(output.dtype) for b in self.b]
+        matrices = [self._shared(b, is_whole=not self.splits_output).to(output.dtype) for b in self.b]
         added: Tensor = _AddOutputs.apply(output, exchange(hidden), self._columns, *matrices)  # type: ignore[no-untyped-call]
         return added
 
@@ -169,7 +180,7 @@ class HeadAdapter(Adapters):
         padding stay 0."""
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings)
+        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings, [HEAD])
         # Every rank has the hidden states of all tokens.
         self.a[0].sequence_parallel = False
         self.b[0].whole_rows = vocabulary
@@ -274,22 +285,27 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
     A is drawn as in PEFT, from the seed and the name of the layer, and B is 0; or both are those of `lora_load`. Raises
     UserError if that adapter does not fit.
     """
-    loaded = None
+    loaded, config = None, adapter_config(settings, converter.shape)
     if settings.lora_load is not None:
         folder = Path(settings.lora_load).expanduser()
-        check_adapter(folder, adapter_config(settings), checkpoint)
+        check_adapter(folder, config, checkpoint)
         loaded = read_tensors(folder)
+        if settings.experts_shared_outer_loras:
+            _check_shared(loaded, folder)
     for chunk in chunks:
         chunk.requires_grad_(False)
         model = unwrap_model(chunk)
         for layer in model.decoder.layers:
+            first: dict[bool, Adapters] = {}
             for name, linear in _linear_layers(layer, settings):
-                adapters = _adapters_of(linear, name, converter, settings)
+                adapters = _adapters_of(linear, name, converter, settings, config.modules)
                 if adapters.names:
+                    if adapters.shares_outer:
+                        adapters.share(first.setdefault(adapters.splits_output, adapters))
                     _fill(adapters, loaded, settings.seed)
                     linear.adapters = adapters
                     linear.forward = partial(_add_output, linear, linear.forward)
-        if model.post_process and HEAD in settings.lora_modules:
+        if model.post_process and HEAD in config.modules:
             model.output_layer.adapters = HeadAdapter(model, converter.shape.vocabulary, settings)
             _fill(model.output_layer.adapters, loaded, settings.seed)
         if model.pre_process and settings.recompute_granularity is not None:
@@ -315,7 +331,9 @@ def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.mlp.experts.{path}.weight{number}", expert.get_submodule(path)
 
 
-def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: Learner) -> Adapters:
+def _adapters_of(
+    linear: Any, name: str, converter: WeightConverter, settings: Learner, modules: Sequence[str]
+) -> Adapters:
     """The adapters of a linear layer whose weight has this name in the whole model."""
     shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
     names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(name)]
@@ -326,11 +344,11 @@ def _adapters_of(linear: Any, name: str, converter: WeightConverter, settings: L
         groups = shape.query_groups // ranks
         width = groups * shape.head_width
         sizes = [shape.heads // ranks * shape.head_width, width, width]
-        return Adapters(linear, linear.weight, names, sizes, groups, settings)
+        return Adapters(linear, linear.weight, names, sizes, groups, settings, modules)
     if linear.is_expert and not {one.rpartition(".")[2] for one in names} <= {*FEED_FORWARD}:
         raise UserError(f"{names[0]} gets no adapter, because it is none of {', '.join(FEED_FORWARD)}: unset lora_rank")
     sizes = [len(linear.weight) // len(names)] * len(names)
-    return Adapters(linear, linear.weight, names, sizes, 1, settings)
+    return Adapters(linear, linear.weight, names, sizes, 1, settings, modules)
 
 
 def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
@@ -350,12 +368,24 @@ def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) ->
         elif ".lora_A." in name:
             # The same in every parallel layout. Kaiming's uniform distribution with a = sqrt(5) has this bound.
             inputs = parameter.shape[1] * (group.size() if axis == 1 else 1)
-            generator = torch.Generator().manual_seed(_seed(f"{seed} {name}"))
+            own = shared_name(name) if adapters.shares_outer else name
+            generator = torch.Generator().manual_seed(_seed(f"{seed} {own}"))
             bound = 1 / math.sqrt(inputs)
             whole = torch.empty(len(parameter), inputs).uniform_(-bound, bound, generator=generator)
         else:
             continue
         parameter.copy_(whole if axis is None else whole.chunk(group.size(), axis)[group.rank()])
+
+
+def _check_shared(loaded: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise UserError if experts of a layer do not share what they have to."""
+    shared: dict[str, Tensor] = {}
+    for name, tensor in loaded.items():
+        if not torch.equal(shared.setdefault(shared_name(name), tensor), tensor):
+            raise UserError(
+                f"the experts in lora_load {folder} do not share {name}: unset experts_shared_outer_loras, or set "
+                "another lora_load"
+            )
 
 
 def _seed(text: str) -> int:
@@ -404,8 +434,10 @@ def without_dropout(chunks: Sequence[Module]) -> Iterator[None]:
             one.train()
 
 
-def adapter_config(settings: Learner) -> AdapterConfig:
-    return AdapterConfig(settings.lora_rank, settings.lora_scale, settings.lora_modules, settings.lora_dropout)
+def adapter_config(settings: Learner, shape: ModelShape) -> AdapterConfig:
+    """What PEFT must know of an adapter of a model with this shape."""
+    modules = settings.lora_targets.of_model(shape.layers, shape.experts)
+    return AdapterConfig(settings.lora_rank, settings.lora_scale, modules, settings.lora_dropout)
 
 
 @torch.no_grad()
@@ -442,25 +474,31 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
 def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
     """Megatron's sharded state of the adapters of a chunk, by their names in the chunk.
 
-    The keys in the checkpoint are PEFT's names, which do not depend on the parallel layout.
+    The keys in the checkpoint are PEFT's names, or that of all experts, which do not depend on the parallel layout.
     """
     local_names = {parameter: name for name, parameter in chunk.named_parameters()}
     state = {}
+    dense = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    of_experts = {
+        "tp_group": parallel_state.get_expert_tensor_parallel_group(),
+        "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
+    }
     for adapters in adapters_of([chunk]):
-        copies = (
-            parallel_state.get_expert_data_parallel_group()
-            if adapters.of_expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        groups = {"tp_group": adapters.group, "dp_cp_group": copies}
         for name, parameter in adapters.named_pairs():
             axis = _split_axis(parameter)
+            is_shared = adapters.shares_outer and axis is None
+            key, groups = shared_name(name) if is_shared else name, dense
+            if adapters.of_expert and not is_shared:
+                groups = of_experts
             state[local_names[parameter]] = (
-                make_sharded_tensor_for_checkpoint(parameter, name, **groups)
+                make_sharded_tensor_for_checkpoint(parameter, key, **groups)
                 if axis is None
                 # How much a vocabulary is padded depends on the number of ranks.
                 else make_tp_sharded_tensor_for_checkpoint(
-                    parameter, name, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
+                    parameter, key, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
                 )
             )
     return state
