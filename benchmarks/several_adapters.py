@@ -1,4 +1,4 @@
-"""Three adapters in one run against a run of its own for each: accuracy of each task, and batches per second.
+"""Three adapters in one run against one run for each: accuracy of each task, and batches per second.
 
     python -m benchmarks.several_adapters [numbers] [tools] [--seeds N]
 
