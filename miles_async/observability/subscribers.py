@@ -156,7 +156,7 @@ class EventSubscribers:
         if collapse := self._collapse.observe(event):
             self._dispatch(collapse)
         if isinstance(event, RunEnded):
-            self._write_summary()
+            self.write_summary()
             self._write_report()
             print(summary_text(self._view), flush=True)
 
@@ -166,14 +166,12 @@ class EventSubscribers:
         with self._surviving_loss_of(self._folder.snapshot):
             write_snapshot(self._folder.snapshot, snapshot)
 
-    def write_early_summary(self, end: RunEnded) -> None:
-        """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
+    def write_summary(self, expected_end: RunEnded | None = None) -> None:
+        """Write `summary.json`.
 
-        `end` is the event that is expected; the summary is written again with the actual event.
+        With `expected_end`, the run has not ended, and this process may be killed before: the summary is written again
+        with the actual event.
         """
-        self._write_summary(end)
-
-    def _write_summary(self, expected_end: RunEnded | None = None) -> None:
         with self._surviving_loss_of(self._folder.summary):
             write_summary(self._view, self._folder.summary, expected_end)
 
