@@ -89,6 +89,25 @@ class SeekableSource(DataSource, Protocol):
         ...
 
 
+class Requests(Protocol):
+    """Counts the requests of a generator."""
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests at the engines now."""
+        ...
+
+    @property
+    def in_line(self) -> int:
+        """Number of requests that wait for a free place at the engines."""
+        ...
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds since the start in which the engines had at least one request."""
+        ...
+
+
 class Generator(Protocol):
     """Generates the responses of a group, in place."""
 
@@ -110,18 +129,8 @@ class Generator(Protocol):
         ...
 
     @property
-    def in_flight(self) -> int:
-        """Number of requests at the engines now."""
-        ...
-
-    @property
-    def in_line(self) -> int:
-        """Number of requests that wait for a free place at the engines."""
-        ...
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds since the start in which the engines had at least one request."""
+    def requests(self) -> Requests:
+        """The requests that the generator has sent or will send."""
         ...
 
 

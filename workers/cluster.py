@@ -220,13 +220,13 @@ class Cluster:
 
     async def start(self, checked: PreflightResult) -> ClusterReady:
         """Start and connect all processes. Raises UserError or FatalError if one of them does not start."""
-        sft_examples, beginning = checked.sft_examples, checked.beginning
+        beginning = checked.beginning
         debug, idle = self._config.debug, not generates(self._config)
         placement = await asyncio.to_thread(reserve, demand_of(self._config))
         self._placements.append(placement)
         check_cards(placement.plan, self._config)
         # If the checkpoint does not exist yet, the first learner rank runs the warm start first.
-        started = find_warm_start(self._config, sft_examples.problems, sft_examples.check)
+        started = find_warm_start(self._config, checked.problems, checked.check)
         # A run without a learner needs one rank for a warm start, and none if the checkpoint exists.
         needed = None if not debug.debug_rollout_only else 0 if started else 1
 
@@ -245,7 +245,7 @@ class Cluster:
         self.rollout.start()
         if started is None:
             with self._starting("warm start"):
-                started = await _call(self.learner.actors[0].warm_start, sft_examples.problems, sft_examples.check)
+                started = await _call(self.learner.actors[0].warm_start, checked.problems, checked.check)
         details.info("warm start", cached=started.cached, seconds=round(started.seconds, 1), accuracy=started.accuracy)
         if not idle:
             # An error is raised again when the run opens its data and its tokenizer.

@@ -206,7 +206,7 @@ class StopRequest:
         )
         self._arrived.set()
         # `ray job stop` sends SIGKILL three seconds after SIGTERM, perhaps before the run has ended.
-        self._subscribers.write_early_summary(RunEnded(time=time.time(), reason="interrupted"))
+        self._subscribers.write_summary(RunEnded(time=time.time(), reason="interrupted"))
 
     async def wait(self) -> NoReturn:
         """Raise RunInterruptedError as soon as a signal arrives."""

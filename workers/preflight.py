@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -58,21 +58,14 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftExamples:
-    """The supervised examples of the warm start; empty without a warm start."""
-
-    problems: list[Example]
-    """Examples to train on."""
-    check: list[Example]
-    """Examples to measure the accuracy on."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PreflightResult:
     """What the checks have read and the run needs again."""
 
-    sft_examples: SftExamples
     beginning: Beginning
+    problems: list[Example] = field(default_factory=list)
+    """Supervised examples that a warm start trains on; empty without a warm start."""
+    check: list[Example] = field(default_factory=list)
+    """Supervised examples that measure the accuracy of a warm start."""
 
 
 def preflight(config: RunConfig) -> PreflightResult:
@@ -105,12 +98,12 @@ def preflight(config: RunConfig) -> PreflightResult:
         for guest in GUESTS.usable().values():
             with collected(problems), errors_of(guest, "check the run"):
                 guest.check(config)
-    sft_examples = SftExamples(problems=[], check=[])
-    if data is not None and not functions:
+    checked = PreflightResult(beginning=beginning)
+    if data is not None and not functions and config.warm_start.warm_start_max_steps:
         with collected(problems):
-            sft_examples = _sft_examples(config, data)
+            checked = _with_examples(checked, config, data)
     raise_collected(problems)
-    return PreflightResult(sft_examples=sft_examples, beginning=beginning)
+    return checked
 
 
 def _independent_checks(config: RunConfig) -> Iterator[Callable[[], object]]:
@@ -149,9 +142,8 @@ def _check_data(config: RunConfig, problems: list[str]) -> BufferedSource | None
     return None
 
 
-def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
-    if not config.warm_start.warm_start_max_steps:
-        return SftExamples(problems=[], check=[])
+def _with_examples(checked: PreflightResult, config: RunConfig, data: BufferedSource) -> PreflightResult:
+    """Add the examples of the warm start."""
     template, path = config.warm_start.warm_start_template, config.warm_start.warm_start_examples_path
 
     def labelled(sample: Sample) -> list[Example]:
@@ -169,7 +161,7 @@ def _sft_examples(config: RunConfig, data: BufferedSource) -> SftExamples:
     examples = chain.from_iterable(_examples(path, function, sample) for sample in data.warm_start_problems())
     # Both lists come from one iterator, so no problem is used for training and for the check.
     check = list(islice(examples, WARM_START_CHECKS))
-    return SftExamples(check=check, problems=list(islice(examples, WARM_START_EXAMPLES)))
+    return replace(checked, check=check, problems=list(islice(examples, WARM_START_EXAMPLES)))
 
 
 def _examples(path: str | None, function: Callable[[Sample], Any], sample: Sample) -> list[Example]:

@@ -65,7 +65,7 @@ class Watchdog:
         self._subscribers.emit(*self._heartbeats.look(now))
         self._subscribers.update_scrape_targets(self._heartbeats.addresses)
         self._subscribers.tick(now)
-        stalled = self._subscribers.stalled_for(now)
+        stalled = self._subscribers.stall.stalled_for(now)
         if not stalled:
             self._dumped_in_stall = False
         elif not self._dumped_in_stall and dumps_stacks(stalled, *self._limits):

@@ -55,13 +55,17 @@ class NullLearner:
 
 
 class NullEngines:
-    """Implements the `Fleet`, `Generator` and `Rewarder` ports without engines.
+    """Implements the `Fleet`, `Generator`, `Requests` and `Rewarder` ports without engines.
 
     `routed` names one engine, because publishing a version needs at least one engine that accepts it.
     """
 
     in_flight = in_line = 0
     busy_seconds = 0.0
+
+    @property
+    def requests(self) -> NullEngines:
+        return self
 
     async def generate(self, group: Group) -> None:
         raise FatalError(f"group {group.feed_index} was sent to an engine, but this run has no engines")

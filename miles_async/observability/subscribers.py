@@ -83,7 +83,7 @@ class EventSubscribers:
             self._collapse.observe(event)  # what it announced is in the log
         # Only now: a counter that grows while old events are read would look as if all of it had just happened.
         self._server = HttpServer(registry, LivePage(view, folder.path), settings.metrics_port)
-        self._stall = StallReport(view, config.observability.no_progress_warn_seconds)
+        self.stall = StallReport(view, config.observability.no_progress_warn_seconds)
         self._log_tail = LogTail(folder.logs, settings.log_rotate_bytes, continued=continued)
         self._trackers = Trackers(view, config, folder)
         self._scrape_targets = ScrapeTargets(folder, self._server.url)
@@ -146,7 +146,7 @@ class EventSubscribers:
         # The event log comes first: whatever a later subscriber does with the event, it is on disk.
         self._event_log.observe(event)
         self._record(event)
-        self._stall.observe(event, time.monotonic())
+        self.stall.observe(event, time.monotonic())
         self._trackers.observe(event)
         self._plain_lines.observe(event)
         if self._terminal is not None:
@@ -156,7 +156,7 @@ class EventSubscribers:
         if collapse := self._collapse.observe(event):
             self._dispatch(collapse)
         if isinstance(event, RunEnded):
-            self._write_summary()
+            self.write_summary()
             self._write_report()
             print(summary_text(self._view), flush=True)
 
@@ -166,14 +166,12 @@ class EventSubscribers:
         with self._surviving_loss_of(self._folder.snapshot):
             write_snapshot(self._folder.snapshot, snapshot)
 
-    def write_early_summary(self, end: RunEnded) -> None:
-        """Write `summary.json` before the run has ended, in case that this process is killed before it ends.
+    def write_summary(self, expected_end: RunEnded | None = None) -> None:
+        """Write `summary.json`.
 
-        `end` is the event that is expected; the summary is written again with the actual event.
+        With `expected_end`, the run has not ended, and this process may be killed before: the summary is written again
+        with the actual event.
         """
-        self._write_summary(end)
-
-    def _write_summary(self, expected_end: RunEnded | None = None) -> None:
         with self._surviving_loss_of(self._folder.summary):
             write_summary(self._view, self._folder.summary, expected_end)
 
@@ -210,19 +208,12 @@ class EventSubscribers:
         with self._surviving_loss_of(self._scrape_targets.path):
             self._scrape_targets.write(addresses)
 
-    def stalled_for(self, now: float) -> float:
-        """Return the seconds since the last progress, or 0 if they are too few for a warning.
-
-        `now` is in seconds of the monotonic clock.
-        """
-        return self._stall.stalled_for(now)
-
     def tick(self, now: float) -> None:
         """Update everything that changes with time alone, several times a second.
 
         `now` is in seconds of the monotonic clock.
         """
-        if stalled := self._stall.unreported_stall(now):
+        if stalled := self.stall.unreported_stall(now):
             self._dispatch(stalled)
         # Verdicts and metrics relate the present to the time stamps of events, which come from the wall clock.
         wall = time.time()

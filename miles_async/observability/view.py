@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from miles_async import events
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
-from miles_async.observability.state.adapters import Adapters
 from miles_async.observability.state.charts import Charts
-from miles_async.observability.state.datasets import Datasets
+from miles_async.observability.state.contributions import Adapters, Datasets
 from miles_async.observability.state.engines import Engines, EngineUse
 from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Step, Steps
@@ -154,7 +153,7 @@ class RunView:
                 self._group_moved(event)
             case events.GroupGenerated():
                 self.groups.generate(event)
-                self.datasets.generate(event)
+                self.datasets.observe(event)
                 self.adapters.observe(event)
                 self.tokens.generate(event)
             case events.QueueChanged():
@@ -246,7 +245,7 @@ class RunView:
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
             self._filtered.append(event.reason == DropReason.FILTERED)
         self.groups.move(event)
-        self.datasets.move(event)
+        self.datasets.observe(event)
         self.adapters.observe(event)
 
     def _pulse(self, event: events.Pulse) -> None:

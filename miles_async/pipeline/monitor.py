@@ -72,11 +72,9 @@ class RunMonitor:
                 run_state.exclude_pause(lag)
             now, idle_seconds = run_state.clock.time(), run_state.idle_seconds
             run_state.journal.emit(LoopLag(time=now, seconds=lag))
-            generator = self.generator
+            sent = self.generator.requests
             run_state.journal.emit(
-                EngineBusy(
-                    time=now, busy=generator.busy_seconds, in_flight=generator.in_flight, in_line=generator.in_line
-                )
+                EngineBusy(time=now, busy=sent.busy_seconds, in_flight=sent.in_flight, in_line=sent.in_line)
             )
             run_state.durations.pass_head(self.producer.head)
             run_state.journal.emit(self._pulse(idle_seconds))
@@ -119,9 +117,9 @@ class RunMonitor:
         dropped = ", ".join(f"{count} {reason}" for reason, count in drops if count) or "none"
         return (
             f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {producer.queued}, "
-            f"{self.generator.in_flight} requests in flight, {producer.attempts.rewarding} groups wait for rewards, "
-            f"trainer version {run_state.trainer_version}, live version {run_state.live_version}; dropped: {dropped}"
-            f"{self._taken_sentence()}"
+            f"{self.generator.requests.in_flight} requests in flight, "
+            f"{producer.attempts.rewarding} groups wait for rewards, trainer version {run_state.trainer_version}, "
+            f"live version {run_state.live_version}; dropped: {dropped}{self._taken_sentence()}"
         )
 
     def _taken_sentence(self) -> str:

@@ -194,4 +194,6 @@ class Parts:
 
     def _may_answer(self) -> bool:
         """Whether the engines may be answering requests of this run."""
-        return bool(self.producer.attempts.at_engines_since or self._ports.generator.in_flight or self.held.taken)
+        return bool(
+            self.producer.attempts.at_engines_since or self._ports.generator.requests.in_flight or self.held.taken
+        )

@@ -88,6 +88,7 @@ class FunctionGenerator:
         self._args = args
         self._sampling = sampling
         self._engine = engine
+        self.requests = engine.requests
         self._turns = turns
         self._live_version = live_version
         self._timeout_seconds = timeout_seconds
@@ -98,21 +99,6 @@ class FunctionGenerator:
         self._limits = limits
         self._running: IdentityMap[Group, tuple[list[Sample], list[asyncio.Task[list[Sample]]]]] = IdentityMap()
         """The samples of each group that are being generated, and their tasks."""
-
-    @property
-    def in_flight(self) -> int:
-        """Number of requests at the engines now."""
-        return self._engine.in_flight
-
-    @property
-    def in_line(self) -> int:
-        """Number of requests that wait for a free place at the engines."""
-        return self._engine.in_line
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds since the start in which the engines had at least one request."""
-        return self._engine.busy_seconds
 
     async def generate(self, group: Group, sampling: SamplingParams | None = None) -> None:
         """Generate the unfinished samples of a group, concurrently; `sampling` overrides the default parameters.

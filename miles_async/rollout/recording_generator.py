@@ -53,6 +53,7 @@ class RecordingGenerator:
         live_version: Callable[[], int],
     ) -> None:
         self._live = live
+        self.requests = live.requests
         self._clock = clock
         self._events = events
         self._live_version = live_version
@@ -73,18 +74,6 @@ class RecordingGenerator:
         """One future per group that is being generated and will be recorded; resolved when its generation ends."""
         self._interrupted: set[str] = set()
         """Feed indices of groups that were aborted individually during a replay; they are generated next time."""
-
-    @property
-    def in_flight(self) -> int:
-        return self._live.in_flight
-
-    @property
-    def in_line(self) -> int:
-        return self._live.in_line
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._live.busy_seconds
 
     async def generate(self, group: Group) -> None:
         """Generate or replay the group.

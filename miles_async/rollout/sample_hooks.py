@@ -36,26 +36,12 @@ class HookedGenerator:
     ) -> None:
         """`limits` are those of the samples. Raises UserError if a hook cannot be imported."""
         self._generator = generator
+        self.requests = generator.requests
         self._args = args
         self._limits = limits
         # A sample belongs to no batch yet.
         keywords = {"rollout_id": None, "evaluation": evaluation}
         self._hooks = [(path, with_keywords(load_function(path, setting=SETTING), keywords)) for path in paths]
-
-    @property
-    def in_flight(self) -> int:
-        """Number of requests at the engines now."""
-        return self._generator.in_flight
-
-    @property
-    def in_line(self) -> int:
-        """Number of requests that wait for a free place at the engines."""
-        return self._generator.in_line
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds since the start in which the engines had at least one request."""
-        return self._generator.busy_seconds
 
     async def abort(self, group: Group | None = None) -> None:
         """See `ports.Generator.abort`."""

@@ -134,7 +134,7 @@ def prompts(count: int = 2, number: int = 0) -> Group:
 async def in_flight(generator: Generator) -> None:
     """Return once the generator has a request at the engines."""
     for _ in range(1000):
-        if generator.in_flight:
+        if generator.requests.in_flight:
             return
         await asyncio.sleep(0)
     raise AssertionError("no request was sent")
@@ -154,8 +154,9 @@ async def test_every_sample_is_finished_and_knows_the_version_of_each_token(case
     await case.generator.generate(group)
     check_consistent(group)
     assert all(sample.finished and sample.response_length and sample.prompt_length for sample in group)
-    assert case.generator.in_flight == case.generator.in_line == 0
-    assert case.generator.busy_seconds >= 0
+    requests = case.generator.requests
+    assert requests.in_flight == requests.in_line == 0
+    assert requests.busy_seconds >= 0
 
 
 async def test_finished_samples_are_left_as_they_are(case: Case) -> None:
@@ -184,7 +185,7 @@ async def test_an_aborted_call_returns_with_the_tokens_so_far(case: Case, everyt
     await case.generator.abort(None if everything else group)
     await generating
     assert [sample.status for sample in group] == [SampleStatus.ABORTED]
-    assert case.generator.in_flight == 0
+    assert case.generator.requests.in_flight == 0
     check_consistent(group)
 
 
@@ -205,4 +206,4 @@ async def test_a_call_that_is_cancelled_leaves_nothing_in_flight(case: Case) -> 
     generating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await generating
-    assert case.generator.in_flight == 0
+    assert case.generator.requests.in_flight == 0

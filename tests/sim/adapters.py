@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
+from miles_async.events import StepStarted
 from miles_async.identity import IdentityMap
 from miles_async.pipeline.run_ports import Ports
 from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
@@ -131,3 +134,19 @@ def with_adapters(world: World, ports: Ports) -> Ports:
     world.fleet.adapters = AdapterVersions(world.bounds.staleness, world.config.data.adapter_weights)
     world.fleet.resident = world.bounds.resident_adapters
     return replace(ports, adapters=world.fleet.adapters)
+
+
+def some_kills(rng: random.Random) -> Fate:
+    """Kill one of two engines three times in the first minute."""
+    return Fate(kills=[(rng.uniform(0, 60), f"engine-{rng.randrange(2)}") for _ in range(3)])
+
+
+def check_hostile(world: AdapterLostWorkers) -> None:
+    """The engines assert at each load, request and drop that they hold what they must, and no more than the bound."""
+    assert world.audit.violations == []
+    trained = Counter(chain.from_iterable(world.trainer.batches))
+    assert set(trained.values()) == {1}, "no prompt is trained twice"
+    assert len(world.trainer.batches) == world.config.rollout.num_rollout
+    limit = world.config.rollout.max_weight_staleness
+    assert limit is not None
+    assert all(age <= limit for step in world.trace.of(StepStarted) for age in step.staleness)

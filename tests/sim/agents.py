@@ -61,6 +61,7 @@ class WholeGroups:
 
     def __init__(self, generator: FunctionGenerator) -> None:
         self._generator = generator
+        self.requests = generator.requests
 
     async def generate(self, group: Group) -> None:
         try:
@@ -71,18 +72,6 @@ class WholeGroups:
 
     async def abort(self, group: Group | None = None) -> None:
         await self._generator.abort(group)
-
-    @property
-    def in_flight(self) -> int:
-        return self._generator.in_flight
-
-    @property
-    def in_line(self) -> int:
-        return self._generator.in_line
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._generator.busy_seconds
 
 
 @dataclass(kw_only=True)

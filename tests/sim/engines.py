@@ -96,6 +96,10 @@ class Engines:
 
     # Generator
     @property
+    def requests(self) -> Engines:
+        return self
+
+    @property
     def in_line(self) -> int:
         return self.in_flight - self._taken
 

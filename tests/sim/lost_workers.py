@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import pytest
+
 from miles_async.adapters.agents.conversation import InvalidRequestError
 from miles_async.adapters.agents.trajectories import BufferFullError, TrajectoryBuffer
 from miles_async.config.schema import Fault
@@ -31,6 +33,13 @@ from tests.sim.engines import Engines
 from tests.sim.virtual_time import VirtualClock
 from tests.sim.world import Trainer, World
 from workers.faults import FaultInjector, FaultSchedule, at_fault_points
+
+KILLS_WORKERS = [
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("tasks_of_killed_workers_are_gone"),
+]
+"""Marks of tests that kill workers, whose tasks do not end in an orderly way."""
 
 RANKS = 3
 START_SECONDS = 5.0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 
@@ -15,23 +11,13 @@ from miles_async.events import PublishEnded, StepStarted, WriteFailed
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, SendOutcome
 from tests.configuration import run_config
-from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld
-from tests.sim.test_repair import Fate
+from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld, check_hostile, some_kills
+from tests.sim.lost_workers import KILLS_WORKERS
 from tests.sim.world import Trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 ROLLOUTS, BATCH = 20, 8
-
-
-@pytest.fixture(autouse=True)
-def tasks_of_killed_workers_are_gone() -> Iterator[None]:
-    """Destroy the tasks while their warnings are ignored, and not in a later test."""
-    yield
-    gc.collect()
 
 
 def slow(group: Group, rng: random.Random) -> float:
@@ -152,16 +138,6 @@ def test_engines_hold_what_requests_name_while_processes_are_lost_and_loads_fail
     check_hostile(hostile_run(random.Random(f"adapters {seed}"), schedule, seed).run())
 
 
-def check_hostile(world: AdapterLostWorkers) -> None:
-    """The engines assert at each load, request and drop that they hold what they must, and no more than the bound."""
-    assert world.audit.violations == []
-    trained = Counter(chain.from_iterable(world.trainer.batches))
-    assert set(trained.values()) == {1}, "no prompt is trained twice"
-    assert len(world.trainer.batches) == ROLLOUTS
-    limit = world.config.rollout.max_weight_staleness
-    assert all(age <= limit for step in world.trace.of(StepStarted) for age in step.staleness)
-
-
 def hostile_run(rng: random.Random, schedule: Schedule, seed: int) -> AdapterLostWorkers:
     """A run in which engines, rollout workers and learners are killed, and loads fail."""
     config = run_config(
@@ -172,12 +148,11 @@ def hostile_run(rng: random.Random, schedule: Schedule, seed: int) -> AdapterLos
         save="anywhere",
         save_interval=4,
     )
-    kills = [(rng.uniform(0, 60), f"engine-{rng.randrange(2)}") for _ in range(3)]
     return AdapterLostWorkers(
         config=config,
         schedule=schedule,
         latency=slow,
-        fate=Fate(kills=kills),
+        fate=some_kills(rng),
         failing_loads=0.1,
         kills=2,
         learner_kills=2,

@@ -9,12 +9,9 @@ import pytest
 from benchmarks.chaos.simulated import play
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.types import DropReason, Group
+from tests.sim.lost_workers import KILLS_WORKERS
 
-# The tasks of a worker that is killed do not end in an orderly way.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 
 @pytest.mark.parametrize("number", range(20))

@@ -24,14 +24,10 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample
 from tests.configuration import run_config
-from tests.sim.lost_workers import LostWorkers
+from tests.sim.lost_workers import KILLS_WORKERS, LostWorkers
 from tests.sim.world import World
 
-pytestmark = [
-    # The coroutines of a rollout worker that is killed are never awaited.
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 BATCH, ROLLOUTS = 4, 12
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -24,14 +22,10 @@ from miles_async.scheduling.lineage import Lineage
 from miles_async.stored_run import Changes, StoredGroup, StoredRun
 from miles_async.types import DropReason, Group
 from tests.configuration import run_config
-from tests.sim.lost_workers import LostWorkers, LostWorkersOfAnExternalGenerator, MemoryStore
+from tests.sim.lost_workers import KILLS_WORKERS, LostWorkers, LostWorkersOfAnExternalGenerator, MemoryStore
 from tests.sim.world import World
 
-# The tasks of a worker that is killed do not end in an orderly way.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 ROLLOUTS, BATCH = 20, 8
 REACHED = (
@@ -52,13 +46,6 @@ REACHED = (
     "fleet.resume",
 )
 """Points that each life of a simulated rollout worker reaches often enough."""
-
-
-@pytest.fixture(autouse=True)
-def tasks_of_killed_workers_are_gone() -> Iterator[None]:
-    """Destroy the tasks while their warnings are ignored, and not in a later test."""
-    yield
-    gc.collect()
 
 
 def config(**settings: Any) -> RunConfig:

@@ -19,14 +19,10 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, Sample, SampleStatus, VersionSpan
 from tests.configuration import run_config
 from tests.sim.agents import AgentModel, AgentWorld
-from tests.sim.lost_workers import LostWorkers
+from tests.sim.lost_workers import KILLS_WORKERS, LostWorkers
 from tests.sim.world import DirectJournal, Feed, Trace, World
 
-# The tasks of a worker that is killed do not end in an orderly way.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 SAMPLES, BATCH = 4, 4
 

@@ -12,13 +12,10 @@ import pytest
 from miles_async.events import GroupMoved, StepEnded
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, SampleStatus, StepReport
-from tests.sim.lost_workers import LastingEngines, LastingTrainer, LostWorkers
+from tests.sim.lost_workers import KILLS_WORKERS, LastingEngines, LastingTrainer, LostWorkers
 from tests.sim.test_lost_workers import check, check_restored, config
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 
 class BranchingEngines(LastingEngines):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -16,23 +14,13 @@ from miles_async.errors import FatalError
 from miles_async.events import GroupMoved, LearnerRestored, PublishEnded, StepStarted
 from miles_async.types import Group
 from tests.configuration import run_config
-from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld
-from tests.sim.test_repair import Fate
+from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, AdapterWorld, check_hostile, some_kills
+from tests.sim.lost_workers import KILLS_WORKERS
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = KILLS_WORKERS
 
 BATCH = 8
 WEIGHTS = {"math": 2.0, "code": 1.0, "chat": 1.0}
-
-
-@pytest.fixture(autouse=True)
-def tasks_of_killed_workers_are_gone() -> Iterator[None]:
-    """Destroy the tasks while their warnings are ignored, and not in a later test."""
-    yield
-    gc.collect()
 
 
 def config_of(rollouts: int, weights: dict[str, float] = WEIGHTS, **settings: Any) -> RunConfig:
@@ -116,7 +104,9 @@ def test_an_adapter_that_is_never_finite_ends_the_run_although_others_are() -> N
 
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_while_processes_are_lost_and_loads_fail(seed: int) -> None:
-    check_hostile(hostile_run(random.Random(f"several adapters {seed}"), seed).run())
+    world = hostile_run(random.Random(f"several adapters {seed}"), seed).run()
+    check_hostile(world)
+    check_adapters(world)
 
 
 def hostile_run(rng: random.Random, seed: int) -> AdapterLostWorkers:
@@ -129,11 +119,10 @@ def hostile_run(rng: random.Random, seed: int) -> AdapterLostWorkers:
         save="anywhere",
         save_interval=4,
     )
-    kills = [(rng.uniform(0, 60), f"engine-{rng.randrange(2)}") for _ in range(3)]
     return AdapterLostWorkers(
         config=config,
         latency=mixed,
-        fate=Fate(kills=kills),
+        fate=some_kills(rng),
         failing_loads=0.1,
         kills=rng.randint(0, 3),
         learner_kills=rng.randint(0, 3),
@@ -141,14 +130,8 @@ def hostile_run(rng: random.Random, seed: int) -> AdapterLostWorkers:
     )
 
 
-def check_hostile(world: AdapterLostWorkers) -> None:
-    """The engines assert at each load, request and drop that they hold what they must, and no more than the bound."""
-    assert world.audit.violations == []
-    trained = Counter(chain.from_iterable(world.trainer.batches))
-    assert set(trained.values()) == {1}, "no prompt is trained twice"
-    assert len(world.trainer.batches) == world.config.rollout.num_rollout
-    limit = world.config.rollout.max_weight_staleness
-    assert all(age <= limit for step in world.trace.of(StepStarted) for age in step.staleness)
+def check_adapters(world: AdapterLostWorkers) -> None:
+    """Each batch trains one adapter, and only adapters of the run are restored."""
     adapters = {move.feed_index: move.adapter for move in world.trace.of(GroupMoved)}
     assert all(len({adapters[name] for name in batch}) == 1 for batch in world.trainer.batches)
     # Another learner, and engines that have started with it, have no version of any adapter.

@@ -50,9 +50,7 @@ class CountingEngines:
     async def abort(self, group: Group | None = None) -> None:
         await self._engines.abort(group)
 
-    in_flight = property(lambda self: self._engines.in_flight)
-    in_line = property(lambda self: self._engines.in_line)
-    busy_seconds = property(lambda self: self._engines.busy_seconds)
+    requests = property(lambda self: self._engines.requests)
 
 
 async def _at_once(work: Any) -> Any:

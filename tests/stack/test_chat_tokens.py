@@ -125,7 +125,7 @@ def test_examples_of_the_warm_start(family: Path, renders: bool, monkeypatch: py
         monkeypatch.setattr(f"workers.preflight.{number}", 1)
     (family / "config.json").write_text(json.dumps({"model_type": "llama"}))
     config = run_of(family, [QUESTION], warm_start_max_steps=1, apply_chat_template=renders)
-    example = preflight(config).sft_examples.problems[0]
+    example = preflight(config).problems[0]
     tokenizer = CheckpointTokenizer.of_run(config.data, str(family))
     prompt, _ = encode_example(tokenizer, example)
     assert prompt == expected(family, QUESTION, tools=TOOLS)
@@ -220,7 +220,7 @@ async def test_template_arguments_reach_every_chat(qwen: Path) -> None:
         config = run_of(qwen, [QUESTION], apply_chat_template=renders, warm_start_max_steps=1, **thoughtless)
         tokenizer = CheckpointTokenizer.of_run(config.data, str(qwen))
         assert await prompt_ids(tokenizer, open_data(config, tokenizer=tokenizer).get_samples(1)) == [wanted]
-        [example, *_] = preflight(config).sft_examples.check
+        [example, *_] = preflight(config).check
         assert encode_example(tokenizer, example)[0] == wanted
     engine, sample = Engine(tokenizer), Sample()
     conversation = Conversation(sample, MultiTurnSampler(engine, tokenizer), {"max_new_tokens": 99})

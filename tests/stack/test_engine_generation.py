@@ -39,8 +39,8 @@ async def test_a_generated_group_has_tokens_log_probabilities_and_versions(servi
             (span,) = sample.spans
             assert (span.version, span.start, span.end) == (version, 0, sample.response_length)
         assert len({tuple(sample.tokens) for sample in group}) > 1
-        assert generator.in_flight == 0
-        assert generator.busy_seconds > 0
+        assert generator.requests.in_flight == 0
+        assert generator.requests.busy_seconds > 0
 
 
 async def test_groups_with_prompts_of_different_lengths_are_generated_together(serving: Stack) -> None:
@@ -130,7 +130,7 @@ async def test_groups_beyond_the_limit_wait(serving: Stack) -> None:
         async def look() -> None:
             nonlocal seen
             while True:
-                seen = max(seen, generator.in_flight)
+                seen = max(seen, generator.requests.in_flight)
                 await asyncio.sleep(0.002)
 
         looking = asyncio.create_task(look())

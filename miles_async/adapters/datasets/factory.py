@@ -59,12 +59,35 @@ def open_data(
     """
     data = config.data
     configs = {name: with_dataset(config, dataset) for name, dataset in data.datasets.items()} or {"": config}
+
+    def feed(name: str, config: RunConfig) -> Feed:
+        """Open the data set of a run that has only this one."""
+        problems, warm_start, held_out = _problems(config, rows_choose_reward, first)
+        low, high = config.data.difficulty_band
+        settings = FeedSettings(
+            shuffle=config.data.rollout_shuffle and not isinstance(problems, BlankProblems),
+            seed=config.data.rollout_seed,
+            content=_content(config) if first is None else "",
+            part=slice_text(config.data.prompt_data or ""),
+            weight=data.datasets[name].weight if name else 1.0,
+            adapter=data.datasets[name].adapter or "" if name else "",
+            band=(low, high) if config.data.dataset_sampling == "difficulty" else None,
+        )
+        return Feed(
+            name,
+            problems,
+            held_out=held_out,
+            warm_start=warm_start,
+            settings=settings,
+            render=_renderer(config, tokenizer, chats=isinstance(problems, FileProblems) and problems.has_chats),
+            report=report,
+            warn=warn,
+        )
+
     feeds = []
     for name, of_set in configs.items():
         try:
-            weight = data.datasets[name].weight if name else 1.0
-            adapter = data.datasets[name].adapter or "" if name else ""
-            feeds.append(_feed(name, of_set, weight, adapter, tokenizer, report, warn, rows_choose_reward, first))
+            feeds.append(feed(name, of_set))
         except UserError as error:
             raise UserError(f"datasets.{name}: {error}" if name else str(error)) from error
     path = data.buffer_filter_path
@@ -79,42 +102,6 @@ def open_data(
         buffer=buffer,
         choose=None if function is None else load_function(function, setting="dataset_sampling"),
         args=args,
-    )
-
-
-def _feed(
-    name: str,
-    config: RunConfig,
-    weight: float,
-    adapter: str,
-    tokenizer: CheckpointTokenizer | None,
-    report: Report,
-    warn: Callable[[str], None],
-    rows_choose_reward: bool,
-    first: int | None,
-) -> Feed:
-    """Open the data set of a run that has only this one."""
-    data = config.data
-    problems, warm_start, held_out = _problems(config, rows_choose_reward, first)
-    low, high = data.difficulty_band
-    settings = FeedSettings(
-        shuffle=data.rollout_shuffle and not isinstance(problems, BlankProblems),
-        seed=data.rollout_seed,
-        content=_content(config) if first is None else "",
-        part=slice_text(data.prompt_data or ""),
-        weight=weight,
-        adapter=adapter,
-        band=(low, high) if data.dataset_sampling == "difficulty" else None,
-    )
-    return Feed(
-        name,
-        problems,
-        held_out=held_out,
-        warm_start=warm_start,
-        settings=settings,
-        render=_renderer(config, tokenizer, chats=isinstance(problems, FileProblems) and problems.has_chats),
-        report=report,
-        warn=warn,
     )
 
 

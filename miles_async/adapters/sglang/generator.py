@@ -179,7 +179,7 @@ class SGLangGenerator:
         self._adapters = adapters
         self._on_request = on_request
         self._client = JsonClient()
-        self._permits = Permits(limit)
+        self.requests = Permits(limit)
         # Request ids have to be unique among all clients of the engines.
         self._id_prefix = PACKED + uuid.uuid4().hex
         self._request_numbers = itertools.count()
@@ -193,21 +193,6 @@ class SGLangGenerator:
         other = copy(self)
         other.sampling = sampling
         return other
-
-    @property
-    def in_flight(self) -> int:
-        """Samples at the engines now."""
-        return self._permits.taken
-
-    @property
-    def in_line(self) -> int:
-        """Samples that wait for a permit."""
-        return self._permits.wanted
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds in which at least one sample was at the engines."""
-        return self._permits.busy_seconds
 
     async def generate(
         self, group: Group, sampling: SamplingParams | None = None, pin: PinnedVersion | None = None
@@ -257,11 +242,11 @@ class SGLangGenerator:
         Raises EngineLostError if that takes longer than 30 s.
         """
         if group is None:
-            self._permits.close()
+            self.requests.close()
             try:
-                await self._abort_until(lambda: not self._permits.taken, [{"abort_all": True}])
+                await self._abort_until(lambda: not self.requests.in_flight, [{"abort_all": True}])
             finally:
-                self._permits.open()
+                self.requests.open()
         elif call := self._calls.get(group):
             call.aborted = True
             requests: list[dict[str, Any]] = [{"rid": request_id} for request_id in call.request_ids]
@@ -284,7 +269,7 @@ class SGLangGenerator:
                     pause = min(2 * pause, MAX_ABORT_REPEAT_SECONDS)
         except TimeoutError as late:
             raise EngineLostError(
-                f"{self._permits.taken} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
+                f"{self.requests.in_flight} requests did not end within {ABORT_TIMEOUT_SECONDS:.0f} s of an abort"
             ) from late
 
     async def _abort_at_engines(self, body: dict[str, Any]) -> None:
@@ -313,7 +298,7 @@ class SGLangGenerator:
             "logprob_start_len": sample.prompt_length - 1,
             **self._priority,
         }
-        async with self._permits.take(1) as granted:
+        async with self.requests.take(1) as granted:
             if not granted:
                 sample.status = SampleStatus.ABORTED
                 return
@@ -387,7 +372,7 @@ class SGLangGenerator:
 
     async def _post(self, call: _GenerateCall, samples: list[Sample], sampling_params: dict[str, Any]) -> None:
         """Send one request and read the answers into the samples. Samples of an aborted call become ABORTED."""
-        async with self._permits.take(len(samples)) as granted:
+        async with self.requests.take(len(samples)) as granted:
             if not granted or call.aborted:
                 for sample in samples:
                     sample.status = SampleStatus.ABORTED

@@ -12,7 +12,9 @@ from miles_async.time_limit import waiting_in_line
 
 
 class Permits:
-    """`limit()` permits, granted in order of arrival and several at a time, so that a whole group enters at once.
+    """Grants `limit()` permits in order of arrival, several at a time, so that a whole group enters at once.
+
+    Implements `ports.Requests`.
 
     When the limit falls, permits above it are not taken away; they are not granted again after their release.
     """
@@ -28,11 +30,12 @@ class Permits:
         self._busy_since = 0.0
 
     @property
-    def taken(self) -> int:
+    def in_flight(self) -> int:
+        """Number of permits that are taken."""
         return self._taken
 
     @property
-    def wanted(self) -> int:
+    def in_line(self) -> int:
         """Number of permits that waiting requests need."""
         return sum(count for count, answer in self._queue if not answer.done())
 

@@ -1,8 +1,10 @@
 """A folder of recordings, one sub-folder per step: `{step}/gen_batch.safetensors` and `{step}/meta.json`.
 
+The samples are arrays in the batch file (`sample_arrays.py`); `meta.json` has everything else. No pickle is involved.
+
 An entry appears complete or not at all: both files are written to a temporary folder, flushed to disk, and the folder
 is renamed. `meta.json` carries a checksum of itself and one of the batch file, so damage is detected before an entry is
-used. No pickle is involved. All functions block; call them outside the event loop.
+used. All functions block; call them outside the event loop.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from safetensors import SafetensorError
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, safe_open
 
-from miles_async.adapters.storage import recording_codec as codec
 from miles_async.adapters.storage.checksum import checksum, file_chunks
+from miles_async.adapters.storage.sample_arrays import SampleArrays, SampleHeader, read_samples
 from miles_async.atomic_files import atomic_folder
 from miles_async.columns.column import SampleLimits
 from miles_async.errors import TrajectoryError
-from miles_async.recording import Recording, is_generated
+from miles_async.parsing import parse
+from miles_async.recording import GroupRecord, Recording, is_generated
 from miles_async.sample_schema import check_stored
 from miles_async.types import trajectories_of
 
@@ -34,6 +38,28 @@ BATCH, META = "gen_batch.safetensors", "meta.json"
 FORMAT = 2
 DRAFT_LIFETIME_SECONDS = 3600.0
 """A temporary folder older than this belongs to a writer that was killed."""
+
+
+_OF_GROUP = "feed_index", "prompt", "version", "seconds"
+"""The fields of a `GroupRecord` that `meta.json` has beside its samples."""
+
+
+class _GroupHeader(Struct):
+    """The JSON of a group."""
+
+    feed_index: str
+    prompt: str
+    version: int
+    seconds: Annotated[float, Meta(ge=0)]
+    samples: list[SampleHeader]
+
+
+class _Header(Struct):
+    """The part of `meta.json` that is checked before it is used."""
+
+    seconds: Annotated[float, Meta(ge=0)]
+    groups: Annotated[list[_GroupHeader], Meta(min_length=1)]
+    identity: dict[str, Any]
 
 
 class RecordingDamagedError(Exception):
@@ -84,7 +110,7 @@ class RecordingStore:
         Raises OSError if the folder is not writable, StoreFullError if the entry exceeds the size limit, and TypeError
         if metadata cannot be expressed in JSON.
         """
-        content, arrays = codec.take_apart(recording)
+        content, arrays = _take_apart(recording)
         # The first check avoids writing an entry that is too large; the second one knows the exact size.
         self._check_limit(arrays.nbytes)
         self._delete_old_drafts()
@@ -118,7 +144,7 @@ class RecordingStore:
         path = self.path(step)
         try:
             meta = _verified_meta(path)
-            return LoadedRecording(codec.read(path / BATCH, meta, step), meta["identity"])
+            return LoadedRecording(_read(path / BATCH, meta, step), meta["identity"])
         except (RecordingDamagedError, TrajectoryError, SafetensorError, OSError) as error:
             raise self._damaged(step, error) from error
         except (KeyError, TypeError) as error:
@@ -183,6 +209,32 @@ def steps_in(folder: Path) -> list[int]:
 def size_of(folder: Path) -> int:
     """Return the total size in bytes of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _take_apart(recording: Recording) -> tuple[dict[str, Any], SampleArrays]:
+    """Everything but the arrays as JSON values, and the arrays."""
+    parts = SampleArrays.of([sample for group in recording.groups for sample in group.samples])
+    headers = iter(parts.headers)
+    groups = [
+        {name: getattr(group, name) for name in _OF_GROUP} | {"samples": [next(headers) for _ in group.samples]}
+        for group in recording.groups
+    ]
+    return {"seconds": recording.seconds, "groups": groups}, parts
+
+
+def _read(path: Path, meta: dict[str, Any], step: int) -> Recording:
+    """Read a file whose checksum was verified; `meta` contains the JSON of `_take_apart`.
+
+    Raises TrajectoryError if `meta` or the lengths of the arrays are invalid. The samples are not checked.
+    """
+    parse(meta, _Header, "recording")
+    with safe_open(path, framework="numpy") as file:
+        samples = iter(read_samples(file, [header for group in meta["groups"] for header in group["samples"]]))
+    groups = [
+        GroupRecord(**{name: group[name] for name in _OF_GROUP}, samples=[next(samples) for _ in group["samples"]])
+        for group in meta["groups"]
+    ]
+    return Recording(groups=groups, seconds=meta["seconds"], replayed_from=step)
 
 
 def _verified_meta(path: Path) -> dict[str, Any]:

@@ -480,7 +480,7 @@ def test_subscribers_survive_a_jump_of_the_wall_clock(
         subscribers.emit(*after[:-1])
         subscribers.tick(now + 2.0)
         assert list(read_events(folder.events)) == WHOLE_RUN[:half] + after[:-1], "flushed although time went back"
-        assert subscribers.stalled_for(now + 2.0) == 0.0
+        assert subscribers.stall.stalled_for(now + 2.0) == 0.0
         subscribers.emit(after[-1])
     assert json.loads(folder.summary.read_text())["reason"] == "done"
 

@@ -41,7 +41,7 @@ class Summary:
 
     reason = ""
 
-    def write_early_summary(self, end: RunEnded) -> None:
+    def write_summary(self, end: RunEnded) -> None:
         self.reason = end.reason
 
 

@@ -58,8 +58,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_valid_run_passes_and_needs_no_labels_without_a_warm_start() -> None:
-    sft_examples = preflight(config()).sft_examples
-    assert (sft_examples.problems, sft_examples.check) == ([], [])
+    checked = preflight(config())
+    assert (checked.problems, checked.check) == ([], [])
 
 
 def test_a_run_that_only_trains_needs_neither_data_nor_a_reward_but_its_batches(tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ def test_a_filter_that_cannot_be_imported_is_named_with_its_setting(setting: str
 
 
 def test_a_warm_start_gets_separate_examples_for_training_and_for_the_check() -> None:
-    sft_examples = preflight(config(warm_start_max_steps=1)).sft_examples
-    assert (len(sft_examples.check), len(sft_examples.problems)) == (512, 8192)
+    checked = preflight(config(warm_start_max_steps=1))
+    assert (len(checked.check), len(checked.problems)) == (512, 8192)
 
 
 def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     plain, chat = (
-        preflight(config(warm_start_max_steps=1, warm_start_template=template)).sft_examples.check[0]
+        preflight(config(warm_start_max_steps=1, warm_start_template=template)).check[0]
         for template in ("{prompt}", "user: {prompt}<eos>assistant: ")
     )
     assert chat == Example(f"user: {plain.prompt}<eos>assistant: ", plain.answer)
@@ -97,7 +97,7 @@ def test_a_warm_start_formats_prompts_with_its_template(monkeypatch: pytest.Monk
 def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     settings = config(warm_start_max_steps=1, warm_start_examples_path=f"{__name__}.two_examples")
-    [first, second, third] = preflight(settings).sft_examples.check[:3]
+    [first, second, third] = preflight(settings).check[:3]
     assert (first.answer, second.answer) == ("first", "second")
     assert first.prompt == second.prompt != third.prompt
 
@@ -105,7 +105,7 @@ def test_a_function_makes_several_examples_of_a_problem(monkeypatch: pytest.Monk
 def test_a_function_may_yield_the_examples_of_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.preflight.WARM_START_EXAMPLES", 1)
     settings = config(warm_start_max_steps=1, warm_start_examples_path=f"{__name__}.yielded_examples")
-    assert preflight(settings).sft_examples.check[0].answer == "first"
+    assert preflight(settings).check[0].answer == "first"
 
 
 def chats(folder: Path) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def chats(folder: Path) -> dict[str, Any]:
 
 
 def test_a_warm_start_gets_the_messages_and_tools_of_a_row(tmp_path: Path) -> None:
-    first = preflight(config(**chats(tmp_path))).sft_examples.problems[0]
+    first = preflight(config(**chats(tmp_path))).problems[0]
     assert first == Example([{"role": "user", "content": f"{first.answer}?"}], first.answer, [{}])
 
 

@@ -19,7 +19,7 @@ class Subscribers:
     def __init__(self) -> None:
         self.early_summaries: list[str] = []
 
-    def write_early_summary(self, end: RunEnded) -> None:
+    def write_summary(self, end: RunEnded) -> None:
         self.early_summaries.append(end.reason)
 
 

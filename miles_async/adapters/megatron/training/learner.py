@@ -183,9 +183,9 @@ class MegatronLearner:
             self._log_unshared_prefixes()
 
     @property
-    def _trained(self) -> dict[str, TrainedModel]:
-        """The models with an optimizer, by the names of their checkpoints."""
-        return {"actor": self._model} | ({} if self._critic is None else {"critic": self._critic.model})
+    def _trained(self) -> list[TrainedModel]:
+        """The models with an optimizer."""
+        return [self._model, *([] if self._critic is None else [self._critic.model])]
 
     @property
     def _shares_weights(self) -> bool:
@@ -219,7 +219,7 @@ class MegatronLearner:
         pre_step_values = self._pre_step_values(rollout_id, steps) * self._settings.passes_per_rollout
         steps = [*steps] * self._settings.passes_per_rollout
         # A single step is only applied if it is finite, so it needs no copy of the weights.
-        snapshots = [Snapshot(model, weights=len(steps) > 1) for model in self._trained.values()]
+        snapshots = [Snapshot(model, weights=len(steps) > 1) for model in self._trained]
         metrics: list[Mapping[str, float]] = []
         finite = True
         for number, (step, values) in enumerate(zip(steps, pre_step_values, strict=True)):
@@ -233,7 +233,7 @@ class MegatronLearner:
                 break
             for one in gradients:
                 one.apply()
-        for model in self._trained.values():
+        for model in self._trained:
             complete_weights(model)
         for snapshot in () if finite else snapshots:
             snapshot.restore()
@@ -543,7 +543,7 @@ class MegatronLearner:
         """Free the GPU memory of all models for an engine that shares the device, until `onload`."""
         if not self._offloaded:
             reference = [] if self._reference is None or self._shares_weights else [self._reference]
-            self._offloaded = offload([*self._trained.values(), *reference])
+            self._offloaded = offload([*self._trained, *reference])
 
     def onload(self) -> None:
         """Move the models back to the GPU."""

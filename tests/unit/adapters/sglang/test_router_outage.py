@@ -52,7 +52,7 @@ async def error_of(url: str) -> EngineLostError:
     try:
         with pytest.raises(EngineLostError) as caught:
             await generator.generate(Group([Sample(tokens=[1, 2])]))
-        assert generator.in_flight == 0
+        assert generator.requests.in_flight == 0
         return caught.value
     finally:
         await generator.close()

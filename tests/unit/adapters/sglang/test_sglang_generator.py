@@ -47,7 +47,7 @@ async def test_the_engines_stop_working_on_a_request_that_was_cancelled() -> Non
         generating.cancel()
         assert await aborted.get() == {"rid": asked[0]["rid"] + "_"}
         await generator.close()
-        assert generator.in_flight == 0
+        assert generator.requests.in_flight == 0
         assert group[0].tokens == [1]
 
 

@@ -23,7 +23,7 @@ async def test_groups_enter_whole_and_in_order_of_arrival() -> None:
     await asyncio.sleep(0)
     # c would fit, and still waits behind b.
     assert log == ["a in"]
-    assert permits.taken == 3
+    assert permits.in_flight == 3
     leave.set()
     await a
     await asyncio.sleep(0)
@@ -31,7 +31,7 @@ async def test_groups_enter_whole_and_in_order_of_arrival() -> None:
     for task in (b, c):
         task.cancel()
     await asyncio.gather(b, c, return_exceptions=True)
-    assert permits.taken == 0
+    assert permits.in_flight == 0
 
 
 async def test_the_number_of_permits_follows_the_number_of_engines() -> None:
@@ -41,16 +41,16 @@ async def test_the_number_of_permits_follows_the_number_of_engines() -> None:
     stay = [asyncio.Event() for _ in range(4)]
     visits = [asyncio.create_task(visit(permits, 2, log, str(n), stay[n])) for n in range(2)]
     await asyncio.sleep(0)
-    assert permits.taken == 2
+    assert permits.in_flight == 2
     engines.append("b")
     visits.append(asyncio.create_task(visit(permits, 2, log, "2", stay[2])))
     await asyncio.sleep(0)
-    assert permits.taken == 4
+    assert permits.in_flight == 4
     engines.pop()
     stay[0].set()
     await visits[0]
     await asyncio.sleep(0)
-    assert permits.taken == 2, "nobody enters before there is room among fewer"
+    assert permits.in_flight == 2, "nobody enters before there is room among fewer"
     for event in stay:
         event.set()
     await asyncio.gather(*visits)
@@ -65,10 +65,10 @@ async def test_closing_refuses_current_and_later_waiters() -> None:
     inside = asyncio.create_task(visit(permits, 1, log, "inside", stay))
     waiting = asyncio.create_task(visit(permits, 1, log, "waiting", leave))
     await asyncio.sleep(0)
-    assert permits.wanted == 1
+    assert permits.in_line == 1
     permits.close()
     await waiting
-    assert permits.wanted == 0
+    assert permits.in_line == 0
     await visit(permits, 1, log, "late", leave)
     assert sorted(log) == ["inside in", "late refused", "waiting refused"]
     permits.open()
@@ -87,7 +87,7 @@ async def test_a_cancelled_waiter_takes_no_permit() -> None:
     waiting.cancel()
     inside.cancel()
     await asyncio.gather(inside, waiting, return_exceptions=True)
-    assert permits.taken == 0
+    assert permits.in_flight == 0
     async with permits.take(1) as entered:
         assert entered
 
