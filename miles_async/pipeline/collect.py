@@ -62,7 +62,7 @@ class BatchCollector:
                     f"the data ended after {lifecycle.ledger.fed} groups with {len(groups)} of {size} for rollout "
                     f"{rollout_id}; lower --num-rollout or provide more prompts"
                 )
-            group = queue.popleft()
+            group = queue.get()
             lifecycle.advance([group], GroupState.LEASED)
             if self.recycle_stale([group]):
                 await lifecycle.load(group)

@@ -45,7 +45,7 @@ class Producer:
             producer = Producer(tasks=tasks, lifecycle=lifecycle, attempts=attempts, ...)
             producer.start(Admission(max_in_flight=64, room=1000, slots=96))
             await run_state.changed.until(lambda: producer.queued > 0)
-            group = producer.lines[""].queue.popleft()
+            group = producer.lines[""].queue.get()
             await producer.stop()
     """
 
@@ -154,7 +154,7 @@ class Producer:
         Windows begin at the next sequence number, because no older attempt is left that they could wait for.
         """
         for name, line in self.lines.items():
-            line.queue.extend(one for one in (*queued, *finished) if self.run_state.adapter_of(one) == name)
+            line.queue.restore([one for one in (*queued, *finished) if self.run_state.adapter_of(one) == name])
             line.window = FIFOWindow(line.window.window_size, first=self.lifecycle.ledger.fed)
         self.lifecycle.advance(finished, GroupState.QUEUED)
 

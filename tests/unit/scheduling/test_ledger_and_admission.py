@@ -104,7 +104,7 @@ def test_the_queue_is_first_in_first_out_and_refuses_a_put_when_full() -> None:
     queue.put(2)
     with pytest.raises(LedgerError, match="holds 2 groups"):
         queue.put(3)
-    assert [queue.popleft(), queue.popleft()] == [1, 2]
+    assert [queue.get(), queue.get()] == [1, 2]
 
 
 def test_a_sweep_removes_groups_that_will_be_too_old_and_keeps_the_order() -> None:
@@ -112,7 +112,7 @@ def test_a_sweep_removes_groups_that_will_be_too_old_and_keeps_the_order() -> No
     for group in range(5):
         queue.put(group)
     assert queue.sweep(lambda group: group % 2 == 0) == [0, 2, 4]
-    assert [queue.popleft(), queue.popleft()] == [1, 3]
+    assert [queue.get(), queue.get()] == [1, 3]
 
 
 def test_the_staleness_gate_accepts_groups_up_to_the_limit() -> None:
