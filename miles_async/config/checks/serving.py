@@ -10,22 +10,12 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.server_args import invalid_arguments, invalid_router_arguments
 
 
-def _devices(config: RunConfig) -> Iterator[str]:
-    engine, learner = config.engine, config.learner
+def _engines(config: RunConfig) -> Iterator[str]:
+    engine = config.engine
     if engine.rollout_num_gpus % engine.rollout_num_gpus_per_engine:
         yield (
             f"rollout_num_gpus {engine.rollout_num_gpus} is not divisible by rollout_num_gpus_per_engine "
             f"{engine.rollout_num_gpus_per_engine}; set rollout_num_gpus to a multiple"
-        )
-    if config.cluster.colocate and engine.rollout_num_gpus > learner.ranks:
-        yield (
-            f"colocate runs the engines on the learner's {learner.ranks} devices, but rollout_num_gpus is "
-            f"{engine.rollout_num_gpus}; set rollout_num_gpus to {learner.ranks} or less"
-        )
-    if config.weights.weight_transfer == "ipc" and learner.actor_num_nodes > 1:
-        yield (
-            f"weight_transfer ipc reaches engines on the learner's node only, but actor_num_nodes is "
-            f"{learner.actor_num_nodes}: set weight_transfer to p2p or broadcast"
         )
 
 
@@ -73,6 +63,24 @@ def _cores(config: RunConfig) -> Iterator[str]:
             yield f"{name} {cores} does not name CPU cores of this machine: set it to numbers {known}, or unset it"
 
 
+def _colocated(config: RunConfig) -> Iterator[str]:
+    devices, ranks = config.engine.rollout_num_gpus, config.learner.ranks
+    if config.cluster.colocate and devices > ranks:
+        yield (
+            f"colocate runs the engines on the learner's {ranks} devices, but rollout_num_gpus is {devices}; set "
+            f"rollout_num_gpus to {ranks} or less"
+        )
+
+
+def _transport(config: RunConfig) -> Iterator[str]:
+    nodes = config.learner.actor_num_nodes
+    if config.weights.weight_transfer == "ipc" and nodes > 1:
+        yield (
+            f"weight_transfer ipc reaches engines on the learner's node only, but actor_num_nodes is {nodes}: set "
+            "weight_transfer to p2p or broadcast"
+        )
+
+
 def _key_versions(config: RunConfig) -> Iterator[str]:
     keys, mode = config.weights.max_kv_staleness, config.weights.pause_generation_mode
     if keys and config.cluster.colocate:
@@ -112,4 +120,4 @@ def _faults(config: RunConfig) -> Iterator[str]:
         )
 
 
-CHECKS = (_devices, _sglang, _addresses, _cores, _key_versions, _published_adapters, _faults)
+CHECKS = (_engines, _sglang, _addresses, _cores, _colocated, _transport, _key_versions, _published_adapters, _faults)

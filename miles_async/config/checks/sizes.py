@@ -120,15 +120,17 @@ def _learning_rates(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _steps(config: RunConfig) -> Iterator[str]:
-    """Ranges of steps within which nothing would be trained or profiled."""
-    debug = config.debug
+def _critic_only(config: RunConfig) -> Iterator[str]:
     alone, total = config.algorithm.num_critic_only_steps, config.rollout.num_rollout
     if alone >= total:
         yield (
             f"num_critic_only_steps {alone} leaves none of num_rollout {total} to train the policy: set it to "
             f"{total - 1} or less"
         )
+
+
+def _profiled_steps(config: RunConfig) -> Iterator[str]:
+    debug = config.debug
     if debug.use_pytorch_profiler and debug.profile_step_end <= debug.profile_step_start:
         yield (
             f"profile_step_end {debug.profile_step_end} is not after profile_step_start {debug.profile_step_start}, so "
@@ -185,5 +187,6 @@ CHECKS = (
     _smaller_groups,
     _ranges,
     _learning_rates,
-    _steps,
+    _critic_only,
+    _profiled_steps,
 )
