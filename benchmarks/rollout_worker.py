@@ -305,7 +305,7 @@ async def watch(lags: list[float], in_flight_counts: list[int], generator: SGLan
         before = time.perf_counter()
         await asyncio.sleep(LAG_TICK_SECONDS)
         lags.append(time.perf_counter() - before - LAG_TICK_SECONDS)
-        in_flight_counts.append(generator.in_flight)
+        in_flight_counts.append(generator.requests.in_flight)
 
 
 def cpu_seconds() -> float:

@@ -33,9 +33,9 @@ from miles_async.events import LearnerRestored, WriteFailed
 from miles_async.observability.diagnosis.audit import Audit
 from miles_async.scheduling.bounds import Schedule
 from tests.sim import test_several_adapters as several_adapters
-from tests.sim.adapters import AdapterEngines, AdapterLostWorkers
+from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, check_hostile
 from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers
-from tests.sim.test_adapters import check_hostile, hostile_run
+from tests.sim.test_adapters import hostile_run
 from tests.sim.test_lost_workers import check_restored, config
 
 CHUNK = 20
@@ -96,7 +96,7 @@ def play(seed: int, number: int, adapters: bool = False, several: bool = False) 
         try:
             run.run()
             if isinstance(run, AdapterLostWorkers):
-                (several_adapters.check_hostile if several else check_hostile)(run)
+                check_hostile(run)
             else:
                 check_restored(run)
         except Exception:

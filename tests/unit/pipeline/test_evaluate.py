@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from miles_async.adapters.sglang.permits import Permits
 from miles_async.errors import EngineLostError, InfrastructureError, RouterLostError, TrajectoryError
 from miles_async.events import Evaluated, EvaluationSkipped, WarningRaised
 from miles_async.pipeline.evaluate import DueEvaluations, EvalSet, Evaluator
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
+from miles_async.ports import Requests
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
 from tests.sim.virtual_time import VirtualClock
@@ -30,9 +32,7 @@ class Scripted:
     script: list[Attempt]
     seen: list[int] = field(default_factory=list)
     """Response tokens that the group had at each call."""
-    in_flight: int = 0
-    in_line: int = 0
-    busy_seconds: float = 0.0
+    requests: Requests = field(default_factory=lambda: Permits(1))
 
     async def generate(self, group: Group) -> None:
         self.seen.append(group.response_tokens)
