@@ -27,7 +27,7 @@ FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_as
 
 def settings(entry: str, *flags: str) -> RunConfig:
     """The main job's configuration, small and without a warm start."""
-    small = ["--warm-start-max-steps", "0", "--eval-size", "64", "--learner-threads", "1"]
+    small = ["--warm-start-max-steps", "0", "--eval-size", "8", "--learner-threads", "1"]
     small += ["--n-samples-per-prompt", "16", "--over-sampling-batch-size", "null"]
     small += ["--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
     return load_config(["--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *small, *flags], entry=entry)
