@@ -124,6 +124,18 @@ async def _finished(reference: Any) -> None:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one small layer, for learners without the cluster."""
+    # A test that needs neither starts sooner without torch.
+    from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+    from tests.stack.learning import TINY
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(TINY, path, seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     config = settings(
