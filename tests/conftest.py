@@ -29,6 +29,8 @@ LONGEST = (
     "tests.stack.conftest",
     "tests/stack/test_chaos.py",
     "tests/stack/test_tutorial.py",
+    "tests/stack/test_pages.py",
+    "tests/stack/test_several_adapters.py",
     "tests/run/test_run_with_faults.py",
     "tests/stack/test_endings.py",
     "tests/stack/test_broken_link.py",
@@ -36,7 +38,6 @@ LONGEST = (
     "tests/stack/test_debug_runs.py",
     "tests/stack/test_posted_groups.py",
     "tests/stack/test_notebook.py",
-    "tests/stack/test_recipe.py",
 )
 """Files, and names in `SHARED`, whose tests take longest together. They come first, so that several processes end at
 nearly the same time."""

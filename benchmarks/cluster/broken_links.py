@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -123,13 +123,13 @@ def run_series(results: Path, only: str) -> int:
     return int(failed)
 
 
-def play(cut: Cut, folder: Path) -> Outcome:
+def play(cut: Cut, folder: Path, further_flags: Sequence[str] = ()) -> Outcome:
     """Run one job in `folder`, which must be empty, and break its network. The cluster has to be up."""
     cluster, outcome = LocalCluster(cut.cluster), Outcome(cut)
     (folder / "cut.json").write_text(json.dumps(asdict(cut)))
     abort = LOST_ABORT_SECONDS if cut.seconds is None else ABORT_SECONDS
     flags = ("--run-dir", str(folder), "--ray-address", cluster.address, "--no-progress-abort-seconds", str(abort))
-    command = [sys.executable, "train_async.py", *SETTINGS, *flags]
+    command = [sys.executable, "train_async.py", *SETTINGS, *flags, *further_flags]
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         driver = subprocess.Popen(
             cluster.inside(HEAD, *command),

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,7 @@ from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
 from tests.configuration import run_config
-from tests.stack.learning import gradients_of, save_state, uneven_groups
+from tests.stack.learning import gradients_of, save_state, uneven_groups, without_compiler
 
 # On a GPU a forked process cannot use CUDA. On a CPU all ranks are forked from a process that has imported Megatron.
 _processes: Any = multiprocessing.get_context("spawn" if ON_GPU else "forkserver")
@@ -250,10 +251,11 @@ def _serve(rank: int, connection: Connection) -> None:
     if ON_GPU:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    while True:
-        task, port = connection.recv()
-        try:
-            connection.send((None, computed(task, rank, port)))
-        except Exception as error:
-            traceback.print_exc()
-            connection.send((repr(error), None))
+    with nullcontext() if ON_GPU else without_compiler():
+        while True:
+            task, port = connection.recv()
+            try:
+                connection.send((None, computed(task, rank, port)))
+            except Exception as error:
+                traceback.print_exc()
+                connection.send((repr(error), None))

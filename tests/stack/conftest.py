@@ -27,7 +27,7 @@ FULLY_ASYNC = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_as
 
 def settings(entry: str, *flags: str) -> RunConfig:
     """The main job's configuration, small and without a warm start."""
-    small = ["--warm-start-max-steps", "0", "--eval-size", "64", "--learner-threads", "1"]
+    small = ["--warm-start-max-steps", "0", "--eval-size", "8", "--learner-threads", "1"]
     small += ["--n-samples-per-prompt", "16", "--over-sampling-batch-size", "null"]
     small += ["--rm-type", "null", "--custom-rm-path", "tests.stack.user_functions.share_of_even_bytes"]
     return load_config(["--config", CONFIG, "--rollout-function-path", FULLY_ASYNC, *small, *flags], entry=entry)
@@ -121,6 +121,18 @@ class Stack:
 
 async def _finished(reference: Any) -> None:
     await reference
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one small layer, for learners without the cluster."""
+    # A test that needs neither starts sooner without torch.
+    from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
+    from tests.stack.learning import TINY
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create_tiny_model(TINY, path, seed=1)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from typing import Concatenate, ParamSpec
 import pytest
 
 from tests.forked import forked_from
+from tests.stack.learning import without_compiler
 from tests.waiting import START_SECONDS
 
 P = ParamSpec("P")
@@ -65,7 +66,12 @@ def fork_ranks(count: int, run: Callable[Concatenate[int, P], None], *args: P.ar
     faulthandler.register(signal.SIGQUIT, chain=False)
     gc.freeze()  # Garbage collection in a forked process would otherwise copy the pages of all imported modules.
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=run, args=(number, *args), kwargs=kwargs) for number in range(count)]
+
+    def run_rank(number: int) -> None:
+        with without_compiler():
+            run(number, *args, **kwargs)
+
+    processes = [fork.Process(target=run_rank, args=(number,)) for number in range(count)]
     for process in processes:
         process.start()
     while running := [process.sentinel for process in processes if process.exitcode is None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,32 @@ from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import TrainStep
-from miles_async.config.schema import RunConfig
+from miles_async.config.schema import RunConfig, TinyModel
 from miles_async.types import Group, Sample
+
+TINY = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
+"""The shape of the checkpoint that the fixture `tiny` creates."""
 
 
 @contextmanager
 def learning(checkpoint: Path, config: RunConfig) -> Iterator[MegatronLearner]:
-    """One rank, which leaves its process groups at the end."""
-    learner = MegatronLearner(config, str(checkpoint), 0, 1, "127.0.0.1", free_port())
-    try:
-        yield learner
-    finally:
-        learner.close()
+    """One rank, which computes in one thread and without a compiler, and leaves its process groups at the end.
+
+    A model this small gains nothing from more threads, and loses much where others use the cores too.
+    """
+    torch.set_num_threads(1)
+    with without_compiler():
+        learner = MegatronLearner(config, str(checkpoint), 0, 1, "127.0.0.1", free_port())
+        try:
+            yield learner
+        finally:
+            learner.close()
+
+
+def without_compiler() -> AbstractContextManager[None]:
+    """Do not compile Megatron's fused functions in this thread, which takes seconds each. Runs without CUDA do not."""
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(disable=True)
+    return context
 
 
 def uneven_groups(seed: int) -> list[Group]:

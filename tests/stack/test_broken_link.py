@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cluster.broken_links import BATCHES, Cut, play
+from benchmarks.cluster.broken_links import Cut, play
 from benchmarks.cluster.nodes import ENGINES, NODES, LocalCluster, require_namespaces
 from miles_async.errors import UserError
 
 TEST_CLUSTER = 1
+BATCHES, CUT_AT_BATCH = 6, 2
+SMALL = ("--num-rollout", str(BATCHES), "--rollout-batch-size", "8", "--over-sampling-batch-size", "12")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def test_a_cluster_that_runs_is_not_started_again(cluster: LocalCluster) -> None
 def test_a_publish_waits_for_a_link_that_breaks_while_weights_are_written(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    outcome = play(Cut(node=ENGINES, moment="writing", seconds=5.0, cluster=cluster.number), tmp_path)
+    cut = Cut(node=ENGINES, moment="writing", seconds=5.0, cluster=cluster.number, batch=CUT_AT_BATCH)
+    outcome = play(cut, tmp_path, SMALL)
     assert outcome.violations == []
     assert (outcome.code, outcome.batches) == (0, BATCHES)

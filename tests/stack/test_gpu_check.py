@@ -36,7 +36,7 @@ from miles_async.adapters.weights.staging import describe
 from miles_async.config.schema import Weights
 from miles_async.losses.logprobs import token_logprobs
 from tests.stack.engine_stack import Stack
-from tests.stack.learning import gradients_by_name, learning
+from tests.stack.learning import gradients_by_name, learning, without_compiler
 from tests.stack.pretended_device import pretended_gpu
 from tests.waiting import START_SECONDS
 
@@ -47,8 +47,11 @@ COMPARED_OF_EXPERTS = ("result", *(f"gradient of the {what}" for what in ("input
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread() -> Iterator[None]:
+    """As `learning`, for the learners of the checks."""
     torch.set_num_threads(1)
+    with without_compiler():
+        yield
 
 
 @pytest.fixture

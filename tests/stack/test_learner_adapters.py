@@ -9,30 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.config.schema import RunConfig
 from miles_async.models.lora import read_tensors
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.learning import learning
 
-SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 TURNS = ("math", "code", "math", "math", "code", "chat", "math", "code")
 """The adapter of each batch."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    create_tiny_model(SHAPE, path, seed=1)
-    return path
 
 
 def config(*adapters: str, **settings: Any) -> RunConfig:
@@ -76,7 +62,6 @@ def adapters_of(learner: MegatronLearner) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Each adapter, trained by a learner that has no other."""
-    torch.set_num_threads(1)
     trained = {}
     for name in sorted(set(TURNS)):
         with learning(tiny, config()) as learner:

@@ -13,23 +13,17 @@ from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.advantages import normalize, penalized_returns
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, rank_batches
-from miles_async.config.schema import TinyModel
 from miles_async.types import Group, Sample
-from tests.stack.learning import learning
-from tests.stack.test_learner_settings import SMALL, batch, config
+from tests.stack.learning import TINY, learning
+from tests.stack.test_learner_settings import batch, config
 from tests.torch.recorded_losses import recorded
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for seed, name in ((1, "tiny"), (2, "reference")):
-        create_tiny_model(TinyModel(**SMALL), root / name, seed=seed)
+        create_tiny_model(TINY, root / name, seed=seed)
     return root / "tiny"
 
 

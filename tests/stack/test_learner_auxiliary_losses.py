@@ -22,11 +22,6 @@ BALANCE, SIZE = 0.01, 0.002
 """Coefficients of the load-balancing loss and of the z-loss."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3MoeForCausalLM]:
     path = tmp_path_factory.mktemp("models") / "experts"

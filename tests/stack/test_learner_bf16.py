@@ -13,17 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from miles_async.adapters.megatron.model import host_memory
-from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training import offloading
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.megatron.training.optimizer import model_tensors
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.config.schema import RunConfig
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.stack.learning import learning, save_state, weights_of
 
-SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 # Micro-batches of two sequences, so that gradients are added up over several.
 LEARNER = {
     "precision": "bf16",
@@ -37,18 +35,6 @@ LEARNER = {
     "max_tokens_per_gpu": 16,
 }
 NORM = "model.layers.0.input_layernorm.weight"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    create_tiny_model(SHAPE, path, seed=1)
-    return path
 
 
 def config(**settings: Any) -> RunConfig:

@@ -12,21 +12,16 @@ import torch
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import RunConfig, TinyModel
-from tests.stack.learning import learning, save_state, weights_of
-from tests.stack.test_learner_settings import SMALL, batch, config, same
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+from miles_async.config.schema import RunConfig
+from tests.stack.learning import TINY, learning, save_state, weights_of
+from tests.stack.test_learner_settings import batch, config, same
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for seed in (1, 2):
-        create_tiny_model(TinyModel(**SMALL), root / f"tiny-{seed}", seed=seed)
+        create_tiny_model(TINY, root / f"tiny-{seed}", seed=seed)
     return root / "tiny-1"
 
 

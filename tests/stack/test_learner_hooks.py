@@ -13,12 +13,11 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from miles_async.adapters.megatron.model.process_groups import destroy_process_groups
-from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.hooks import LearnerHooks
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.rollout.contract import flat_args
 from tests.configuration import run_config
@@ -47,13 +46,6 @@ def note_step(
 
 def broken(args: Any, *others: Any) -> None:
     raise KeyError("expert_bias")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    create_tiny_model(TinyModel(num_layers=2, hidden_size=32, ffn_hidden_size=64), path, seed=1)
-    return path
 
 
 @pytest.fixture(autouse=True)

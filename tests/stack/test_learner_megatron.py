@@ -55,12 +55,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LENGTHS = (5, 17, 40, 16, 300, 9, 3, 1, 31, 270)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """A model this small gains nothing from more, and loses much where others use the cores too."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny"

@@ -11,27 +11,14 @@ import torch
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import rank_batches
-from miles_async.config.schema import RunConfig, TinyModel
+from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
 from tests.disks import files_at_most
-from tests.stack.learning import learning, save_state, weights_of
+from tests.stack.learning import TINY, learning, save_state, weights_of
 
-SHAPE = TinyModel(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, num_query_groups=1)
 STOPPED, AFTER = 3, 10
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    create_tiny_model(SHAPE, path, seed=1)
-    return path
 
 
 def config() -> RunConfig:
@@ -89,8 +76,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path) -
     with learning(tiny, config()) as learner:
         train(learner, range(1))
         save_state(learner, saved)
-    create_tiny_model(SHAPE.model_copy(update={"ffn_hidden_size": 64}), tmp_path / "wider", seed=1)
-    create_tiny_model(SHAPE.model_copy(update={"num_layers": 2}), tmp_path / "deeper", seed=1)
+    create_tiny_model(TINY.model_copy(update={"ffn_hidden_size": 64}), tmp_path / "wider", seed=1)
+    create_tiny_model(TINY.model_copy(update={"num_layers": 2}), tmp_path / "deeper", seed=1)
     for other in ("wider", "deeper"):
         with (
             learning(tmp_path / other, config()) as learner,

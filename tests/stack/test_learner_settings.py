@@ -31,10 +31,10 @@ from miles_async.config.schema import Learner, RunConfig, TinyModel
 from miles_async.errors import UserError
 from miles_async.types import Group, Sample
 from tests.configuration import run_config
-from tests.stack.learning import learning, weights_of
+from tests.stack.learning import TINY, learning, weights_of
 from workers.learner import LearnerRank
 
-SMALL = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 1}
+SMALL = TINY.model_dump(exclude_unset=True)
 BASE = {
     "lr": 1e-3,
     "lr_decay_style": "constant",
@@ -46,20 +46,8 @@ BASE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def config(**settings: Any) -> RunConfig:
     return run_config(**BASE | settings)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    create_tiny_model(TinyModel(**SMALL), path, seed=1)
-    return path
 
 
 def batch(seed: int) -> list[Group]:
@@ -184,7 +172,7 @@ def test_a_step_reports_the_mismatch_of_engine_and_learner(tiny: Path) -> None:
 
 
 def test_the_reference_model_may_be_another_checkpoint(tiny: Path, tmp_path: Path) -> None:
-    create_tiny_model(TinyModel(**SMALL), tmp_path / "other", seed=2)
+    create_tiny_model(TINY, tmp_path / "other", seed=2)
     kl = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k3"}
     own = learned(tiny, **kl)
     assert not same(learned(tiny, **kl, ref_load=str(tmp_path / "other")), own)
