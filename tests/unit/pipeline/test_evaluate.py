@@ -32,7 +32,7 @@ class Scripted:
     script: list[Attempt]
     seen: list[int] = field(default_factory=list)
     """Response tokens that the group had at each call."""
-    requests: Requests = field(default_factory=lambda: Permits(1))
+    requests: Requests = field(default_factory=lambda: Permits(lambda: 1))
 
     async def generate(self, group: Group) -> None:
         self.seen.append(group.response_tokens)
