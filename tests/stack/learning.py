@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from miles_async.adapters.megatron.model.cpu import redirect_cuda_to_cpu
+from miles_async.adapters.megatron.model.process_groups import destroy_process_groups
 from miles_async.adapters.megatron.model.tiny_model import byte_tokenizer
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import free_port
@@ -34,11 +35,11 @@ def learning(checkpoint: Path, config: RunConfig) -> Iterator[MegatronLearner]:
     """
     torch.set_num_threads(1)
     with without_compiler():
-        learner = MegatronLearner(config, str(checkpoint), 0, 1, "127.0.0.1", free_port())
         try:
-            yield learner
+            yield MegatronLearner(config, str(checkpoint), 0, 1, "127.0.0.1", free_port())
         finally:
-            learner.close()
+            # A learner that did not start has joined its groups too.
+            destroy_process_groups()
 
 
 def without_compiler() -> AbstractContextManager[None]:

@@ -51,7 +51,7 @@ EXPRESSIONS = [
     for panel in dashboard.panels
     for expression in panel.queries.values()
 ]
-RUN = ("train_async.py", "--num-rollout", "8", "--rollout-batch-size", "16")
+RUN = ("train_async.py", "--num-rollout", "8")
 ADAPTERS = "miles_async_adapter_requests"
 
 
