@@ -320,7 +320,7 @@ def run_started(config: RunConfig, folder: RunFolder, entry: str, model: str) ->
         queue_capacity=config.rollout.queue_capacity,
         window=bounds.window,
         slots=bounds.slots,
-        in_flight=bounds.generation_batch,
+        in_flight=bounds.in_flight,
         staleness_limit=config.rollout.max_weight_staleness,
         max_kv_staleness=config.weights.max_kv_staleness,
         longest_response=config.rollout.rollout_max_response_len,

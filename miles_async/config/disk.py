@@ -45,7 +45,9 @@ def disk_space(config: RunConfig, entry: str) -> DiskSpace:
     group = GROUP_BYTES + rollout.n_samples_per_prompt * tokens * TOKEN_BYTES
     all_groups = rollout.rollout_batch_size * rollout.num_rollout
     uncovered = rollout.rollout_batch_size * (learner.save_interval or 0) if config.restarts_learner else 0
-    waiting = bounds.room if schedule_of(config, entry) is Schedule.FULLY_ASYNC else bounds.generation_batch
+    waiting = bounds.adapters * (
+        bounds.room if schedule_of(config, entry) is Schedule.FULLY_ASYNC else bounds.generation_batch
+    )
     processes = config.engine.count + learner.ranks + OTHER_PROCESSES
     return DiskSpace(
         events=min(settings.event_log_max_bytes, all_groups * EVENT_BYTES + 2 * settings.event_log_rotate_bytes),

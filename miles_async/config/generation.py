@@ -131,4 +131,5 @@ def bounds_of(config: RunConfig, entry: str) -> Bounds:
         update_weights_interval=config.weights.update_weights_interval,
         queue_capacity=rollout.queue_capacity,
         schedule=schedule_of(config, entry),
+        adapters=max(1, len(config.data.adapters)),
     )

@@ -35,6 +35,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
     schedule, keeps_groups = schedule_of(config, entry), rollout_mode(config).keeps_groups
     reduced = bounds.window < bounds.requested_window
     reason = f"; reduced from {bounds.requested_window} to leave enough slots for a publish" if reduced else ""
+    each = f" for each of {bounds.adapters} adapters" if bounds.adapters > 1 else ""
     rows: list[TableRow] = [("schedule", schedule.replace("_", " "), reason_of_schedule(config, entry))]
     if keeps_groups:
         limit = _or_no_limit(rollout.max_weight_staleness)
@@ -44,7 +45,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
         ]
     else:
         rows += [
-            ("N", bounds.generation_batch, "maximum number of groups in flight"),
+            ("N", bounds.generation_batch, f"maximum number of groups in flight{each}"),
             ("W", bounds.window, f"window size in groups{reason}"),
             ("P", bounds.publish_groups, "groups trained per publish"),
             ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),

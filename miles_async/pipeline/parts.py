@@ -51,9 +51,9 @@ class Parts:
         )
         self._engines = EngineChecks(self.run_state, ports.fleet)
         self.producer = self._create_producer()
-        adaptive = AdaptiveConcurrency(bounds.generation_batch) if config.engine.adaptive_concurrency else None
+        adaptive = AdaptiveConcurrency(bounds.in_flight) if config.engine.adaptive_concurrency else None
         self.admission = Admission(
-            max_in_flight=bounds.generation_batch, room=bounds.room, slots=bounds.slots, adaptive=adaptive
+            max_in_flight=bounds.in_flight, room=bounds.room, slots=bounds.slots, adaptive=adaptive
         )
         gate = StalenessGate(config.rollout.max_weight_staleness)
         self.collector = BatchCollector(

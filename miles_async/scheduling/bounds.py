@@ -51,10 +51,13 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The sizes that follow from a run's settings. Counts are groups; `staleness` is weight versions."""
+    """The sizes that follow from a run's settings, for each adapter if the run trains several.
+
+    Counts are groups; `staleness` is weight versions.
+    """
 
     generation_batch: int
-    """N: the most groups in flight."""
+    """N: the most groups in flight, with several adapters on average."""
     window: int
     """W: 1 is strict FIFO; from N on, it is greedy unless groups wait for the learner."""
     requested_window: int
@@ -70,6 +73,14 @@ class Bounds:
     """The effective capacity of the queue: groups in flight, blocked by the window and queued together."""
     held: int
     """The most groups that a rollout function which keeps groups may hold and have in batches."""
+
+    adapters: int
+    """The adapters that the run trains, each with its own window, slots and queue; 1 without adapters."""
+
+    @property
+    def in_flight(self) -> int:
+        """The most groups in flight in the whole run."""
+        return self.adapters * self.generation_batch
 
     @property
     def resident_adapters(self) -> int | None:
@@ -88,6 +99,7 @@ class Bounds:
         update_weights_interval: int = 1,
         queue_capacity: int = 1000,
         schedule: Schedule = Schedule.FULLY_ASYNC,
+        adapters: int = 1,
     ) -> Bounds:
         """Derive the bounds from settings, which may contradict each other: `config/checks` reports contradictions.
 
@@ -131,6 +143,7 @@ class Bounds:
             room=queue_capacity if slots is None else min(queue_capacity, slots),
             # The next batch may be collected before the groups of the last publish have left.
             held=max(held, publish_groups + rollout_batch_size),
+            adapters=adapters,
         )
 
 

@@ -412,7 +412,7 @@ class World:
             queue_capacity=self.config.rollout.queue_capacity,
             window=self.bounds.window,
             slots=self.bounds.slots,
-            in_flight=self.bounds.generation_batch,
+            in_flight=self.bounds.in_flight,
             max_kv_staleness=self.config.weights.max_kv_staleness,
             longest_response=self.config.rollout.rollout_max_response_len,
         )
