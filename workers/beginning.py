@@ -113,13 +113,16 @@ def _is_of_model(folder: Path, config: RunConfig) -> bool:
 
 
 def _check_model(config: RunConfig, checkpoint: Path) -> None:
-    """Raises UserError if a checkpoint is of a model with other dimensions. Earlier versions stored none."""
+    """Raises UserError if a checkpoint is of a model with other dimensions, or of adapters of another form.
+
+    Earlier versions stored neither.
+    """
     saved, own = read_progress(checkpoint).get("model", {}), dimensions(config)
     changed = [f"{name} {saved[name]}, not {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
     if changed:
         raise UserError(
-            f"checkpoint {checkpoint} belongs to another model ({', '.join(changed)}): set hf_checkpoint to the model "
-            "that the checkpoint was trained from, or load to a checkpoint of this model"
+            f"checkpoint {checkpoint} belongs to another model ({', '.join(changed)}): set hf_checkpoint and the "
+            "settings of LoRA to those with which it was written, or load to a checkpoint of this model"
         )
 
 
@@ -128,7 +131,7 @@ def unfinished_run(config: RunConfig) -> Beginning | None:
 
     A new run begins if there is no earlier one, or if the newest one has come to its end or was lost before it stored
     anything.
-    Raises UserError if nothing is left of the run that could be continued.
+    Raises UserError if nothing is left of the run that could be continued, or if its checkpoint is of another model.
     """
     folder = _newest_run(config)
     if folder is None or _has_ended(folder):
@@ -145,6 +148,8 @@ def unfinished_run(config: RunConfig) -> Beginning | None:
             f"run {run} cannot be continued, because it has written no intact checkpoint, and the one that it began "
             f"with, {starts_from.folder}, is gone: unset resume to begin another run"
         )
+    if starts_from is not None:
+        _check_model(config, starts_from.folder)
     try:
         position = _stored_position(config, folder, newest)
     except (UserError, FatalError) as error:

@@ -51,12 +51,18 @@ def shape_of(model: Model) -> ModelShape | None:
 def dimensions(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape.
 
-    A checkpoint of adapters also identifies the weights below them (`base_hash`), if those are in a folder.
+    A checkpoint of adapters also stores what its tensors do not say: the factor of their outputs, and the layers that
+    have one. It identifies the weights below them (`base_hash`), if those are in a folder.
     """
-    shape, checkpoint = shape_of(config.model), config.model.hf_checkpoint
+    shape, checkpoint, learner = shape_of(config.model), config.model.hf_checkpoint, config.learner
     known = {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
-    if config.learner.lora_rank and checkpoint is not None and not config_complaint(checkpoint):
-        known["base_hash"] = base_hash(Path(checkpoint).expanduser())
+    if learner.lora_rank:
+        known["lora_scale"] = learner.lora_scale
+        if shape is not None:
+            # Patterns choose layers of a model with a known number of them.
+            known["lora_target_modules"] = " ".join(learner.lora_targets.of_model(shape.layers, shape.experts))
+        if checkpoint is not None and not config_complaint(checkpoint):
+            known["base_hash"] = base_hash(Path(checkpoint).expanduser())
     return known
 
 

@@ -50,6 +50,9 @@ class Targets:
     also be a pattern of whole names, as Megatron-Bridge and Miles (`*` stands for any text) or PEFT (a regular
     expression) take it. Names are those of the checkpoint, such as `model.layers.0.self_attn.q_proj`, or Megatron's,
     such as `decoder.layers.0.self_attention.linear_qkv`.
+
+    A pattern is read as a regular expression only if it chooses nothing with `*` for any text. As a regular expression,
+    `model.layers.1.*` would choose the layers 10 to 19, too.
     """
 
     chosen: tuple[str, ...]
@@ -159,12 +162,7 @@ def adapted(layers: Iterable[str], modules: Iterable[str]) -> list[str]:
 @lru_cache
 def _modules(targets: Targets) -> tuple[str, ...]:
     known = (*MODULES, HEAD)
-    candidates = [
-        candidate
-        for kind in known
-        for experts in (None, _MOST)
-        for candidate in targets._candidates(kind, _MOST, experts)
-    ]
+    candidates = _anywhere(targets)
     for entry in (*targets.chosen, *targets.excluded):
         if not any(_matches(entry, *candidate) for candidate in candidates):
             others = f"use {ALL_LINEAR}, or some of {', '.join(known)}"
@@ -191,20 +189,37 @@ def _matches(entry: str, kind: str, number: int, expert: int | None = None) -> b
         return kind != HEAD
     if is_name(entry):
         return kind in MEGATRON_NAMES.get(entry, (entry,))
-    return any(one.fullmatch(name) for one in _patterns(entry) for name in _names(kind, number, expert))
+    pattern = _pattern(entry)
+    return pattern is not None and _fits(pattern, kind, number, expert)
+
+
+def _fits(pattern: re.Pattern[str], kind: str, number: int, expert: int | None) -> bool:
+    return any(pattern.fullmatch(name) for name in _names(kind, number, expert))
 
 
 @lru_cache
-def _patterns(entry: str) -> list[re.Pattern[str]]:
-    """An entry as the end of a name, with `*` for any text, and as a regular expression if it is one."""
-    readings = [rf"(?:.*\.)?{re.escape(entry)}", re.escape(entry).replace(r"\*", ".*"), entry]
-    patterns = []
-    for reading in readings:
+def _pattern(entry: str) -> re.Pattern[str] | None:
+    """An entry as the end of a name, with `*` for any text, or as a regular expression: the first of these that chooses
+    a layer in some model. None if none does."""
+    candidates = _anywhere(Targets((entry,)))
+    for reading in (rf"(?:.*\.)?{re.escape(entry)}", re.escape(entry).replace(r"\*", ".*"), entry):
         try:
-            patterns.append(re.compile(reading))
+            pattern = re.compile(reading)
         except re.error:
             continue
-    return patterns
+        if any(_fits(pattern, *candidate) for candidate in candidates):
+            return pattern
+    return None
+
+
+def _anywhere(targets: Targets) -> list[tuple[str, int, int | None]]:
+    """Arguments of `_matches`: where any model may have a layer."""
+    return [
+        candidate
+        for kind in (*MODULES, HEAD)
+        for experts in (None, _MOST)
+        for candidate in targets._candidates(kind, _MOST, experts)
+    ]
 
 
 @lru_cache(None)

@@ -27,7 +27,7 @@ from miles_async.rewards.grader_pool import GraderError, GraderPool, Unavailable
 from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
-from miles_async.types import REWARD_ERROR, Group, Sample
+from miles_async.types import FROM_DATASET, REWARD_ERROR, Group, Sample
 from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
 
 RewardFunction = Callable[..., Any]
@@ -93,22 +93,24 @@ class Rewarder:
         A trajectory whose reward exceeds its limits of time or memory gets `wrong`, and the reason in its metadata
         (`types.REWARD_ERROR`).
 
-        The fields of samples that the function may have changed are converted to plain values.
+        The fields of samples that the function may have changed are converted to plain values. What the run itself has
+        stored in the metadata stays there (`types.FROM_DATASET`).
 
         Raises TrajectoryError if the function raises, returns an invalid reward or sets a field to an invalid value.
         Raises InfrastructureError if infrastructure failed, if an async function missed its deadline, or if the
         function finishes for no response. The error names the samples, and all others have their reward. An error of a
         function for whole groups may name no samples.
         """
+        origins = [dict(sample.origin) for sample in group]
         try:
             errors = await self._scored_with_errors(group)
         except TrajectoryError:
             if self.changes_samples:
                 with suppress(TrajectoryError):
                     accept_group(group)
-            _convert_metadata(group)
+            _convert_metadata(group, origins)
             raise
-        _convert_metadata(group)
+        _convert_metadata(group, origins)
         raise_first(errors)
 
     async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:
@@ -306,10 +308,13 @@ class Rewarder:
         return number
 
 
-def _convert_metadata(group: Group) -> None:
-    """Convert the metadata to plain values; the function may have been the last one to read a user's objects."""
-    for sample in group:
-        sample.metadata = readable_entries(sample.metadata)
+def _convert_metadata(group: Group, origins: Sequence[Mapping[str, Any]]) -> None:
+    """Convert the metadata to plain values; the function may have been the last one to read a user's objects.
+
+    `origins` are those of the samples before the function saw them.
+    """
+    for sample, origin in zip(group, origins, strict=True):
+        sample.metadata = readable_entries(sample.metadata) | ({FROM_DATASET: origin} if origin else {})
 
 
 def raise_first(errors: Sequence[TrajectoryError]) -> None:

@@ -35,6 +35,13 @@ def test_a_target_is_a_name_or_the_end_of_a_name_or_a_pattern_of_names(target: s
     assert of_layers(target) == expected
 
 
+@pytest.mark.parametrize("target", ["model.layers.1.*", "decoder.layers.1.*", "*.layers.1.*"])
+def test_a_pattern_of_a_layer_does_not_choose_layers_whose_numbers_begin_like_it(target: str) -> None:
+    assert {name.split(".")[1] for name in of_layers(target, layers=12)} == {"1"}
+    others = {name.split(".")[1] for name in of_layers("*.self_attn.*", layers=12, excluded=(target,))}
+    assert others == {str(number) for number in range(12)} - {"1"}
+
+
 def test_excluded_layers_are_taken_from_those_of_a_pattern() -> None:
     assert of_layers("*.self_attn.*", excluded=("layers.2.self_attn.o_proj",)) == [
         *QKV,

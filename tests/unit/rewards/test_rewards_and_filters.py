@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,7 @@ from miles_async.filters import check_reward_nonzero_std
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder, is_async
-from miles_async.types import Group, Sample
+from miles_async.types import FROM_DATASET, Group, Sample
 from tests.configuration import run_config
 
 
@@ -84,6 +85,24 @@ async def test_a_plain_reward_may_block_without_stopping_the_loop() -> None:
     release.set()
     await scoring
     assert [sample.reward for sample in group] == [1.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_reward_that_replaces_the_metadata_leaves_a_group_its_data_set_and_adapter(fails: bool) -> None:
+    origin = {"name": "tests", "adapter": "code", "row": 5, "epochs": 0.5}
+
+    def reward(args: Any, sample: Sample) -> float:
+        sample.metadata[FROM_DATASET]["adapter"] = "another"
+        sample.metadata = {"judged": True}
+        return 1 / (not fails)
+
+    group = group_of("4", "5")
+    for sample in group:
+        sample.metadata = {FROM_DATASET: dict(origin), "rm_type": "exact"}
+    with suppress(TrajectoryError):
+        await custom(reward).score(group)
+    assert [sample.metadata for sample in group] == [{"judged": True, FROM_DATASET: origin}] * 2
+    assert (group.dataset, group.adapter) == ("tests", "code")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, LoadedCheckpoint
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.config.checks import problems
+from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.events import EventsReceived, RunEnded, StartupChanged, WarningRaised, encode
@@ -39,13 +40,13 @@ def run(config: RunConfig, *, saved: int | None = None, reason: str | None = Non
     return folder
 
 
-def save(tmp_path: Path, run: str, *rollouts: int) -> None:
+def save(tmp_path: Path, run: str, *rollouts: int, **facts: Any) -> None:
     checkpoints = CheckpointFolder(tmp_path / "save")
     for rollout in rollouts:
         draft = checkpoints.begin(rollout)
         (draft / "weights").write_text(f"weights of {rollout}")
         progress = {"run": run, "rollout": rollout, "version": rollout, "changed": False, "data": {}, "owed": []}
-        checkpoints.write_progress(draft, progress)
+        checkpoints.write_progress(draft, progress | facts)
         checkpoints.commit(draft, rollout, keep=5)
 
 
@@ -73,6 +74,14 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_continues_from_its_begi
     found = unfinished_run(config(tmp_path))
     assert found is not None
     assert (found.folder, found.starts_from) == (lost, None)
+
+
+def test_a_run_that_was_lost_does_not_continue_with_adapters_of_another_form(tmp_path: Path) -> None:
+    began = config(tmp_path, lora_rank=4)
+    save(tmp_path, run(began, saved=3).path.name, 3, model=dimensions(began))
+    assert unfinished_run(began) is not None
+    with pytest.raises(UserError, match=r"lora_scale 4\.0, not 8\.0"):
+        unfinished_run(config(tmp_path, lora_rank=4, lora_alpha=32.0))
 
 
 def began_with_a_checkpoint(tmp_path: Path, run: RunFolder) -> Path:

@@ -305,6 +305,26 @@ def test_a_checkpoint_of_an_adapter_of_other_weights_is_refused(tmp_path: Path) 
     assert "belongs to another model (base_hash" in refusal
 
 
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        ({"lora_alpha": 32.0}, "lora_scale 4.0, not 8.0"),
+        ({"lora_type": "rslora"}, "lora_scale 4.0, not 8.0"),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, "gate_proj up_proj down_proj, not q_proj v_proj"),
+    ],
+)
+def test_a_checkpoint_of_adapters_of_another_form_is_refused(
+    tmp_path: Path, changed: dict[str, Any], named: str
+) -> None:
+    config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"), lora_rank=4)
+    saved(tmp_path / "saved", config)
+    [refusal] = refusals(with_settings(config, **changed))
+    assert named in refusal
+    assert "settings of LoRA" in refusal
+    same = with_settings(config, lora_target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    assert said(same, "load"), "other names of the same layers"
+
+
 @pytest.mark.parametrize("position", [{}, {"order": []}, {"order": {}}])
 def test_a_checkpoint_without_a_valid_data_position_is_refused(tmp_path: Path, position: dict[str, Any]) -> None:
     config = job(tmp_path, [GOOD], load=str(tmp_path / "saved"))
