@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from miles_async.adapters.sglang.process import ServerProcess
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.adapters.system.sessions import kill_sessions, members
 from miles_async.errors import FatalError
+from miles_async.observability import redacted_log
+from miles_async.visible_text import visible_text
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 KEY = "key-of-the-run"
@@ -81,6 +84,11 @@ def test_the_log_of_a_server_holds_no_secrets(tmp_path: Path, monkeypatch: pytes
     assert "'WANDB_API_KEY': 'no'" in log, "a word that short occurs in ordinary text"
 
 
+def slowly(text: str) -> str:
+    time.sleep(0.05)
+    return visible_text(text)
+
+
 def test_a_server_that_has_ended_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "serves_once.py").write_text(
         "import http.server, sys\n"
@@ -93,12 +101,16 @@ def test_a_server_that_has_ended_says_why(tmp_path: Path, monkeypatch: pytest.Mo
         "raise MemoryError('no block is free')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # The last lines of the output reach the log some time after the process has ended.
+    monkeypatch.setattr(redacted_log, "visible_text", slowly)
     port = free_port()
     server = ServerProcess("it", "serves_once", [str(port)], f"http://127.0.0.1:{port}/", tmp_path / "log")
     server.start({}, None, PATIENCE_SECONDS, KEY)
-    wait_until(lambda: not server.alive(), "the server ends")
-    assert server.end() == f"its server ended with code 1: MemoryError: no block is free (log: {tmp_path / 'log'})"
-    server.stop()
+    try:
+        wait_until(lambda: not server.alive(), "the server ends")
+        assert server.end() == f"its server ended with code 1: MemoryError: no block is free (log: {tmp_path / 'log'})"
+    finally:
+        server.stop()
 
 
 SERVES_WITH_A_CHILD = """

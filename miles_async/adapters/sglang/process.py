@@ -125,6 +125,8 @@ class ServerProcess:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             return None
+        if self._log is not None:
+            self._log.finish(LOG_SECONDS)
         return f"its server ended with code {code}: {cause(self._written())} (log: {self.log_path})"
 
     def stop(self, grace: float = 3.0) -> None:
