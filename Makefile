@@ -89,7 +89,7 @@ browser: ## Install Debian's Chromium, for the tests of the live page and the ru
 test: $(READY) ## Run the tests that every change must pass: all tiers but tests/stack (at most 8 minutes on two idle cores)
 	@$(VENV_PYTHON) -m pytest $(FAST_TIERS) $(BOTH_CORES) $(ARGS)
 
-test-all: $(READY) browser ## Run all tests (about half an hour on two idle cores)
+test-all: $(READY) browser ## Run all tests (about 25 minutes on two idle cores)
 	@$(VENV_PYTHON) -m pytest tests/stack $(FAST_TIERS) $(BOTH_CORES) $(ARGS)
 
 test-unit: $(READY) ## Run the unit tests, the contract tests and the tests of guides
