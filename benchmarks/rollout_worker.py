@@ -54,6 +54,7 @@ from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.functions.exact import Exact
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.scheduling.bounds import Schedule
+from miles_async.scheduling.lineage import Lineage
 from miles_async.types import DropReason, EngineLoad, Group, Prompt, Sample, SendOutcome, StepReport, Verdict
 from tests.sim.world import NullStore
 
@@ -130,7 +131,7 @@ class Instant:
     async def work_seconds(self) -> float:
         return 0.0
 
-    async def stage(self, version: int) -> None: ...
+    async def stage(self, version: int, adapter: str, lineage: Lineage | None) -> None: ...
 
     async def send(self, version: int, engine: str) -> SendOutcome:
         return SendOutcome(engine=engine, seconds=0, bytes=0)
@@ -231,6 +232,8 @@ async def measure(
     began, cpu = time.time(), cpu_seconds()
     await asyncio.sleep(seconds)
     ended, cpu = time.time(), cpu_seconds() - cpu
+    if run.done():
+        run.result()
     watching.cancel()
     run.cancel()
     await asyncio.gather(run, watching, return_exceptions=True)

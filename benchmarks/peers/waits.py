@@ -102,7 +102,7 @@ class Job(Instant):
         await asyncio.sleep(STEP_SECONDS)
         return StepReport(seconds=STEP_SECONDS, tokens=0, finite=True)
 
-    async def stage(self, version: int) -> None:
+    async def stage(self, version: int, adapter: str = "", lineage: Any = None) -> None:
         self.trainer = version
 
     async def commit(self, engine: str, version: int) -> None:
