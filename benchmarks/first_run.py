@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.busy_loops import busy_loops
 from benchmarks.records import machine_load, record
+from benchmarks.study.runs import run_to_its_end
 
 CONFIG = "configs/smollm2-cpu.yaml"
 SEEDS = (42, *range(1, 100))
@@ -58,10 +58,8 @@ def run(seed: int, *flags: str) -> dict[str, Any]:
         command = [sys.executable, "train_async.py", "--config", CONFIG, "--run-dir", folder]
         command += ["--seed", str(seed), "--rollout-seed", str(seed), *flags]
         started = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        run_to_its_end(command)
         seconds = time.monotonic() - started
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         summary = json.loads((Path(folder) / "latest" / "summary.json").read_text())
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     return {

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 from benchmarks.records import machine_load, record, recorded
 from benchmarks.study.page import Interval
-from benchmarks.study.runs import FULLY_ASYNC, SEEDS
+from benchmarks.study.runs import FULLY_ASYNC, SEEDS, run_to_its_end
 from miles_async.adapters.storage.warm_starts import NOTE
 from miles_async.events import Evaluated, StepEnded
 from miles_async.observability.trace.event_log import read_events
@@ -129,17 +128,8 @@ def compared(seeds: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _base(job: Job, folder: Path) -> Path:
     """The model that the job's warm start makes."""
     cache = folder / "base"
-    _start(
-        "train.py",
-        "--config",
-        str(job.config),
-        "--num-rollout",
-        "1",
-        "--cache-dir",
-        str(cache),
-        "--run-dir",
-        str(folder),
-    )
+    flags = ("--config", str(job.config), "--num-rollout", "1", "--cache-dir", str(cache), "--run-dir", str(folder))
+    run_to_its_end([sys.executable, "train.py", *flags])
     (note,) = cache.rglob(NOTE)
     return note.parent
 
@@ -152,12 +142,12 @@ def _run(job: Job, folder: Path, tasks: Sequence[str], seed: int, base: Sequence
         datasets = {task: {**dataset, "adapter": task} for task, dataset in datasets.items()}
         several = ("--adapters", json.dumps({task: {} for task in tasks}))
     runs = folder / f"{'-'.join(tasks)}-{seed}"
-    _start(
-        "train_async.py",
+    flags = (
         *("--config", str(job.config), *job.flags, *ADAPTER, *base, "--datasets", json.dumps(datasets), *several),
         *("--num-rollout", str(BATCHES * len(tasks)), "--seed", str(seed), "--rollout-seed", str(seed)),
         *("--run-dir", str(runs)),
     )
+    run_to_its_end([sys.executable, "train_async.py", *flags])
     events = list(read_events(runs / "latest" / "events.jsonl"))
     evaluations = [event for event in events if isinstance(event, Evaluated)]
     steps = [event.time for event in events if isinstance(event, StepEnded)]
@@ -170,13 +160,6 @@ def _run(job: Job, folder: Path, tasks: Sequence[str], seed: int, base: Sequence
     }
     print(json.dumps({"seed": seed, **run}), flush=True)
     return run
-
-
-def _start(entry: str, *flags: str) -> None:
-    command = [sys.executable, entry, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -226,13 +226,17 @@ def stored_or_run(cell: Cell) -> Outcome:
     return outcome
 
 
+def run_to_its_end(command: Sequence[str]) -> None:
+    """Run a command without showing its output. Raises SystemExit with the end of its errors if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+
+
 def run(cell: Cell) -> Outcome:
     load = machine_load()
     with tempfile.TemporaryDirectory() as folder:
-        command = cell.command(Path(folder))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        run_to_its_end(cell.command(Path(folder)))
         return _outcome(cell, Path(folder) / "latest" / "events.jsonl", load)
 
 

@@ -66,7 +66,7 @@ class Admission:
     """The limits on groups that are admitted at once."""
 
     max_in_flight: int
-    """N for each adapter, but any of them may use it all: groups from admission until reward and filter are done."""
+    """N for each adapter, added up: groups of the whole run from admission until reward and filter are done."""
     room: int
     """The most groups of an adapter that are in flight, blocked by the window and queued together."""
     slots: int | None

@@ -57,7 +57,7 @@ class Bounds:
     """
 
     generation_batch: int
-    """N: the most groups in flight, with several adapters on average."""
+    """N: the most groups in flight for each adapter. An adapter may have more while others have fewer."""
     window: int
     """W: 1 is strict FIFO; from N on, it is greedy unless groups wait for the learner."""
     requested_window: int

@@ -65,8 +65,8 @@ class Rollout(Section):
     left. With fewer, the group is generated again; its finished samples keep their tokens. If unset, a group needs all
     n_samples_per_prompt samples."""
     over_sampling_batch_size: int | None = Field(None, ge=1, le=1_000_000)
-    """N, the maximum number of groups in flight; for each of adapters, if they are set. Functions that return batches
-    generate up to N groups and keep the first rollout_batch_size of them. If unset, N is rollout_batch_size."""
+    """N, the maximum number of groups in flight, for each adapter if the run trains several. Functions that return
+    batches generate up to N groups and keep the first rollout_batch_size of them. If unset, N is rollout_batch_size."""
     windowed_fifo_ratio: float | None = Field(None, ge=0, le=1)
     """Size of the collection window as a fraction of N: W = max(1, floor(ratio * N)) (windowed FIFO, MiniMax Forge,
     arXiv 2605.26494, section 6.2.4). Only the W oldest groups may be collected, so long responses are not crowded out
