@@ -1,4 +1,7 @@
-"""The table with one row per trained batch: columns of fixed width, in less than 80 characters."""
+"""The table with one row per trained batch: columns of fixed width, in less than 80 characters.
+
+If the run trains several adapters, the name of the batch's adapter stands at the end.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +53,18 @@ class BatchTable:
             duration(waited) if drained is not None else "-",
             rate(event.tokens / seconds) if seconds > 0 else "-",
         ]
-        row = self._line(cells) + ("" if event.finite else "  skipped: not finite")
+        adapter = started.adapter if started is not None else ""
+        row = self._line([*cells, adapter]) + ("" if event.finite else "  skipped: not finite")
         heading_is_due = self._rows % ROWS_PER_HEADING == 0
         self._rows += 1
-        return f"\n{self._line([*self._columns])}\n{row}" if heading_is_due else row
+        heading = self._line([*self._columns, "adapter" if adapter else ""])
+        return f"\n{heading}\n{row}" if heading_is_due else row
 
     def _line(self, cells: list[str]) -> str:
+        *numbers, adapter = cells
         widths = [max(width, len(name)) for name, width in self._columns.items()]
-        return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        aligned = [f"{cell:>{width}}" for cell, width in zip(numbers, widths, strict=True)]
+        return "  ".join([*aligned, adapter] if adapter else aligned)
 
 
 def _staleness(ages: list[int]) -> str:

@@ -160,6 +160,13 @@ def test_a_batch_is_one_short_line_below_the_names_of_the_columns() -> None:
     ]
 
 
+def test_a_batch_names_its_adapter_if_the_run_trains_several() -> None:
+    drained, started, ended = batch(0)
+    _, heading, row = lines_of(drained, structs.replace(started, adapter="sums"), ended)
+    assert heading.endswith("tokens/s  adapter")
+    assert row.endswith("8.00k  sums")
+
+
 def test_the_names_of_the_columns_are_repeated_seldom() -> None:
     lines = lines_of(*[event for number in range(2 * ROWS_PER_HEADING + 1) for event in batch(number)])
     headings = [number for number, line in enumerate(lines) if "reward" in line]
