@@ -1,9 +1,10 @@
 """`make chaos`: kills and stops processes of real runs at drawn times, and judges what becomes of the runs.
 
-    python -m benchmarks.chaos [--runs 20] [--seed 0] [--kinds rollout_worker driver …] [--warm] [--only 7]
+    python -m benchmarks.chaos [--runs 20] [--seed 0] [--kinds rollout_worker driver …] [--warm] [--adapter] [--only 7]
 
 Each run takes about a minute and is appended to `benchmarks/results/chaos/cold-SEED.jsonl` with the commit, or to
-`warm-SEED.jsonl` if the runs join one Ray (`--warm`). Runs in the file are not repeated, so an interrupted series
+`warm-SEED.jsonl` if the runs join one Ray (`--warm`). With `--adapter`, the runs train an adapter in place of all
+weights, and the names of the files begin with `adapter-`. Runs in the file are not repeated, so an interrupted series
 continues. A run that is played again (`--only`) counts with its last outcome. The folder of a run with violations is
 kept in `runs/chaos/`. The exit code is 1 if there is a violation.
 """
@@ -29,11 +30,12 @@ from benchmarks.chaos.warm_ray import WarmRay
 from benchmarks.records import RESULTS, stamp
 
 FOLDERS = Path("runs/chaos")
+ADAPTER = ("--lora-rank", "8")
 
 
 def main() -> int:
     options = _options()
-    name = f"{'warm' if options.warm else 'cold'}-{options.seed}"
+    name = f"{'adapter-' * options.adapter}{'warm' if options.warm else 'cold'}-{options.seed}"
     series = RESULTS / "chaos" / f"{name}.jsonl"
     with WarmRay() if options.warm else nullcontext() as ray:
         _play_series(options, series, FOLDERS / name, ray)
@@ -52,7 +54,7 @@ def _play_series(options: argparse.Namespace, series: Path, folders: Path, ray: 
         print(f"{number}: {what}", flush=True)
         folder = (folders / str(number)).absolute()
         shutil.rmtree(folder, ignore_errors=True)
-        outcome = play(strikes, folder, ray)
+        outcome = play(strikes, folder, ray, further_flags=ADAPTER if options.adapter else ())
         series.parent.mkdir(parents=True, exist_ok=True)
         with series.open("a") as file:
             file.write(json.dumps({"number": number, **stamp(), **outcome.as_json()}) + "\n")
@@ -76,6 +78,7 @@ def _options() -> argparse.Namespace:
     targets = [target for target in TARGETS if target != "store_disk" or os.geteuid() == 0]
     parser.add_argument("--kinds", nargs="+", choices=TARGETS, default=targets, help="what is struck")
     parser.add_argument("--warm", action="store_true", help="start Ray once; the runs join it")
+    parser.add_argument("--adapter", action="store_true", help="train an adapter in place of all weights")
     parser.add_argument("--only", type=int, help="play this run of the series again")
     return parser.parse_args()
 

@@ -296,8 +296,10 @@ class Audit:
 
     def _learner_restored(self, event: events.LearnerRestored) -> None:
         """Begin another line of versions, and undo the training of rollouts that the checkpoint does not have."""
+        # The learner may have been lost before the publish of the version that its checkpoint holds.
+        for version in (event.kept_version, event.version):
+            self._register(event.adapter, version)
         kept = self._count_of(event.adapter, event.kept_version)
-        self._register(event.adapter, event.version)
         lines = self._lines[event.adapter] = [line for line in self._lines[event.adapter] if line.first <= kept]
         lines[-1].last = kept
         updates = lines[-1].updates + kept - lines[-1].first + event.updates
