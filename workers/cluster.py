@@ -135,7 +135,9 @@ class Cluster:
         """Devices of removed engines that the learner shares, for engines that are added later."""
         # A lost rollout worker would leave colocated engines and learner in an unknown state.
         max_restarts = 0 if config.cluster.colocate else config.cluster.max_restarts
-        self.rollout = RolloutSupervisor(self._create_worker, emit, max_restarts, received)
+        self.rollout = RolloutSupervisor(
+            self._create_worker, lambda: self.heartbeats.meet("rollout"), emit, max_restarts, received
+        )
         self.learner: LearnerRanks
         self.handles: ClusterHandles
         """The processes that `start` started, for the rollout worker."""

@@ -64,8 +64,6 @@ class _Process:
     silent_at: float | None = None
     """Time of the last report of the current silence; None while the process is not reported as silent."""
     pending: asyncio.Future[Heartbeat] | None = None
-    local: psutil.Process | None = None
-    """The process that has answered last, if it is on this node."""
 
 
 class Heartbeats:
@@ -80,6 +78,8 @@ class Heartbeats:
         self._node = node
         self._known: dict[str, _Process] = {}
         self._looked: float | None = None
+        self._local: dict[Probe, psutil.Process] = {}
+        """The process on this node that has answered a probe last."""
         self._on_this_node: set[psutil.Process] = set()
         """Also processes that are not watched any more: Ray may not have ended them yet."""
         self.addresses: dict[str, str] = {}
@@ -106,6 +106,14 @@ class Heartbeats:
             self._known[process] = _Process(self._probes[process], answered=now)
         return gone + [silent for process in self._probes for silent in self._check(process, self._known[process], now)]
 
+    async def meet(self, process: str) -> None:
+        """Wait until a process answers. From then on, it can be killed if it is stopped (SIGSTOP).
+
+        Raises RayActorError if it is lost.
+        """
+        probe = self._probes[process]
+        self._locate(probe, await probe())
+
     def silence(self, process: str, now: float) -> float:
         """Return for how many seconds the process has not answered; 0 below `SILENT_AFTER_SECONDS`."""
         silence = now - self._known[process].answered if process in self._known else 0.0
@@ -117,8 +125,8 @@ class Heartbeats:
         Ray cannot end such a process. Processes of other nodes are left alone.
         """
         for process, known in self._known.items():
-            if known.local is not None and self.silence(process, now) >= silent:
-                kill_if_stopped(known.local)
+            if known.probe in self._local and self.silence(process, now) >= silent:
+                kill_if_stopped(self._local[known.probe])
 
     def local_processes(self) -> list[psutil.Process]:
         """Return all processes on this node that have ever answered; some may have ended."""
@@ -135,6 +143,7 @@ class Heartbeats:
         if known.pending is not None:
             known.pending.cancel()
         self.addresses.pop(process, None)
+        self._local.pop(known.probe, None)
         return _report(process, 0.0)
 
     def _check(self, process: str, known: _Process, now: float) -> list[ProcessSilent]:
@@ -162,16 +171,21 @@ class Heartbeats:
         failed = known.pending.cancelled() or known.pending.exception() is not None
         answer = None if failed else known.pending.result()
         known.pending = None
-        if answer is not None and answer.node == self._node and (known.local is None or known.local.pid != answer.pid):
-            with suppress(psutil.NoSuchProcess):
-                known.local = psutil.Process(answer.pid)
-                self._on_this_node.add(known.local)
+        if answer is not None:
+            self._locate(known.probe, answer)
         if answer is None or answer.metrics is False:
             self.addresses.pop(process, None)
             return
         known.answered = now
         if answer.metrics is not None:
             self.addresses[process] = answer.metrics
+
+    def _locate(self, probe: Probe, answer: Heartbeat) -> None:
+        known = self._local.get(probe)
+        if answer.node == self._node and (known is None or known.pid != answer.pid):
+            with suppress(psutil.NoSuchProcess):
+                self._local[probe] = psutil.Process(answer.pid)
+                self._on_this_node.add(self._local[probe])
 
 
 def _report(process: str, seconds: float) -> ProcessSilent:

@@ -33,6 +33,8 @@ class RolloutSupervisor:
 
     create: Callable[[str], ActorHandle[Any]]
     """Starts an actor with a given name."""
+    meet: Callable[[], Awaitable[None]]
+    """Waits until the current rollout worker answers. Raises RayActorError if it is lost."""
     emit: Callable[[Event], None]
     max_restarts: int
     """Restarts without a batch between them."""
@@ -89,10 +91,12 @@ class RolloutSupervisor:
 
     async def _run(self, handles: ClusterHandles, learner_death: Callable[[], Awaitable[str | None]]) -> str | None:
         """Run the pipeline in the current rollout worker. Returns how a process died; None at the end of the run."""
-        running: Any = self.current.run.remote(handles, self.received)
-        if self._asked_to_stop:
-            self.current.stop.remote()
         try:
+            # Ray cannot end a process that is stopped (SIGSTOP), so it must be known before it works.
+            await self.meet()
+            running: Any = self.current.run.remote(handles, self.received)
+            if self._asked_to_stop:
+                self.current.stop.remote()
             await running
         except RayTaskError:
             try:
@@ -126,8 +130,8 @@ class RolloutSupervisor:
         self.start()
         if learner_is_lost:
             await replace_learner()
-        with suppress(FatalError):  # `run` finds out that this one is lost as well
-            await actor_result(self.current.heartbeat.remote())
+        with suppress(RayActorError):  # `run` finds out that this one is lost as well
+            await self.meet()
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 
     async def events(self) -> list[Event]:

@@ -117,6 +117,19 @@ async def test_a_process_that_is_stopped_and_silent_is_killed_so_that_another_on
         assert [process.poll() for process in (running, distant)] == [None] * 2
 
 
+async def test_a_process_that_is_stopped_before_it_was_ever_watched_is_killed(tmp_path: Path) -> None:
+    with raylet_process(tmp_path) as stopped:
+        probes = answers(stopped)
+        heartbeats = Heartbeats(probes, "this node")
+        await heartbeats.meet("engine-0")
+        stopped.send_signal(signal.SIGSTOP)
+        wait_until(partial(is_stopped, psutil.Process(stopped.pid)), "the process is stopped")
+        heartbeats.look(100.0)
+        heartbeats.kill_stopped(silent=10.0, now=111.0)
+        assert stopped.wait(60) == -signal.SIGKILL
+        heartbeats.close()
+
+
 async def test_a_process_that_was_replaced_is_remembered_until_the_end_of_the_run(tmp_path: Path) -> None:
     with raylet_process(tmp_path) as replaced:
         probes = answers(replaced)
