@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import numbered_device, on_cpu, redirect_cuda_to_cpu
 from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage, open_tensors
+from miles_async.adapters.megatron.model.linear_parts import Part, equal, query_key_value, stacked
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
 from miles_async.adapters.megatron.model.process_groups import gather_json
 from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, passed_on, run_fields
@@ -63,6 +65,8 @@ _PACKED_PER_LAYER = 4
 """Weights and biases of the two layers of experts."""
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
+_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors of all experts of a layer, each with the layers of an expert that it has."""
 _NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
 """With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -284,14 +288,50 @@ class BridgeSource(ModelSource):
         padded = rows > vocabulary and name in tensors and tensors[name].shape[0] == vocabulary
         return tensor[:vocabulary] if padded else tensor
 
-    def _tasks(self, chunks: Sequence[torch.nn.Module], *, load: bool) -> list[Any]:
-        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share."""
-        library, bridge, config = self._library, self._bridge, self.config
+    def linear_parts(self, name: str, outputs: int) -> list[Part]:
+        mapping = self._mappings.megatron_to_hf_lookup(name)
+        if mapping is None:
+            return []
+        config, ranks = self.config, self.config.tensor_model_parallel_size
+        whole = [self._names.get(one, one) for one in _names(mapping)]
+        names = [one.removesuffix(".weight") for one in whole]
+        match name.split(".")[-2], len(names):
+            case "linear_qkv", 3:
+                heads, groups = config.num_attention_heads // ranks, config.num_query_groups // ranks
+                gate = bool(vars(config).get("attention_output_gate"))
+                return query_key_value(names, heads=heads, groups=groups, width=config.kv_channels, has_gate=gate)
+            case "in_proj", 4:
+                keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
+                values = config.linear_num_value_heads * config.linear_value_head_dim // ranks
+                heads = config.linear_num_value_heads // ranks
+                # Ranks divide queries, keys and values one by one.
+                return stacked(names, [[keys, keys, values], [values], [heads], [heads]])
+            case ("linear_fc1", 1 | 2) | (_, 1):
+                pass
+            case _:
+                return []
+        if whole == names:  # the checkpoint has one tensor for all experts
+            block, _, kind = whole[0].rpartition(".")
+            expert = re.search(r"\d+$", name)
+            if expert is None or kind not in _PACKED:
+                return []
+            names = [f"{block}.{expert[0]}.{one}" for one in _PACKED[kind]]
+        return equal(names, outputs)
+
+    @cached_property
+    def _mappings(self) -> Any:
+        """The bridge's registry of mappings for this rank, which depends on the tensors of the checkpoint."""
+        bridge = self._bridge
         bridge.hf_pretrained, bridge.hf_config = self._auto.hf_pretrained, self._auto.hf_pretrained.config
         groups = ProcessGroupCollection.use_mpu_process_groups()
         groups.pp = _OneRank()
         registry = bridge.mapping_registry()
         registry.set_process_groups_from_pg_collection(groups)
+        return registry
+
+    def _tasks(self, chunks: Sequence[torch.nn.Module], *, load: bool) -> list[Any]:
+        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share."""
+        library, config, registry = self._library, self.config, self._mappings
         models = [unwrap_model(chunk) for chunk in chunks]
         tasks = []
         for stage, model in enumerate(models):

@@ -138,8 +138,7 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
         for chunk in chunks if values else ():
             attach_value_head(chunk)
         if settings.lora_rank:
-            assert isinstance(source, PluginSource), "config/checks refuses models of Megatron-Bridge"
-            attach_adapters(chunks, source.converter, settings, Path(hf_checkpoint).expanduser())
+            attach_adapters(chunks, source, settings, Path(hf_checkpoint).expanduser())
         output_layer = None if values else _replace_output_layer(chunks)
         positions = use_positions(source, chunks, settings)
         sharded = _shards_optimizer(settings)

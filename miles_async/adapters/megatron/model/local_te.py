@@ -93,7 +93,11 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[mis
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
         weight = self.layer_norm_weight + 1 if self._zero_centered else self.layer_norm_weight
-        return super().forward(rms_norm(x, weight, self._eps), *args, **options)
+        return self.project(rms_norm(x, weight, self._eps), *args, **options)
+
+    def project(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """The linear layer alone."""
+        return super().forward(x, *args, **options)
 
 
 class _GroupedLinear(MegatronModule):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     linear_with_grad_accumulation_and_async_allreduce,
     set_tensor_model_parallel_attributes,
 )
@@ -43,60 +44,55 @@ from megatron.core.utils import (
 )
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module, Parameter, ParameterList
+from torch.nn import Module, ModuleList, Parameter, ParameterList
 from torch.nn.functional import dropout
 
-from miles_async.adapters.megatron.model.hf_weights import WeightConverter, broadcast_from_stage
+from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage
+from miles_async.adapters.megatron.model.linear_parts import Columns, Part, equal
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
+from miles_async.adapters.megatron.model.source import ModelSource
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, shared_name, tensor_names, untie
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
-from miles_async.models.plugin import Custom, ModelShape, QueryKeyValue
-from miles_async.plugins import name_of
+from miles_async.models.plugin import ModelShape
 
-_ATTENTION, _FEED_FORWARD = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+
+class Linear(NamedTuple):
+    """One of Megatron's linear layers. The layers of several experts may be one module."""
+
+    name: str
+    """Of the weight, in the whole model."""
+    weight: Tensor
+    """This rank's part."""
+    splits_output: bool
+    """Whether ranks divide the layer's outputs, and not its inputs."""
+    of_expert: bool
+    expert_parallel: bool
+    """Whether ranks have different experts."""
 
 
 class Adapters(Module):
     """The adapters of one of Megatron's linear layers, which holds one or several layers of the checkpoint."""
 
-    def __init__(
-        self,
-        linear: Any,
-        weight: Tensor,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        groups: int,
-        settings: Learner,
-        modules: Sequence[str],
-    ) -> None:
-        """`weight` is this rank's part of the layer's matrix.
-
-        `names` are the layers of the checkpoint, and `sizes` their outputs on this rank. The outputs of all of them
-        alternate in `groups` equal parts. `modules` are the entries of PEFT's `target_modules`.
-        """
+    def __init__(self, linear: Linear, parts: Sequence[Part], settings: Learner) -> None:
+        """`parts` are the layers of the checkpoint that get adapters."""
         super().__init__()
-        self.names = adapted(names, modules)
+        self.names = [part.name for part in parts]
         self.enabled = True
         """Whether the layer adds the outputs of the adapters."""
-        own_sizes = [size for name, size in zip(names, sizes, strict=True) if name in self.names]
-        self._columns = [
-            columns for name, columns in zip(names, _columns_of(sizes, groups), strict=True) if name in self.names
-        ]
+        self._columns = [part.columns for part in parts]
         self._rank, self._scale = settings.lora_rank, settings.lora_scale
         self._dropout = settings.lora_dropout
-        self.splits_output = isinstance(linear, ColumnParallelLinear)
-        """Whether ranks divide the layer's outputs, and not its inputs."""
-        self.of_expert: bool = linear.is_expert
+        self.splits_output, self.of_expert = linear.splits_output, linear.of_expert
         self.group = _group_of(of_expert=self.of_expert)
         """The ranks that divide the layer."""
         self._sequence_parallel = settings.sequence_parallel
-        inputs, device = weight.shape[1], weight.device
+        inputs, device = linear.weight.shape[1], linear.weight.device
         self.shares_outer: bool = self.of_expert and settings.experts_shared_outer_loras
         """Whether the experts of the layer share the matrix that ranks do not divide."""
 
-        def parameter(rows: int, columns: int, axis: int) -> Parameter:
+        def parameter(rows: int, columns: int, axis: int, pieces: Sequence[int]) -> Parameter:
             made = Parameter(torch.zeros(rows, columns, device=device))
             is_split = axis == (0 if self.splits_output else 1)
             # Without expert parallelism, ranks that divide no expert have all experts, for tokens of their own.
@@ -113,10 +109,11 @@ class Adapters(Module):
             # Whether the gradient is averaged over all data-parallel ranks, or over those that have the expert.
             made.allreduce = is_everywhere or not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
             made.whole_rows = None  # type: ignore[attr-defined]
+            made.pieces = pieces  # type: ignore[attr-defined]
             return made
 
-        self.a = ParameterList(parameter(self._rank, inputs, 1) for _ in own_sizes)
-        self.b = ParameterList(parameter(size, self._rank, 0) for size in own_sizes)
+        self.a = ParameterList(parameter(self._rank, inputs, 1, [inputs]) for _ in parts)
+        self.b = ParameterList(parameter(sum(part.pieces), self._rank, 0, part.pieces) for part in parts)
 
     def share(self, first: Adapters) -> None:
         """Use the matrices that the experts share in place of own ones. `first` are the adapters of another expert."""
@@ -180,7 +177,8 @@ class HeadAdapter(Adapters):
         padding stay 0."""
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        super().__init__(model.output_layer, weight, [HEAD], [len(weight)], 1, settings, [HEAD])
+        linear = Linear(HEAD, weight, splits_output=True, of_expert=False, expert_parallel=False)
+        super().__init__(linear, equal([HEAD], len(weight)), settings)
         # Every rank has the hidden states of all tokens.
         self.a[0].sequence_parallel = False
         self.b[0].whole_rows = vocabulary
@@ -194,41 +192,20 @@ class HeadAdapter(Adapters):
         return shrunk
 
 
-class Columns(NamedTuple):
-    """Adjacent columns of a layer's output that are rows of one B."""
-
-    of_output: slice
-    of_adapter: slice
-
-
-def _columns_of(sizes: Sequence[int], groups: int) -> list[list[Columns]]:
-    """The columns of each layer of the checkpoint, whose outputs alternate in `groups` equal parts."""
-    widths = [size // groups for size in sizes]
-    starts = [sum(widths[:number]) for number in range(len(widths))]
-    return [
-        [
-            Columns(
-                slice(group * sum(widths) + start, group * sum(widths) + start + width),
-                slice(group * width, (group + 1) * width),
-            )
-            for group in range(groups)
-        ]
-        for start, width in zip(starts, widths, strict=True)
-    ]
-
-
 class _AddOutputs(torch.autograd.Function):
     """Adds `hidden @ B.T` of each adapter to the columns of its layer, without further tensors of the output's size."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, hidden: Tensor, columns: list[list[Columns]], *matrices: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, hidden: Tensor, columns: Sequence[Sequence[Columns]], *matrices: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(hidden, *matrices)
         ctx.columns = columns
         ctx.mark_dirty(output)
         rows = output.view(-1, output.shape[-1])
         for part, b, own in zip(_parts(hidden, matrices), matrices, columns, strict=True):
             for one in own:
-                rows[:, one.of_output].addmm_(part, b[one.of_adapter].t())
+                rows[:, one.of_output].addmm_(part, b[one.of_rows].t())
         return output
 
     @staticmethod
@@ -242,8 +219,8 @@ class _AddOutputs(torch.autograd.Function):
         for part, of_part, b, of_b, own in parts:
             for one in own:
                 of_output = rows[:, one.of_output]
-                of_part.addmm_(of_output, b[one.of_adapter])
-                of_b[one.of_adapter] = of_output.t() @ part
+                of_part.addmm_(of_output, b[one.of_rows])
+                of_b[one.of_rows] = of_output.t() @ part
         return gradient, of_hidden, None, *of_matrices
 
 
@@ -274,18 +251,28 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_output(linear: Any, original: Callable[..., Any], x: Tensor, *args: Any, **options: Any) -> Any:
-    """Replaces `forward` of a linear layer."""
+    """Replaces the product of a linear layer."""
     output, bias = original(x, *args, **options)
     return linear.adapters(x, output) if linear.adapters.enabled else output, bias
 
 
-def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settings: Learner, checkpoint: Path) -> None:
+def _add_outputs(linear: Any, original: Callable[..., Any], x: Tensor, m_splits: Sequence[int]) -> Any:
+    """Replaces `forward` of a layer of several experts. The rows of `x` are sorted by expert, `m_splits` of each."""
+    output, bias = original(x, m_splits)
+    if not linear.adapters[0].enabled:
+        return output, bias
+    sizes = list(m_splits)
+    of_experts = zip(linear.adapters, x.split(sizes), output.split(sizes), strict=True)
+    return torch.cat([adapters(rows, outputs) for adapters, rows, outputs in of_experts]), bias
+
+
+def attach_adapters(chunks: Sequence[Module], source: ModelSource, settings: Learner, checkpoint: Path) -> None:
     """Freeze loaded chunks and give their linear layers adapters, in float32.
 
     A is drawn as in PEFT, from the seed and the name of the layer, and B is 0; or both are those of `lora_load`. Raises
     UserError if that adapter does not fit.
     """
-    loaded, config = None, adapter_config(settings, converter.shape)
+    loaded, config = None, adapter_config(settings, source.shape)
     if settings.lora_load is not None:
         folder = Path(settings.lora_load).expanduser()
         check_adapter(folder, config, checkpoint)
@@ -296,59 +283,76 @@ def attach_adapters(chunks: Sequence[Module], converter: WeightConverter, settin
         chunk.requires_grad_(False)
         model = unwrap_model(chunk)
         for layer in model.decoder.layers:
-            first: dict[bool, Adapters] = {}
-            for name, linear in _linear_layers(layer, settings):
-                adapters = _adapters_of(linear, name, converter, settings, config.modules)
-                if adapters.names:
-                    if adapters.shares_outer:
-                        adapters.share(first.setdefault(adapters.splits_output, adapters))
-                    _fill(adapters, loaded, settings.seed)
-                    linear.adapters = adapters
-                    linear.forward = partial(_add_output, linear, linear.forward)
+            _attach(layer, source, settings, config.modules, loaded)
         if model.post_process and HEAD in config.modules:
-            model.output_layer.adapters = HeadAdapter(model, converter.shape.vocabulary, settings)
+            model.output_layer.adapters = HeadAdapter(model, source.shape.vocabulary, settings)
             _fill(model.output_layer.adapters, loaded, settings.seed)
         if model.pre_process and settings.recompute_granularity is not None:
             # Recomputed layers only get gradients if their input needs one.
             model.embedding.register_forward_hook(_require_gradient)
 
 
-def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[str, Any]]:
-    """The linear layers of a decoder layer on this rank, with the names of their weights in the whole model."""
-    prefix = f"decoder.layers.{layer.layer_number - 1}"
-    for path in _ATTENTION:
-        yield f"{prefix}.self_attention.{path}.weight", layer.self_attention.get_submodule(path)
-    if not isinstance(layer.mlp, MoELayer):
-        for path in _FEED_FORWARD:
-            yield f"{prefix}.mlp.{path}.weight", layer.mlp.get_submodule(path)
-        return
-    if not {*settings.lora_modules} & {*FEED_FORWARD}:
-        return
-    if layer.mlp.use_shared_expert:
-        raise UserError("experts that all tokens use get no adapters: unset lora_rank, or train another model")
-    for number, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-        for path in _FEED_FORWARD:
-            yield f"{prefix}.mlp.experts.{path}.weight{number}", expert.get_submodule(path)
+def _attach(
+    layer: Any,
+    source: ModelSource,
+    settings: Learner,
+    modules: Sequence[str],
+    loaded: Mapping[str, Tensor] | None,
+) -> None:
+    """Give the linear layers of a decoder layer the adapters that `modules`, PEFT's `target_modules`, choose."""
+    first: dict[bool, Adapters] = {}
 
+    def adapters_of(linear: Linear) -> Adapters | None:
+        parts = source.linear_parts(linear.name, len(linear.weight))
+        kinds = {part.name.rpartition(".")[2] for part in parts}
+        if linear.of_expert and not kinds <= {*FEED_FORWARD}:
+            raise UserError(
+                f"{parts[0].name} gets no adapter, because it is none of {', '.join(FEED_FORWARD)}: unset lora_rank"
+            )
+        chosen = adapted([part.name for part in parts], modules)
+        if not chosen:
+            return None
+        adapters = Adapters(linear, [part for part in parts if part.name in chosen], settings)
+        if adapters.shares_outer:
+            adapters.share(first.setdefault(adapters.splits_output, adapters))
+        _fill(adapters, loaded, settings.seed)
+        return adapters
 
-def _adapters_of(
-    linear: Any, name: str, converter: WeightConverter, settings: Learner, modules: Sequence[str]
-) -> Adapters:
-    """The adapters of a linear layer whose weight has this name in the whole model."""
-    shape, ranks = converter.shape, parallel_state.get_tensor_model_parallel_world_size()
-    names = [hf_name.removesuffix(".weight") for hf_name in converter.hf_names(name)]
-    conversion = converter.conversion(name)
-    if isinstance(conversion, Custom):
-        raise UserError(f"the model plug-in {name_of(converter.plugin)} computes {names[0]}: unset lora_rank")
-    if isinstance(conversion, QueryKeyValue):
-        groups = shape.query_groups // ranks
-        width = groups * shape.head_width
-        sizes = [shape.heads // ranks * shape.head_width, width, width]
-        return Adapters(linear, linear.weight, names, sizes, groups, settings, modules)
-    if linear.is_expert and not {one.rpartition(".")[2] for one in names} <= {*FEED_FORWARD}:
-        raise UserError(f"{names[0]} gets no adapter, because it is none of {', '.join(FEED_FORWARD)}: unset lora_rank")
-    sizes = [len(linear.weight) // len(names)] * len(names)
-    return Adapters(linear, linear.weight, names, sizes, 1, settings, modules)
+    has_experts = isinstance(layer.mlp, MoELayer)
+    for path, module in list(layer.named_modules()):
+        name = f"decoder.layers.{layer.layer_number - 1}.{path}"
+        if has_experts and path.startswith("mlp.experts.") and not {*settings.lora_modules} & {*FEED_FORWARD}:
+            continue
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if of_expert := path.startswith("mlp.experts."):
+                own = layer.mlp.local_expert_indices[int(path.split(".")[3])]
+                weight_name = f"{name.partition('.local_experts.')[0]}.{path.rpartition('.')[2]}.weight{own}"
+            else:
+                weight_name = f"{name}.weight"
+            splits_output = isinstance(module, ColumnParallelLinear)
+            expert_parallel = of_expert and module.expert_parallel
+            linear = Linear(weight_name, module.weight, splits_output, of_expert, expert_parallel)
+            if (adapters := adapters_of(linear)) is not None:
+                module.adapters = adapters
+                # A layer that first normalizes its input has its product in a method.
+                product = "project" if "layer_norm_weight" in module._parameters else "forward"
+                setattr(module, product, partial(_add_output, module, getattr(module, product)))
+        elif "weight0" in module._parameters:
+            of_experts = [
+                adapters_of(
+                    Linear(
+                        f"{name}.weight{number}",
+                        module.get_parameter(f"weight{position}"),
+                        module.axis == 0,
+                        True,
+                        layer.mlp.ep_group.size() > 1,
+                    )
+                )
+                for position, number in enumerate(layer.mlp.local_expert_indices)
+            ]
+            if None not in of_experts:
+                module.adapters = ModuleList(of_experts)
+                module.forward = partial(_add_outputs, module, module.forward)
 
 
 def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
@@ -374,7 +378,19 @@ def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) ->
             whole = torch.empty(len(parameter), inputs).uniform_(-bound, bound, generator=generator)
         else:
             continue
-        parameter.copy_(whole if axis is None else whole.chunk(group.size(), axis)[group.rank()])
+        parameter.copy_(whole if axis is None else _part(whole, axis, _pieces(parameter), group))
+
+
+def _part(whole: Tensor, axis: int, pieces: Sequence[int], group: ProcessGroup) -> Tensor:
+    """What this rank has of a matrix whose `pieces` ranks divide one by one."""
+    parts = whole.split([size * group.size() for size in pieces], axis)
+    return torch.cat([one.chunk(group.size(), axis)[group.rank()] for one in parts], axis)
+
+
+def _joined(parts: Sequence[Tensor], axis: int, pieces: Sequence[int]) -> Tensor:
+    """The matrix of which ranks have these parts."""
+    by_piece = zip(*(part.split(list(pieces), axis) for part in parts), strict=True)
+    return torch.cat([torch.cat(one, axis) for one in by_piece], axis)
 
 
 def _check_shared(loaded: Mapping[str, Tensor], folder: Path) -> None:
@@ -395,6 +411,12 @@ def _seed(text: str) -> int:
 def _split_axis(parameter: Any) -> int | None:
     """The dimension that tensor-parallel ranks divide; None if each has the whole matrix."""
     return None if parameter.partition_dim < 0 else parameter.partition_dim
+
+
+def _pieces(parameter: Any) -> Sequence[int]:
+    """Sizes on this rank of the pieces that ranks divide one by one, in the dimension that they divide."""
+    sizes: Sequence[int] = parameter.pieces
+    return sizes
 
 
 def _whole_rows(parameter: Any) -> int | None:
@@ -458,20 +480,22 @@ def export_adapter(chunks: Sequence[Module]) -> Iterator[tuple[str, Tensor]]:
             names if adapters.of_expert else [name],
             tuple(one.shape),
             _split_axis(one),
+            _pieces(one),
             _whole_rows(one),
         )
         for (adapters, name, one), names in zip(own, of_ranks, strict=True)
     ]
     for stage, held in enumerate(gather_json(described, pipeline)):
-        for number, (of_expert, names, shape, axis, rows) in enumerate(held):
+        for number, (of_expert, names, shape, axis, pieces, rows) in enumerate(held):
             held_here = own[number][-1] if stage == pipeline.rank() else None
             part = broadcast_from_stage(held_here, shape, "torch.float32", stage)
-            whole = part if axis is None else torch.cat(all_gather(part, _group_of(of_expert=of_expert)), axis)
+            parts = [part] if axis is None else all_gather(part, _group_of(of_expert=of_expert))
+            whole = part if axis is None else _joined(parts, axis, pieces)
             for name, tensor in zip(names, all_gather(whole, experts) if of_expert else [whole], strict=True):
                 yield name, tensor[:rows]
 
 
-def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
+def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Megatron's sharded state of the adapters of a chunk, by their names in the chunk.
 
     The keys in the checkpoint are PEFT's names, or that of all experts, which do not depend on the parallel layout.
@@ -493,15 +517,33 @@ def sharded_adapters(chunk: Module) -> dict[str, ShardedTensor]:
             key, groups = shared_name(name) if is_shared else name, dense
             if adapters.of_expert and not is_shared:
                 groups = of_experts
-            state[local_names[parameter]] = (
-                make_sharded_tensor_for_checkpoint(parameter, key, **groups)
-                if axis is None
-                # How much a vocabulary is padded depends on the number of ranks.
-                else make_tp_sharded_tensor_for_checkpoint(
-                    parameter, key, axis, allow_shape_mismatch=_whole_rows(parameter) is not None, **groups
-                )
-            )
+            state[local_names[parameter]] = _sharded(parameter, key, axis, groups)
     return state
+
+
+def _sharded(
+    parameter: Parameter, key: str, axis: int | None, groups: Mapping[str, ProcessGroup]
+) -> ShardedTensor | ShardedTensorFactory:
+    if axis is None:
+        return make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+    # How much a vocabulary is padded depends on the number of ranks.
+    shard = partial(
+        make_tp_sharded_tensor_for_checkpoint,
+        tp_axis=axis,
+        allow_shape_mismatch=_whole_rows(parameter) is not None,
+        **groups,
+    )
+    pieces = list(_pieces(parameter))
+    if len(pieces) == 1:
+        return shard(parameter, key)
+
+    def build(key: str, tensor: Tensor, replica: Any, flattened: Any) -> list[ShardedTensor]:
+        """Each piece is a tensor of the checkpoint, so that its layout does not depend on the number of ranks."""
+        assert flattened is None, "the optimizer has whole parameters"
+        return [shard(one, f"{key}.{number}") for number, one in enumerate(tensor.split(pieces, axis))]
+
+    replica = make_sharded_tensor_for_checkpoint(parameter, key, **groups).replica_id
+    return ShardedTensorFactory(key, parameter, build, partial(torch.cat, dim=axis), replica)
 
 
 def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:

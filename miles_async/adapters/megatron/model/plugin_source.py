@@ -16,11 +16,12 @@ from torch.nn.functional import gelu, silu
 from transformers import AutoConfig
 
 from miles_async.adapters.megatron.model.hf_weights import WeightConverter, export_weights, load_weights
+from miles_async.adapters.megatron.model.linear_parts import Part, equal, query_key_value
 from miles_async.adapters.megatron.model.local_layers import dtype_of, local_layer_spec, uses_local_layers
 from miles_async.adapters.megatron.model.source import ModelSource, chosen_fusions, cpu_fields, passed_on, run_fields
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.plugin import MODELS, HfConfig, ModelPlugin, plugin_errors
+from miles_async.models.plugin import MODELS, Custom, HfConfig, ModelPlugin, QueryKeyValue, plugin_errors
 from miles_async.plugins import name_of
 
 _ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
@@ -79,6 +80,17 @@ class PluginSource(ModelSource):
 
     def load(self, chunks: Sequence[torch.nn.Module]) -> None:
         load_weights(self.converter, chunks, self._checkpoint)
+
+    def linear_parts(self, name: str, outputs: int) -> list[Part]:
+        names = [hf_name.removesuffix(".weight") for hf_name in self.converter.hf_names(name)]
+        conversion, ranks = self.converter.conversion(name), parallel_state.get_tensor_model_parallel_world_size()
+        if isinstance(conversion, Custom):
+            raise UserError(f"the model plug-in {name_of(self._plugin)} computes {names[0]}: unset lora_rank")
+        if isinstance(conversion, QueryKeyValue):
+            shape = self.shape
+            heads, groups = shape.heads // ranks, shape.query_groups // ranks
+            return query_key_value(names, heads=heads, groups=groups, width=shape.head_width)
+        return equal(names, outputs)
 
     def export(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         return export_weights(self.converter, chunks)

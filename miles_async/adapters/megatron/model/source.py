@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.cpu import on_cpu
+from miles_async.adapters.megatron.model.linear_parts import Part
 from miles_async.adapters.megatron.model.local_layers import dtype_of
 from miles_async.config.megatron import megatron_fields
 from miles_async.config.schema import Learner
@@ -68,6 +69,14 @@ class ModelSource(ABC):
         """Load this rank's part of the checkpoint into the chunks, one per virtual pipeline stage.
 
         Raises UserError if the checkpoint lacks a tensor, or has one that no parameter of the model holds.
+        """
+
+    @abstractmethod
+    def linear_parts(self, name: str, outputs: int) -> list[Part]:
+        """The layers of the checkpoint in a linear layer of Megatron that has `outputs` on this rank.
+
+        `name` is that of the layer's weight in the whole model. Weights of experts are named as in a layer of all
+        experts: `decoder.layers.0.mlp.experts.linear_fc1.weight3`.
         """
 
     @abstractmethod
