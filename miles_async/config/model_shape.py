@@ -60,12 +60,11 @@ def linear_layers_of(model: Model) -> LinearLayers | None:
     if model.hf_checkpoint is not None:
         config = hf_config(model.hf_checkpoint)
         family = text_config(config).get("model_type", "")
-        if family not in ADAPTED and not MODELS.has(family):
+        with suppress(KeyError, TypeError):  # checks report what is wrong with a dimension
+            if family in ADAPTED and (found := architecture(dict(config))) is not None:
+                return found.linear_layers()
+        if not MODELS.has(family):
             return None
-        if family in ADAPTED:
-            with suppress(KeyError, TypeError):  # checks of the model report what is wrong with a dimension
-                found = architecture(dict(config))
-                return None if found is None else found.linear_layers()
     shape = shape_of(model)
     return None if shape is None else plain_architecture(shape).linear_layers()
 

@@ -23,12 +23,14 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if not learner.lora_rank:
         return
     shape, layers = shape_of(config.model), linear_layers_of(config.model)
-    if shape is not None and layers is None and checkpoint is not None:
-        yield (
-            f"lora_rank: models of the type {text_config(hf_config(checkpoint)).get('model_type')} get no adapters; "
-            f"train one of {', '.join(ADAPTED)}, or unset lora_rank"
-        )
-        return
+    if layers is None and checkpoint is not None and (content := hf_config(checkpoint)):
+        if (family := text_config(content).get("model_type")) not in ADAPTED:
+            yield (
+                f"lora_rank: models of the type {family} get no adapters; train one of {', '.join(ADAPTED)}, or unset "
+                "lora_rank"
+            )
+            return
+        yield f"lora_rank: config.json of {checkpoint} lacks dimensions of the model; copy the checkpoint again"
     yield from _loaded_together(learner, layers)
     largest = config.engine.sglang_server_args.get("max_lora_rank")
     if isinstance(largest, int) and largest < learner.lora_rank:

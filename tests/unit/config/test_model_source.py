@@ -76,7 +76,8 @@ def test_a_run_that_trains_an_adapter_takes_the_plugin_although_the_bridge_is_as
     assert source_of("bridge", path, trains_adapter=True) == "raw"
     run = run_config(**RUN, hf_checkpoint=path, megatron_to_hf_mode="bridge", lora_rank=8)
     assert [note for note in notes(run, "train_async.py") if "bridge" in note] == [
-        "megatron_to_hf_mode bridge has no effect with lora_rank, because the model has a plug-in, which the learner uses"
+        "megatron_to_hf_mode bridge has no effect with lora_rank, because the model has a plug-in, which the learner "
+        "uses"
     ]
     assert problems(run, "train_async.py") == []
 
