@@ -22,9 +22,9 @@ from miles_async.batching.layout import longest_sequence
 from miles_async.columns.column import SampleLimits
 from miles_async.config.adapter_arguments import arguments_of_engines
 from miles_async.config.generation import adapter_versions_of
-from miles_async.config.model_shape import shape_of
+from miles_async.config.model_shape import adapter_of_engines, shape_of
 from miles_async.config.redaction import read_secret
-from miles_async.config.schema import EvalDataset, RunConfig
+from miles_async.config.schema import EvalDataset, Model, RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.observability.run_folder import RunFolder
 from miles_async.transports import TRANSPORTS
@@ -138,6 +138,7 @@ def engine_spec(
     is that of the engine in the run. `key` is the API key of the server; by default a random one.
     """
     engine, adapters = config.engine, adapter_versions_of(config)
+    rank, modules = (0, ()) if adapters is None else adapter_of_engines(config.learner, Model(hf_checkpoint=checkpoint))
     arguments = dict(arguments_of_engines(config))
     seed = arguments.pop("random_seed", None)
     return EngineSpec(
@@ -160,8 +161,8 @@ def engine_spec(
         colocated=config.cluster.colocate,
         p2p=TRANSPORTS.needs_transfer_engine(weight_transport(config, on_gpus=bool(devices))),
         max_kv_staleness=config.weights.max_kv_staleness,
-        lora_rank=config.learner.lora_rank,
-        lora_modules=() if adapters is None else config.learner.lora_modules,
+        lora_rank=rank,
+        lora_modules=modules,
         lora_versions=0 if adapters is None else adapters.capacity,
         server_args=arguments,
         env_vars=engine.engine_env_vars,

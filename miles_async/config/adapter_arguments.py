@@ -7,7 +7,9 @@ from typing import Any
 
 from miles_async.config.generation import adapter_versions_of
 from miles_async.config.guest_flags import shown
+from miles_async.config.model_shape import adapted_modules
 from miles_async.config.schema import RunConfig
+from miles_async.models.lora_layers import engine_modules
 
 _SET_BY_THE_RUN = ("enable_lora", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras")
 _PASSED_ON = (
@@ -30,8 +32,9 @@ def fits_adapter(config: RunConfig, argument: str, value: Any) -> bool:
         # SGLang counts the model without an adapter too.
         return isinstance(value, int) and value > versions.capacity
     modules = [value] if isinstance(value, str) else value
-    is_list = argument == "lora_target_modules" and isinstance(modules, list)
-    return is_list and ("all" in modules or {*learner.lora_modules} <= {*map(str, modules)})
+    if argument != "lora_target_modules" or not isinstance(modules, list):
+        return False
+    return "all" in modules or {*engine_modules(adapted_modules(learner, config.model))} <= {*map(str, modules)}
 
 
 def arguments_of_engines(config: RunConfig) -> Mapping[str, Any]:

@@ -10,16 +10,10 @@ from typing import Literal
 from miles_async.config.device_plan import demand_of
 from miles_async.config.generation import adapter_versions_of, generates
 from miles_async.config.losses import estimator_of
-from miles_async.config.model_shape import hf_config, mtp_heads, shape_of
+from miles_async.config.model_shape import adapted_modules, hf_config, linear_layers_of, mtp_heads
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
-from miles_async.models.lora import (
-    elements_of_attention,
-    elements_of_feed_forward,
-    elements_of_head,
-    elements_of_shared,
-)
-from miles_async.models.lora_layers import buffered_modules
+from miles_async.planning.adapters import elements_in_engine, elements_of_head, elements_of_layer
 from miles_async.planning.families import architecture
 from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
 from miles_async.planning.plan import (
@@ -171,9 +165,8 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
         width=width,
         tokens=_tokens(config),
         recomputation=_recomputation(learner, len(model.layers)),
-        adapters=_adapters_per_layer(
-            config, split_of(learner), learner.lora_modules, shares_outer=learner.experts_shared_outer_loras
-        ),
+        # As if all layers had as many as the one with the most.
+        adapters=max(_adapters_by_layer(config, split_of(learner)), key=lambda one: one.total, default=Weights()),
         head_adapter=_head_adapter(config, learner.tensor_model_parallel_size),
         heads=mtp_heads(config),
         # Without its adapters, the policy is its own reference model.
@@ -196,58 +189,42 @@ def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob
 
 
 def adapter_elements(config: RunConfig, *, in_files: bool = False) -> int | None:
-    """Elements of all adapters, which are the trainable parameters; None if there are none, or no shape is known.
+    """Elements of all adapters, which are the trainable parameters; None if there are none, or the model is not known.
 
     Those `in_files` include the copies that each expert has of what all of them share.
     """
-    shape = shape_of(config.model)
-    if shape is None:
-        return None
-    targets = config.learner.lora_targets
-    layers = [targets.in_layer(number, shape.experts) for number in range(shape.layers)]
-    shares_outer = config.learner.experts_shared_outer_loras and not in_files
-    per_layer = (_adapters_per_layer(config, Split(), modules, shares_outer=shares_outer) for modules in layers)
-    total = sum(one.total for one in per_layer)
-    return total + _head_adapter(config, 1) or None
+    layers = _adapters_by_layer(config, Split(), in_files=in_files)
+    return sum(one.total for one in layers) + _head_adapter(config, 1) or None
 
 
-def _adapters_per_layer(config: RunConfig, split: Split, modules: Sequence[str], *, shares_outer: bool) -> Weights:
-    """Elements of the adapters of these modules of a layer on a rank; 0 without adapters, or if no shape is known.
-
-    `shares_outer` says whether experts share matrices, see `experts_shared_outer_loras`.
-
-    The plan of the memory assumes that each layer has all modules that some layer has.
-    """
-    shape, rank = shape_of(config.model), config.learner.lora_rank
-    if shape is None or not rank:
-        return Weights()
-    attention = elements_of_attention(shape, rank, modules, split.tensor)
-    if shape.experts is None:
-        return Weights(attention + elements_of_feed_forward(shape, rank, modules, split.tensor))
-    experts = shape.experts // split.expert
-    of_experts = experts * elements_of_feed_forward(shape, rank, modules, split.expert_tensor)
-    # Files and engines have a copy for each expert.
-    repeated = (experts - 1) * elements_of_shared(shape, rank, modules) if shares_outer else 0
-    return Weights(attention, of_experts - repeated)
+def _adapters_by_layer(config: RunConfig, split: Split, *, in_files: bool = False) -> Sequence[Weights]:
+    """Elements of the adapters of each decoder layer on a rank; nothing without adapters or a known model."""
+    learner, model = config.learner, linear_layers_of(config.model)
+    if model is None or not learner.lora_rank:
+        return []
+    shares_outer = learner.experts_shared_outer_loras and not in_files
+    return [
+        elements_of_layer(model, paths, learner.lora_rank, split, shares_outer=shares_outer)
+        for paths in learner.lora_targets.by_layer(model)
+    ]
 
 
 def _head_adapter(config: RunConfig, tensor: int) -> int:
     """The same for the output layer."""
-    shape, learner = shape_of(config.model), config.learner
-    if shape is None or not learner.lora_rank:
+    learner, model = config.learner, linear_layers_of(config.model)
+    if model is None or not learner.lora_rank:
         return 0
-    return elements_of_head(shape, learner.lora_rank, learner.lora_modules, tensor)
+    return elements_of_head(model, adapted_modules(config.learner, config.model), learner.lora_rank, tensor)
 
 
 def _adapter_buffers(config: RunConfig) -> int:
     """Elements of the buffers of a rank of an engine: for each version that it may hold, and for the model itself."""
-    shape, versions = shape_of(config.model), adapter_versions_of(config)
-    if shape is None or versions is None:
+    model, versions = linear_layers_of(config.model), adapter_versions_of(config)
+    if model is None or versions is None:
         return 0
     ranks = config.engine.rollout_num_gpus_per_engine
-    split = Split(tensor=ranks, expert_tensor=ranks)
-    per_layer = _adapters_per_layer(config, split, buffered_modules(config.learner.lora_modules), shares_outer=False)
-    return (versions.capacity + 1) * (shape.layers * per_layer.total + _head_adapter(config, ranks))
+    of_one = elements_in_engine(model, adapted_modules(config.learner, config.model), config.learner.lora_rank, ranks)
+    return (versions.capacity + 1) * of_one
 
 
 def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:

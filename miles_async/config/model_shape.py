@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from miles_async.config.model_flags import COMPARED
-from miles_async.config.schema import Model, RunConfig
+from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import UserError
 from miles_async.models.lora import base_hash
+from miles_async.models.lora_layers import HEAD, MODULES, LinearLayers, engine_modules, kinds_of
 from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_errors
 from miles_async.models.text_part import text_config
+from miles_async.planning.adapters import engine_rank
+from miles_async.planning.families import ADAPTED, architecture, plain_architecture
 
 
 def shape_of(model: Model) -> ModelShape | None:
@@ -48,6 +51,42 @@ def shape_of(model: Model) -> ModelShape | None:
         return plugin.shape(config)
 
 
+def linear_layers_of(model: Model) -> LinearLayers | None:
+    """The linear layers of `hf_checkpoint` or of the tiny model.
+
+    None if the checkpoint has no complete `config.json`, or if its family is not known and it has no plug-in. Raises
+    UserError if the plug-in fails.
+    """
+    if model.hf_checkpoint is not None:
+        config = hf_config(model.hf_checkpoint)
+        family = text_config(config).get("model_type", "")
+        with suppress(KeyError, TypeError):  # checks report what is wrong with a dimension
+            if family in ADAPTED and (found := architecture(dict(config))) is not None:
+                return found.linear_layers()
+        if not MODELS.has(family):
+            return None
+    shape = shape_of(model)
+    return None if shape is None else plain_architecture(shape).linear_layers()
+
+
+def adapted_modules(learner: Learner, model: Model) -> Sequence[str]:
+    """The kinds of linear layers that get an adapter, in some decoder layer at least.
+
+    If the model is not known yet, all layers that most models have are candidates. Raises UserError if an entry of
+    `lora_target_modules` chooses none, or if none is left.
+    """
+    targets, layers = learner.lora_targets, linear_layers_of(model)
+    if layers is None:
+        return [kind for kind in targets.modules if kind in (*MODULES, HEAD)]
+    return kinds_of(targets.of_model(layers))
+
+
+def adapter_of_engines(learner: Learner, model: Model) -> tuple[int, tuple[str, ...]]:
+    """The rank of the adapter in engines, and the kinds of its layers under SGLang's names."""
+    layers, modules, rank = linear_layers_of(model), adapted_modules(learner, model), learner.lora_rank
+    return rank if layers is None else engine_rank(layers, modules, rank), engine_modules(modules)
+
+
 def dimensions(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape.
 
@@ -58,9 +97,8 @@ def dimensions(config: RunConfig) -> dict[str, Any]:
     known = {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
     if learner.lora_rank:
         known["lora_scale"] = learner.lora_scale
-        if shape is not None:
-            # Patterns choose layers of a model with a known number of them.
-            known["lora_target_modules"] = " ".join(learner.lora_targets.of_model(shape.layers, shape.experts))
+        if (layers := linear_layers_of(config.model)) is not None:
+            known["lora_target_modules"] = " ".join(learner.lora_targets.of_model(layers))
         if checkpoint is not None and not config_complaint(checkpoint):
             known["base_hash"] = base_hash(Path(checkpoint).expanduser())
     return known

@@ -72,7 +72,7 @@ Source = Literal["raw", "bridge"]
 def source_of(mode: Source | None, hf_checkpoint: str, *, trains_adapter: bool = False) -> Source:
     """Return the source of a checkpoint's model; `mode` is the setting `megatron_to_hf_mode`.
 
-    Layers of Megatron-Bridge get no adapters. A run that trains one therefore uses the plug-in, if the model has one.
+    A run that trains an adapter uses the plug-in, if the model has one.
 
     Raises UserError if no source has the model, or if Megatron-Bridge is needed and cannot be used.
     """

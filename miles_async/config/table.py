@@ -15,7 +15,7 @@ from miles_async.config.memory import (
     planned_model,
     precision_on_gpus,
 )
-from miles_async.config.model_shape import mtp_heads, shape_of
+from miles_async.config.model_shape import adapted_modules, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.planning.layers import Split
@@ -153,7 +153,7 @@ def _adapter_row(config: RunConfig) -> list[TableRow]:
     learner = config.learner
     if not learner.lora_rank:
         return []
-    kind = f"rank {learner.lora_rank}, scale {learner.lora_scale:g}, {' '.join(learner.lora_modules)}"
+    kind = f"rank {learner.lora_rank}, scale {learner.lora_scale:g}, {' '.join(adapted_modules(learner, config.model))}"
     elements, model = adapter_elements(config), planned_model(config)
     written = adapter_elements(config, in_files=True)
     if elements is None or written is None:

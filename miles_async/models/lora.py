@@ -10,24 +10,24 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted, kinds_of, select_modules
+from miles_async.models.lora_layers import HEAD, adapted, kinds_of, select_modules
+from miles_async.models.text_part import text_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from miles_async.models.plugin import ModelShape
-
-_HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "model.embed_tokens.weight"
+_HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "embed_tokens.weight"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _OUTER = re.compile(r"\.experts\.\d+\.((?:gate|up)_proj\.lora_A|down_proj\.lora_B)\.")
+_PACKED = ".experts.gate_up_proj"
 _EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -49,33 +49,8 @@ class AdapterConfig:
     modules: tuple[str, ...]
     """The entries of `target_modules`: each is the end of the names of one or more layers, see `Targets.of_model`."""
     dropout: float = 0.0
-
-
-def elements_of_attention(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
-    """Elements of the adapters of a layer's attention on each of `tensor` ranks that share it."""
-    query, key = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    return _elements(shape, rank, modules, {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": query}, tensor)
-
-
-def elements_of_feed_forward(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
-    """Elements of the adapters of a feed-forward layer, or of an expert, on each of `tensor` ranks that share it."""
-    return _elements(shape, rank, modules, dict.fromkeys(FEED_FORWARD, shape.feed_forward), tensor)
-
-
-def _elements(shape: ModelShape, rank: int, modules: Sequence[str], widths: Mapping[str, int], tensor: int) -> int:
-    # The other side of each of these layers is as wide as the model, and ranks do not divide it.
-    return sum(rank * (width // tensor + shape.hidden) for name, width in widths.items() if name in modules)
-
-
-def elements_of_shared(shape: ModelShape, rank: int, modules: Sequence[str]) -> int:
-    """Elements of the matrices that the experts of a layer share with `experts_shared_outer_loras`, on each rank."""
-    # A of gate and up projection, and B of the down projection: on the side that is as wide as the model.
-    return sum(rank * shape.hidden for name in FEED_FORWARD if name in modules)
-
-
-def elements_of_head(shape: ModelShape, rank: int, modules: Sequence[str], tensor: int = 1) -> int:
-    """Elements of the adapter of the output layer on each of `tensor` ranks that share it; 0 without one."""
-    return rank * (shape.hidden + shape.vocabulary // tensor) if HEAD in modules else 0
+    alternates: bool = False
+    """See `LinearLayers`."""
 
 
 def scale_of(rank: int, alpha: float, kind: str) -> float:
@@ -86,7 +61,7 @@ def scale_of(rank: int, alpha: float, kind: str) -> float:
 def untie(weights: dict[str, Tensor]) -> None:
     """Give the output layer its own weight, if it shares the one of the embedding."""
     if _HEAD_WEIGHT not in weights:
-        weights[_HEAD_WEIGHT] = weights[_TIED_WEIGHT]
+        weights[_HEAD_WEIGHT] = next(weight for name, weight in weights.items() if name.endswith(_TIED_WEIGHT))
 
 
 def is_untied(weights: Iterable[str], like: Iterable[str]) -> bool:
@@ -210,14 +185,15 @@ def read_config(folder: Path) -> AdapterConfig:
 
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
-    found = read_config(folder)
+    found, matrices = read_config(folder), _matrices(checkpoint)
+    kinds = kinds_of(matrices)
     for what, setting, theirs, ours in (
         ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
         ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
         (
             "target modules",
             "lora_target_modules",
-            ", ".join(found.modules),
+            ", ".join(kind for kind in found.modules if kind in kinds),
             ", ".join(kinds_of(wanted.modules)),
         ),
     ):
@@ -226,7 +202,7 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
                 f"the adapter in lora_load {folder} has the {what} {theirs}, but the settings say {ours}: adjust "
                 f"{setting}, or set another lora_load"
             )
-    path, shapes = folder / TENSORS, tensor_shapes(checkpoint)
+    path = folder / TENSORS
     if not path.is_file():
         raise UserError(f"lora_load {folder} has no {TENSORS}: use a complete adapter in safetensors format")
     header = _read_header(path)
@@ -236,13 +212,6 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
             f"the adapter in lora_load {folder} was trained on another model than {checkpoint}: use its own model"
         )
     missing: dict[str, list[int]] = {}
-    if _TIED_WEIGHT in shapes:
-        shapes.setdefault(_HEAD_WEIGHT, shapes[_TIED_WEIGHT])
-    matrices = {
-        name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2
-    }
     for module in adapted(matrices, wanted.modules):
         (of_a, of_b), shape = tensor_names(module), matrices[module]
         missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
@@ -256,6 +225,35 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
             )
     if missing:
         raise UserError(f"{path} has no tensor {min(missing)}: use a complete adapter")
+
+
+def _matrices(checkpoint: Path) -> dict[str, list[int]]:
+    """The shapes [outputs, inputs] of the linear layers of a checkpoint by their names, with those of each expert."""
+    shapes, found = tensor_shapes(checkpoint), {}
+    if (tied := next((name for name in shapes if name.endswith(_TIED_WEIGHT)), None)) is not None:
+        shapes.setdefault(_HEAD_WEIGHT, shapes[tied])
+    config = text_config(json.loads((checkpoint / "config.json").read_text()))
+    for name, shape in shapes.items():
+        if name.endswith(".weight") and len(shape) == 2:
+            found[name.removesuffix(".weight")] = shape
+        elif name.endswith(_PACKED):
+            # [experts, outputs, inputs], or in gpt-oss [experts, inputs, outputs].
+            hidden = config["hidden_size"]
+            width = math.prod(shape) // (shape[0] * hidden * 2)
+            block = name.removesuffix(_PACKED)
+            for expert in range(shape[0]):
+                own = f"{block}.experts.{expert}"
+                found |= {
+                    f"{own}.gate_proj": [width, hidden],
+                    f"{own}.up_proj": [width, hidden],
+                    f"{own}.down_proj": [hidden, width],
+                }
+    return found
+
+
+def packs_experts(checkpoint: Path) -> bool:
+    """Whether a checkpoint has one tensor for the gate and up projections of all experts of a layer."""
+    return any(name.endswith(_PACKED) for name in tensor_shapes(checkpoint))
 
 
 def base_hash(checkpoint: Path) -> str:

@@ -10,17 +10,42 @@ from functools import lru_cache
 from miles_async.errors import UserError
 
 ALL_LINEAR = "all-linear"
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder layer. If it has experts, the last three are those of each expert."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_ATTENTION = ("in_proj_qkv", "in_proj_z", "out_proj")
+"""The linear layers of linear attention (Qwen3.5) that have adapters. Engines have none for `in_proj_b` and
+`in_proj_a`."""
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+"""The linear layers of a feed-forward layer, of each expert, and of the expert that all tokens use."""
+MODULES = (*ATTENTION, *FEED_FORWARD)
+"""The linear layers of Llama's decoder layers, which most models have."""
+KINDS = (*ATTENTION, *LINEAR_ATTENTION, *FEED_FORWARD)
+"""The linear layers of all decoder layers."""
 HEAD = "lm_head"
 """The output layer. As in PEFT, `all-linear` leaves it out."""
-FEED_FORWARD = MODULES[4:]
+EXPERTS, SHARED_EXPERT = "mlp.experts", "mlp.shared_expert"
+"""The blocks of the experts of a layer, and of the expert that all tokens use."""
+_BLOCKS: Mapping[str, Sequence[str]] = {
+    "self_attn": ATTENTION,
+    "linear_attn": LINEAR_ATTENTION,
+    "mlp": FEED_FORWARD,
+    EXPERTS: FEED_FORWARD,
+    SHARED_EXPERT: FEED_FORWARD,
+}
+"""The blocks of decoder layers with their linear layers."""
+_MEGATRON_BLOCKS: Mapping[str, str] = {
+    "self_attn": "self_attention",
+    "linear_attn": "self_attention",
+    SHARED_EXPERT: "mlp.shared_experts",
+}
+"""The blocks that have another name in Megatron."""
 MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q": ("q_proj",),
     "linear_k": ("k_proj",),
     "linear_v": ("v_proj",),
     "linear_proj": ("o_proj",),
+    "in_proj": ("in_proj_qkv", "in_proj_z"),
+    "out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc1_gate": ("gate_proj",),
     "linear_fc1_up": ("up_proj",),
@@ -28,9 +53,18 @@ MEGATRON_NAMES: Mapping[str, Sequence[str]] = {
     "output_layer": (HEAD,),
 }
 """The linear layers under the names that Megatron-Bridge, and with it verl, ROLL and Miles, give them."""
-LOADED_TOGETHER = {"q_proj": ["v_proj"], "k_proj": ["q_proj", "v_proj"], "v_proj": ["q_proj"], "up_proj": ["gate_proj"]}
+LOADED_TOGETHER: Mapping[str, Sequence[str]] = {
+    "q_proj": ["v_proj"],
+    "k_proj": ["q_proj", "v_proj"],
+    "v_proj": ["q_proj"],
+    "in_proj_qkv": ["in_proj_z"],
+    "in_proj_z": ["in_proj_qkv"],
+    "up_proj": ["gate_proj"],
+}
 """The layers without whose adapters SGLang 0.5.20 refuses or ignores the adapter of a layer, because it joins them."""
-_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("gate_proj", "up_proj"))
+IN_ENGINES: Mapping[str, str] = {"in_proj_qkv": "in_proj_qkvz", "in_proj_z": "in_proj_qkvz"}
+"""What SGLang calls a layer, if it has another name than the checkpoint for it."""
 _PREFIXES, _MEGATRON_PREFIXES = ("model.", "model.language_model."), ("", "language_model.")
 """What precedes the names of decoder layers; models that also take images have the second ones."""
 _MOST = 128
@@ -40,6 +74,25 @@ _MOST = 128
 def is_name(target: str) -> bool:
     """Whether a target is the name of a layer, such as `q_proj`, and neither a longer name nor a pattern."""
     return re.fullmatch(r"[\w-]+", target) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """The linear layers of a model that can have an adapter."""
+
+    hidden: int
+    vocabulary: int
+    layers: tuple[Mapping[str, int], ...]
+    """The linear layers of each decoder layer, such as `self_attn.q_proj`, or `mlp.experts.gate_proj` for one of each
+    expert. The number is the width of the side that tensor-parallel ranks divide. The other side has `hidden`."""
+    experts: int = 0
+    """Experts of each layer."""
+    alternates: bool = False
+    """Whether rows of the gate and up projections of experts alternate in engines, as in gpt-oss."""
+
+    def widest(self) -> Mapping[str, int]:
+        """The linear layers that some decoder layer has. Engines have buffers for all of them in every layer."""
+        return {path: width for layer in self.layers for path, width in layer.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,80 +113,102 @@ class Targets:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The kinds of layers that can be chosen in any model, in the order of `MODULES`, with `HEAD` at the end.
+        """The kinds of layers that can be chosen in any model, in the order of `KINDS`, with `HEAD` at the end.
 
         Raises UserError if an entry chooses nothing in any model, or if nothing is left.
         """
         return _modules(self)
 
-    def in_layer(self, number: int, experts: int | None = None) -> tuple[str, ...]:
-        """The kinds of layers that are chosen in a decoder layer, which are those of all its experts if it has some.
+    def by_layer(self, model: LinearLayers) -> list[list[str]]:
+        """The linear layers that are chosen in each decoder layer, named as in `LinearLayers`.
 
-        Raises UserError if an entry chooses some of the experts.
+        Raises UserError if an entry chooses some of the experts of a layer.
         """
-        return tuple(kind for kind in MODULES if self._has(kind, number, experts))
+        return [
+            [path for path in layer if self._has(path, number, model.experts)]
+            for number, layer in enumerate(model.layers)
+        ]
 
-    def of_model(self, layers: int, experts: int | None = None) -> tuple[str, ...]:
+    def of_model(self, model: LinearLayers) -> tuple[str, ...]:
         """The entries of PEFT's `target_modules`: each is the end of the names of one or more layers.
 
-        `experts` is the number of experts of each layer. Raises UserError if an entry chooses nothing in the model, if
-        nothing is left, or if it is something that PEFT or the engines cannot load.
+        Raises UserError if an entry chooses nothing in the model, if nothing is left, or if it is something that PEFT
+        or the engines cannot load.
         """
         for entry in self.chosen:
-            candidates = (
-                candidate for kind in (*MODULES, HEAD) for candidate in self._candidates(kind, layers, experts)
-            )
-            if not any(_matches(entry, *candidate) for candidate in candidates):
+            if not any(_matches(entry, *candidate) for candidate in self._candidates_of(model)):
                 raise UserError(
                     f"lora_target_modules: {entry} matches no linear layer of the model: remove it, or use a pattern "
                     "of names such as model.layers.0.self_attn.q_proj"
                 )
-        by_layer = [self.in_layer(number, experts) for number in range(layers)]
-        names = []
-        for kind in MODULES:
-            own = [number for number, kinds in enumerate(by_layer) if kind in kinds]
-            if experts is not None and kind in FEED_FORWARD and len(own) not in (0, layers):
-                raise UserError(
-                    f"lora_target_modules: PEFT loads adapters of experts for all layers only, and {kind} is chosen in "
-                    f"{len(own)} of {layers}: choose all of them, or none"
-                )
-            block = "mlp" if kind in FEED_FORWARD else "self_attn"
-            names += [kind] if len(own) == layers else [f"layers.{number}.{block}.{kind}" for number in own]
-        names += [HEAD] if self._has(HEAD, 0, None) else []
+        chosen = self.by_layer(model)
+        names = [name for kind in KINDS for name in _entries(kind, chosen, model)]
+        names += [HEAD] if self._has(HEAD, 0, 0) else []
         if not names:
             raise _nothing_left()
         return tuple(names)
 
-    def _has(self, kind: str, number: int, experts: int | None) -> bool:
-        found = {self._has_one(kind, number, expert) for expert in self._experts(kind, experts)}
+    def _has(self, path: str, number: int, experts: int) -> bool:
+        found = {self._has_one(path, number, expert) for expert in self._experts(path, experts)}
         if len(found) > 1:
             raise UserError(
-                f"lora_target_modules chooses {kind} of some of the experts of layer {number}: use a pattern that "
-                "chooses all of them, or none"
+                f"lora_target_modules chooses {_kind(path)} of some of the experts of layer {number}: use a pattern "
+                "that chooses all of them, or none"
             )
         return found.pop()
 
-    def _experts(self, kind: str, experts: int | None) -> Sequence[int | None]:
-        """The experts with which entries are compared; None stands for a layer without experts.
+    def _experts(self, path: str, experts: int) -> Sequence[int | None]:
+        """The experts with which entries are compared; None stands for a layer outside of experts.
 
         A pattern can only tell experts apart whose numbers it has, or by how many digits their numbers have.
         """
-        if experts is None or kind not in FEED_FORWARD:
+        if not path.startswith(f"{EXPERTS}."):
             return [None]
         digits = {int(one) for entry in (*self.chosen, *self.excluded) for one in re.findall(r"\d+", entry)}
         return sorted({0, experts - 1} | {one for one in digits if one < experts})
 
-    def _candidates(self, kind: str, layers: int, experts: int | None) -> Iterator[tuple[str, int, int | None]]:
-        """Arguments of `_matches`: where a model may have a layer of this kind."""
-        for number in range(1 if kind == HEAD else layers):
-            for expert in self._experts(kind, experts):
-                yield kind, number, expert
+    def _candidates_of(self, model: LinearLayers) -> Iterator[tuple[str, int, int | None]]:
+        """Arguments of `_matches`: where the model has a linear layer."""
+        for number, layer in enumerate(model.layers):
+            for path in layer:
+                yield from ((path, number, expert) for expert in self._experts(path, model.experts))
+        yield HEAD, 0, None
 
-    def _has_one(self, kind: str, number: int, expert: int | None) -> bool:
+    def _has_one(self, path: str, number: int, expert: int | None) -> bool:
         def matched(entries: Iterable[str]) -> bool:
-            return any(_matches(entry, kind, number, expert) for entry in entries)
+            return any(_matches(entry, path, number, expert) for entry in entries)
 
         return matched(self.chosen) and not matched(self.excluded)
+
+
+def _entries(kind: str, chosen: Sequence[Sequence[str]], model: LinearLayers) -> Iterator[str]:
+    """The entries of PEFT's `target_modules` for layers of one kind, of those that are `chosen` in each layer."""
+    all_paths = [[path for path in layer if _kind(path) == kind] for layer in model.layers]
+    own_paths = [[path for path in layer if _kind(path) == kind] for layer in chosen]
+    if all_paths == own_paths:
+        if any(all_paths):
+            yield kind
+        return
+    for path in dict.fromkeys(path for layer in own_paths for path in layer):
+        own = [number for number, paths in enumerate(own_paths) if path in paths]
+        having = [number for number, paths in enumerate(all_paths) if path in paths]
+        block, is_everywhere = path.rpartition(".")[0], own == having
+        if block == EXPERTS:
+            if not is_everywhere:
+                raise UserError(
+                    f"lora_target_modules: PEFT loads adapters of experts for all layers only, and {kind} is chosen in "
+                    f"{len(own)} of {len(having)}: choose all of them, or none"
+                )
+            # The name of the layer alone would choose the expert that all tokens use, too.
+            yield from (f"experts.{expert}.{kind}" for expert in range(model.experts))
+        elif is_everywhere:
+            yield f"{block.rpartition('.')[2]}.{kind}"
+        else:
+            yield from (f"layers.{number}.{path}" for number in own)
+
+
+def _kind(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tuple[str, ...]:
@@ -144,13 +219,19 @@ def select_modules(targets: Sequence[str], excluded: Sequence[str] = ()) -> tupl
 def buffered_modules(modules: Sequence[str]) -> list[str]:
     """The layers for whose adapters SGLang has buffers if these layers have adapters."""
     joined = {name for group in _JOINED if not {*group}.isdisjoint(modules) for name in group}
-    return [name for name in (*MODULES, HEAD) if name in joined or name in modules]
+    return [name for name in (*KINDS, HEAD) if name in joined or name in modules]
+
+
+def engine_modules(modules: Iterable[str]) -> tuple[str, ...]:
+    """Kinds of layers, or entries of PEFT's `target_modules`, with the names that SGLang has for them."""
+    parts = (name.rpartition(".") for name in modules)
+    return tuple(dict.fromkeys(f"{block}{dot}{IN_ENGINES.get(kind, kind)}" for block, dot, kind in parts))
 
 
 def kinds_of(modules: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of layers among the entries of PEFT's `target_modules`, in the order of `MODULES`."""
-    kinds = {name.rpartition(".")[2] for name in modules}
-    return tuple(kind for kind in (*MODULES, HEAD) if kind in kinds)
+    """The kinds of layers among the entries of PEFT's `target_modules`, in the order of `KINDS`."""
+    kinds = {_kind(name) for name in modules}
+    return tuple(kind for kind in (*KINDS, HEAD) if kind in kinds)
 
 
 def adapted(layers: Iterable[str], modules: Iterable[str]) -> list[str]:
@@ -161,7 +242,7 @@ def adapted(layers: Iterable[str], modules: Iterable[str]) -> list[str]:
 
 @lru_cache
 def _modules(targets: Targets) -> tuple[str, ...]:
-    known = (*MODULES, HEAD)
+    known = (*KINDS, HEAD)
     candidates = _anywhere(targets)
     for entry in (*targets.chosen, *targets.excluded):
         if not any(_matches(entry, *candidate) for candidate in candidates):
@@ -172,29 +253,28 @@ def _modules(targets: Targets) -> tuple[str, ...]:
                 f"{entry} matches no linear layer that can have an adapter: {others}, or a pattern of names such as "
                 "model.layers.0.self_attn.q_proj"
             )
-    found = tuple(
-        kind for kind in known if any(targets._has_one(*candidate) for candidate in candidates if candidate[0] == kind)
-    )
+    found = {_kind(candidate[0]) for candidate in candidates if targets._has_one(*candidate)}
     if not found:
         raise _nothing_left()
-    return found
+    return tuple(kind for kind in known if kind in found)
 
 
 def _nothing_left() -> UserError:
     return UserError("no linear layer is left to adapt: set lora_target_modules, or shorten lora_exclude_modules")
 
 
-def _matches(entry: str, kind: str, number: int, expert: int | None = None) -> bool:
+def _matches(entry: str, path: str, number: int, expert: int | None = None) -> bool:
+    """Whether an entry chooses a linear layer of a decoder layer with this number, or `HEAD`."""
     if entry == ALL_LINEAR:
-        return kind != HEAD
+        return path != HEAD
     if is_name(entry):
-        return kind in MEGATRON_NAMES.get(entry, (entry,))
+        return _kind(path) in MEGATRON_NAMES.get(entry, (entry,))
     pattern = _pattern(entry)
-    return pattern is not None and _fits(pattern, kind, number, expert)
+    return pattern is not None and _fits(pattern, path, number, expert)
 
 
-def _fits(pattern: re.Pattern[str], kind: str, number: int, expert: int | None) -> bool:
-    return any(pattern.fullmatch(name) for name in _names(kind, number, expert))
+def _fits(pattern: re.Pattern[str], path: str, number: int, expert: int | None) -> bool:
+    return any(pattern.fullmatch(name) for name in _names(path, number, expert))
 
 
 @lru_cache
@@ -214,25 +294,20 @@ def _pattern(entry: str) -> re.Pattern[str] | None:
 
 def _anywhere(targets: Targets) -> list[tuple[str, int, int | None]]:
     """Arguments of `_matches`: where any model may have a layer."""
-    return [
-        candidate
-        for kind in (*MODULES, HEAD)
-        for experts in (None, _MOST)
-        for candidate in targets._candidates(kind, _MOST, experts)
-    ]
+    layer = {f"{block}.{kind}": 0 for block, kinds in _BLOCKS.items() for kind in kinds}
+    return [*targets._candidates_of(LinearLayers(0, 0, (layer,) * _MOST, _MOST))]
 
 
 @lru_cache(None)
-def _names(kind: str, number: int, expert: int | None) -> list[str]:
+def _names(path: str, number: int, expert: int | None) -> list[str]:
     """The names of a layer. `expert` is the number of the expert that it belongs to."""
+    block, _, kind = path.rpartition(".")
     in_megatron = [name for name, kinds in MEGATRON_NAMES.items() if kind in kinds]
-    if kind == HEAD:
+    if path == HEAD:
         return [HEAD, *(f"{prefix}{name}" for prefix in _MEGATRON_PREFIXES for name in in_megatron)]
-    block, blocks = "self_attn", ["self_attention"]
-    if kind in FEED_FORWARD:
-        block, blocks = "mlp", ["mlp"]
-        if expert is not None:
-            block, blocks = f"mlp.experts.{expert}", ["mlp.experts", f"mlp.experts.local_experts.{expert}"]
+    blocks = [_MEGATRON_BLOCKS.get(block, block)]
+    if expert is not None:
+        block, blocks = f"{block}.{expert}", [block, f"{block}.local_experts.{expert}"]
     return [
         *(f"{prefix}layers.{number}.{block}.{kind}" for prefix in _PREFIXES),
         *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from miles_async.models.plugin import ModelShape
 from miles_async.models.text_part import text_config
 from miles_async.planning.layers import (
     Architecture,
@@ -36,6 +37,24 @@ def architecture(config: HfConfig) -> Architecture | None:
         is_tied=config.get("tie_word_embeddings", config["model_type"] in _TIED),
         kinds=kinds,
         layers=tuple(map(kinds.index, layers)),
+    )
+
+
+def plain_architecture(shape: ModelShape) -> Architecture:
+    """A model whose decoder layers are all like Llama's, or have experts in place of the feed-forward layer."""
+    hidden = shape.hidden
+    attention = Attention(hidden=hidden, heads=shape.heads, groups=shape.query_groups, width=shape.head_width)
+    feed_forward: FeedForward | Experts = FeedForward(hidden=hidden, width=shape.feed_forward)
+    if shape.experts is not None:
+        feed_forward = Experts(
+            hidden=hidden, count=shape.experts, active=shape.active_experts, width=shape.feed_forward
+        )
+    return Architecture(
+        hidden=hidden,
+        vocabulary=shape.vocabulary,
+        is_tied=False,
+        kinds=(Layer(attention, feed_forward),),
+        layers=(0,) * shape.layers,
     )
 
 
@@ -136,5 +155,10 @@ _FAMILIES: Mapping[str, Callable[[HfConfig, int], Layer]] = {
     "qwen3_5_moe_text": _qwen3_5,
 }
 """By `model_type`: the function that returns a layer from `config.json` and the number of the layer."""
+ADAPTED = (
+    *("gemma", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""Model types whose adapters SGLang 0.5.20 computes. Of Qwen3-Next and DeepSeek-V3, it assumes other dimensions."""
 _TIED = ("gemma",)
 """Model types for which transformers ties the embeddings unless `config.json` says otherwise."""

@@ -8,8 +8,18 @@ backward pass. The counts follow from the code of the layers. `tests/stack/test_
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from miles_async.models.lora_layers import (
+    ATTENTION,
+    EXPERTS,
+    FEED_FORWARD,
+    LINEAR_ATTENTION,
+    SHARED_EXPERT,
+    LinearLayers,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +144,13 @@ class Attention:
         """Elements per token in an engine; ranks beyond the key/value heads hold copies."""
         return 2 * self.width * max(1.0, self.groups / split.tensor)
 
+    def linear_layers(self) -> Mapping[str, int]:
+        """See `LinearLayers.layers`. The projection of queries also computes the gate."""
+        query, key = self.heads * self.width, self.groups * self.width
+        return _in_block(
+            "self_attn", zip(ATTENTION, (query * (2 if self.has_gate else 1), key, key, query), strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
@@ -174,6 +191,10 @@ class LatentAttention:
     def cache(self, split: Split) -> float:
         """Elements per token in an engine, the same on each of its ranks."""
         return self.latent + self.rotated
+
+    def linear_layers(self) -> Mapping[str, int]:
+        """None of them can have an adapter."""
+        return {}
 
 
 _CHUNK = 64
@@ -220,6 +241,11 @@ class DeltaRule:
         """Nothing per token: an engine keeps one state per request."""
         return 0.0
 
+    def linear_layers(self) -> Mapping[str, int]:
+        """See `LinearLayers.layers`."""
+        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
+        return _in_block("linear_attn", zip(LINEAR_ATTENTION, (2 * keys + values, values, values), strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
@@ -248,6 +274,10 @@ class FeedForward:
     def working(self, split: Split) -> float:
         """Elements per token of the backward pass: gradients of gate and up, of their product, and their factors."""
         return 5 * self.width / split.tensor + self.hidden / split.sequence
+
+    def linear_layers(self) -> Mapping[str, int]:
+        """See `LinearLayers.layers`."""
+        return _in_block("mlp", ((name, self.width) for name in FEED_FORWARD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +327,19 @@ class Experts:
         """Elements per token of the backward pass: gradients of what tokens bring to their experts."""
         return 2 * self.active * split.expert_tensor / split.sequence * self.hidden + self.hidden / split.sequence
 
+    def linear_layers(self) -> Mapping[str, int]:
+        """See `LinearLayers.layers`."""
+        widths = {EXPERTS: self.width, **({SHARED_EXPERT: self.shared} if self.shared else {})}
+        return {
+            path: width
+            for block, width in widths.items()
+            for path in _in_block(block, ((name, width) for name in FEED_FORWARD))
+        }
+
+
+def _in_block(block: str, widths: Iterable[tuple[str, int]]) -> dict[str, int]:
+    return {f"{block}.{name}": width for name, width in widths}
+
 
 class Layer(NamedTuple):
     attention: Attention | LatentAttention | DeltaRule
@@ -307,6 +350,10 @@ class Layer(NamedTuple):
 
     def kept(self, split: Split) -> float:
         return self.attention.kept(split) + self.feed_forward.kept(split)
+
+    def linear_layers(self) -> Mapping[str, int]:
+        """See `LinearLayers.layers`."""
+        return {**self.attention.linear_layers(), **self.feed_forward.linear_layers()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,6 +393,18 @@ class Architecture:
     def kept_by_head(self, split: Split) -> float:
         """What an MTP head keeps: that of its layer, inputs of its norms, the projected vectors, and its result."""
         return self.kinds[self.layers[-1]].kept(split) + 6 * self.hidden / split.sequence
+
+    def linear_layers(self) -> LinearLayers:
+        """The linear layers that can have an adapter."""
+        of_kinds = [kind.linear_layers() for kind in self.kinds]
+        experts = [kind.feed_forward for kind in self.kinds if isinstance(kind.feed_forward, Experts)]
+        return LinearLayers(
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            layers=tuple(of_kinds[kind] for kind in self.layers),
+            experts=max((one.count for one in experts), default=0),
+            alternates=any(one.is_clamped for one in experts),
+        )
 
     def columns(self, split: Split) -> int:
         """A rank's part of the vocabulary, which is padded to equal parts."""

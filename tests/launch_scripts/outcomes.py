@@ -38,8 +38,6 @@ REASONS: Mapping[str, str] = {
     "low precision: FP8": "computes in bf16 or fp32",
     "distillation": "on-policy distillation is not supported",
     "images": "models are trained on text",
-    "LoRA of a model without a plug-in": "get no adapters",
-    "LoRA of linear attention and shared experts": "matches no linear layer that can have an adapter",
     "FSDP": "runs Megatron-core",
     "kernels that engine and learner share": "engines and learner use kernels of their own",
     "routing replay": "routing replay is not supported",

@@ -66,6 +66,7 @@ _KEYS = {
     "--v-head-dim": "v_head_dim",
     "--moe-ffn-hidden-size": "moe_intermediate_size",
     "--moe-router-topk": "num_experts_per_tok",
+    "--moe-shared-expert-intermediate-size": "shared_expert_intermediate_size",
 }
 _SHAPE = {
     "num_hidden_layers": 2,
@@ -75,6 +76,14 @@ _SHAPE = {
     "vocab_size": 320,
 }
 """Of a script that leaves the shape to the checkpoint."""
+_LINEAR_ATTENTION = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""Of Qwen3.5, for whose linear attention scripts have no flags."""
 _PATHS = {
     "--hf-checkpoint": "model",
     "--ref-load": "torch_dist",
@@ -280,6 +289,8 @@ class Script(Recording):
         config["attention_bias"] = self.has("--add-qkv-bias")
         if "MoE" in self.family and not self.words("--num-experts"):
             config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        if "Qwen3.5" in self.family:
+            config |= _LINEAR_ATTENTION
         whole: dict[str, Any] = config
         if "images" in self.family:
             whole = {"text_config": {**config, "model_type": f"{kind}_text"}}

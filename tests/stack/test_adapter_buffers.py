@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.config.memory import engine_job, planned_model
+from miles_async.config.model_shape import adapter_of_engines
 from miles_async.planning.plan import GIB
 from tests.configuration import run_config
 from tests.planned_models import checkpoint
@@ -22,6 +23,9 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "layers that SGLang joins": ("Qwen3-4B", {"lora_target_modules": ["q_proj", "v_proj", "lm_head"]}),
     "experts": ("Qwen3-30B-A3B", {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4}),
+    "experts whose rank is doubled": ("gpt-oss-20b", {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}),
+    "linear attention": ("Qwen3.5-9B", {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}),
+    "a shared expert": ("Qwen3.5-35B-A3B", {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}),
 }
 ALLOCATE = """
 import json, sys
@@ -38,7 +42,10 @@ def elements(folder, modules, ranks, adapters, rank_of_adapter):
     model = torch.nn.Module()
     model.config = AutoConfig.from_pretrained(folder)
     model.weight = torch.nn.Parameter(torch.empty(0, device="meta"))
-    if "Moe" in model.config.architectures[0]:
+    if hasattr(model.config, "linear_key_head_dim"):
+        from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM
+        model.get_hidden_dim = Qwen3_5ForCausalLM.get_hidden_dim.__get__(model)
+    if "Moe" in model.config.architectures[0] or "GptOss" in model.config.architectures[0]:
         # Only its presence counts, and its constructor needs a running engine.
         model.experts = FusedMoE.__new__(FusedMoE)
         torch.nn.Module.__init__(model.experts)
@@ -70,10 +77,11 @@ def test_the_memory_plan_counts_the_buffers_that_sglang_allocates(tmp_path: Path
         layers = planned_model(config)
         assert layers is not None
         planned[name] = engine_job(config, layers, 80 * GIB).adapters
+        rank, modules = adapter_of_engines(config.learner, config.model)
         # The model itself has a buffer too, and there are at most max_weight_staleness + 2 versions.
         adapters = (config.rollout.max_weight_staleness or 1) + 3
-        ranks, modules = config.engine.rollout_num_gpus_per_engine, list(config.learner.lora_modules)
-        arguments.append([config.model.hf_checkpoint, modules, ranks, adapters, 8])
+        ranks = config.engine.rollout_num_gpus_per_engine
+        arguments.append([config.model.hf_checkpoint, modules, ranks, adapters, rank])
     command = [sys.executable, "-c", ALLOCATE, json.dumps(arguments, default=str)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,10 @@ def main() -> None:
     key = receive_key()
 
     with uncollected_imports():
+        from sglang.srt.utils import common
+
+        # SGLang 0.5.20 computes adapters of linear attention, and its arguments do not name these layers.
+        common.SUPPORTED_LORA_TARGET_MODULES += ["in_proj_qkvz", "out_proj"]
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

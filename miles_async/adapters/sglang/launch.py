@@ -21,7 +21,7 @@ from miles_async.adapters.system import rdma
 from miles_async.adapters.system.listeners import LOOPBACK, interface_variables
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import HEAD
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD
 
 KV_CACHE_BYTES_ON_CPU = 1 << 30
 """Upper limit of the KV cache of an engine without a GPU, whose memory SGLang would otherwise measure."""
@@ -237,6 +237,9 @@ def command(spec: EngineSpec, port: int, rendezvous: Rendezvous) -> list[str]:
             "max-loras-per-batch": most,
             "max-loaded-loras": most,
         }
+        if has_cuda() and {*FEED_FORWARD} <= {*spec.lora_modules}:
+            # The kernels that SGLang 0.5.20 prefers for the experts of gpt-oss leave out their adapters.
+            arguments["moe-runner-backend"] = "triton"
     if not has_cuda():
         arguments |= {
             "device": "cpu",

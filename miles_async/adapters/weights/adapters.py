@@ -1,4 +1,4 @@
-"""Publishes LoRA adapters: one folder in PEFT's format per version, which engines load under a new name.
+"""Publishes LoRA adapters: one folder per version, which engines load under a new name.
 
 An engine loads a version while it generates. Nothing is written over, so nothing has to stop.
 
@@ -32,6 +32,7 @@ from miles_async.adapters.weights.engine import (
     read_engine_memory,
     verify_checksums,
 )
+from miles_async.adapters.weights.engine_adapter import for_engines
 from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
@@ -111,7 +112,7 @@ class AdapterSource:
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        write_adapter(unfinished, tensors, self._config, base=None, hash_of_base=None)
+        write_adapter(unfinished, *for_engines(tensors, self._config), base=None, hash_of_base=None)
         folder.mkdir(exist_ok=True)
         unfinished.rename(folder / _name_of(version))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import is_name, select_modules
+from miles_async.models.lora_layers import ALL_LINEAR, is_name, select_modules
 
 _TRAINED, _LOADED = "actor_train.model_args", "actor_infer.model_args"
 _RANK = 8
@@ -37,7 +37,9 @@ def _adapter(keys: CombinedKeys, section: str) -> None:
     keys.set("learner.lora_rank", rank, rank_key if rank_key in keys.values else target_key)
     if alpha or section == _TRAINED:
         keys.set("learner.lora_alpha", alpha or 2 * rank, alpha_key if alpha else target_key)
-    if (modules := _modules(keys, target_key)) is not None:
+    modules, trained = _modules(keys, target_key), keys.values[f"{_TRAINED}.lora_target"]
+    # What the trained all-linear chooses depends on the model, so it cannot be compared with names.
+    if modules is not None and (section == _TRAINED or trained != ALL_LINEAR):
         keys.set("learner.lora_target_modules", [*modules], target_key)
     if section == _TRAINED and (dropout := keys.number(dropout_key)) is not None:
         keys.set("learner.lora_dropout", dropout, dropout_key)
@@ -56,4 +58,4 @@ def _modules(keys: CombinedKeys, key: str) -> Sequence[str] | None:
     except UserError as error:
         keys.refuse(f"{key}: {error}")
         return None
-    return modules if all(map(is_name, stripped)) else stripped
+    return modules if ALL_LINEAR not in stripped and all(map(is_name, stripped)) else stripped

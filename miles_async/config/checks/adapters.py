@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from miles_async.config.losses import estimator_of
-from miles_async.config.model_shape import shape_of
-from miles_async.config.model_source import source_of
+from miles_async.config.model_shape import hf_config, linear_layers_of, shape_of
 from miles_async.config.schema import Learner, RunConfig
-from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, read_config
-from miles_async.models.lora_layers import FEED_FORWARD, LOADED_TOGETHER
-from miles_async.models.plugin import ModelShape
+from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, packs_experts, read_config
+from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHER, LinearLayers
+from miles_async.models.text_part import text_config
+from miles_async.planning.families import ADAPTED
 
 _VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
 """Names of folders that a run writes beside those of adapters."""
@@ -22,8 +22,16 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     learner, checkpoint = config.learner, config.model.hf_checkpoint
     if not learner.lora_rank:
         return
-    shape = shape_of(config.model)
-    yield from _loaded_together(learner, shape)
+    shape, layers = shape_of(config.model), linear_layers_of(config.model)
+    if layers is None and checkpoint is not None and (content := hf_config(checkpoint)):
+        if (family := text_config(content).get("model_type")) not in ADAPTED:
+            yield (
+                f"lora_rank: models of the type {family} get no adapters; train one of {', '.join(ADAPTED)}, or unset "
+                "lora_rank"
+            )
+            return
+        yield f"lora_rank: config.json of {checkpoint} lacks dimensions of the model; copy the checkpoint again"
+    yield from _loaded_together(learner, layers)
     largest = config.engine.sglang_server_args.get("max_lora_rank")
     if isinstance(largest, int) and largest < learner.lora_rank:
         yield (
@@ -33,9 +41,9 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     base = None if checkpoint is None else Path(checkpoint).expanduser()
     if base is not None and not (base / "config.json").is_file():
         base = None
-    if shape is not None and shape.experts:
-        yield from _experts(config, base)
-    elif shape is not None and learner.experts_shared_outer_loras:
+    if layers is not None and layers.experts:
+        yield from _experts(learner, layers, base)
+    elif layers is not None and learner.experts_shared_outer_loras:
         yield "experts_shared_outer_loras has no effect, because the model has no experts: unset it"
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
         yield (
@@ -46,45 +54,40 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"
     if learner.transformer_impl == "transformer_engine":
         yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
-    if checkpoint is not None and base is not None:
-        source = source_of(learner.megatron_to_hf_mode, checkpoint, trains_adapter=True)
-        if source == "bridge":
-            yield (
-                "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset "
-                "lora_rank"
-            )
     if learner.lora_load is None:
         return
     folder = Path(learner.lora_load).expanduser()
-    if base is not None and shape is not None:
-        modules = learner.lora_targets.of_model(shape.layers, shape.experts)
+    if base is not None and layers is not None:
+        modules = learner.lora_targets.of_model(layers)
         check_adapter(folder, AdapterConfig(learner.lora_rank, learner.lora_scale, modules), base)
     else:  # it is compared with the model when that has been made, converted or downloaded
         read_config(folder)
 
 
-def _loaded_together(learner: Learner, shape: ModelShape | None) -> Iterator[str]:
+def _loaded_together(learner: Learner, layers: LinearLayers | None) -> Iterator[str]:
     """Layers without others that SGLang joins with them. Raises UserError if the model lacks the layers of a target."""
     targets = learner.lora_targets
-    by_layer = [targets.modules]
-    if shape is not None:
-        targets.of_model(shape.layers, shape.experts)
-        by_layer = [targets.in_layer(number, shape.experts) for number in range(shape.layers)]
-    for name in targets.modules:
-        for kinds in by_layer:
-            missing = [other for other in LOADED_TOGETHER.get(name, []) if name in kinds and other not in kinds]
-            if missing:
-                yield (
-                    f"lora_target_modules: engines load an adapter of {name} only together with "
-                    f"{' and '.join(missing)}; add it"
-                )
-                break
+    chosen = [[*targets.modules]]
+    if layers is not None:
+        targets.of_model(layers)
+        chosen = targets.by_layer(layers)
+    missing = {
+        name: absent
+        for paths in chosen
+        for path in paths
+        for block, dot, name in [path.rpartition(".")]
+        if (absent := [one for one in LOADED_TOGETHER.get(name, ()) if f"{block}{dot}{one}" not in paths])
+    }
+    for name, absent in missing.items():
+        yield (
+            f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(absent)}; add it"
+        )
 
 
-def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
+def _experts(learner: Learner, layers: LinearLayers, checkpoint: Path | None) -> Iterator[str]:
     """What is refused of a model with experts. `checkpoint` is its folder; None if it is read when the run starts."""
-    learner = config.learner
-    others = [name for name in FEED_FORWARD if name not in learner.lora_modules]
+    chosen = {path for paths in learner.lora_targets.by_layer(layers) for path in paths}
+    others = [name for name in FEED_FORWARD if f"{EXPERTS}.{name}" not in chosen]
     if others and len(others) < len(FEED_FORWARD):
         yield (
             f"lora_target_modules: engines load adapters of experts only for {', '.join(FEED_FORWARD)} together; add "
@@ -96,6 +99,11 @@ def _experts(config: RunConfig, checkpoint: Path | None) -> Iterator[str]:
         yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
     if checkpoint is None or others:
         return
+    if learner.lora_merge and packs_experts(checkpoint):
+        yield (
+            "lora_merge: adapters are not merged into experts that share one tensor of the checkpoint; unset it, to "
+            "export the adapter alone"
+        )
     if foreign := expert_layers(checkpoint) - {*FEED_FORWARD}:
         yield (
             f"lora_target_modules: experts whose layers are {', '.join(sorted(foreign))} get no adapters; set "

@@ -11,6 +11,7 @@ from miles_async.config.guest_flags import shown
 from miles_async.config.losses import corrects, differences, objective_of
 from miles_async.config.model_flags import incomparable
 from miles_async.config.model_shape import hf_config, is_of_megatron
+from miles_async.config.model_source import has_plugin
 from miles_async.config.plugins import plugin_problems
 from miles_async.config.schema import RunConfig
 from miles_async.config.untested import drafts_from_heads, noted_arguments
@@ -256,10 +257,11 @@ def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
 
 def _bridge_with_adapters(config: RunConfig, entry: str) -> Iterator[str]:
     learner, checkpoint = config.learner, config.model.hf_checkpoint
-    if learner.lora_rank and learner.megatron_to_hf_mode == "bridge" and checkpoint is not None:
+    asks_for_bridge = learner.lora_rank and learner.megatron_to_hf_mode == "bridge"
+    if asks_for_bridge and checkpoint is not None and has_plugin(checkpoint):
         yield (
-            "megatron_to_hf_mode bridge has no effect with lora_rank, because layers of Megatron-Bridge get no "
-            "adapters: the learner uses the model plug-in"
+            "megatron_to_hf_mode bridge has no effect with lora_rank, because the model has a plug-in, which the "
+            "learner uses"
         )
 
 

@@ -46,7 +46,7 @@ def test_what_a_file_does_not_set_has_rolls_defaults() -> None:
     assert settings({"lora_target": "all-linear", "lora_rank": 4}, {"lora_target": "all-linear", "lora_rank": 4}) == {
         "lora_rank": 4,
         "lora_alpha": 8,
-        "lora_target_modules": [*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "lora_target_modules": ["all-linear"],
     }
 
 
@@ -94,8 +94,8 @@ def test_values_may_be_variables_of_the_file() -> None:
             {"lora_target": ".*(q|v)_prog"},
             {},
             "actor_train.model_args.lora_target: .*(q|v)_prog matches no linear layer that can have an adapter: use "
-            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head, or a "
-            "pattern of names such as model.layers.0.self_attn.q_proj",
+            "all-linear, or some of q_proj, k_proj, v_proj, o_proj, in_proj_qkv, in_proj_z, out_proj, gate_proj, "
+            "up_proj, down_proj, lm_head, or a pattern of names such as model.layers.0.self_attn.q_proj",
         ),
         (
             {"lora_target": True},
@@ -126,4 +126,4 @@ def test_rolls_dense_example_trains_its_adapter_on_devices_of_its_own(tmp_path: 
     config, refused = checked_config(parse_flags(["--config", str(path), *JUDGE]), entry="train.py")
     assert refused == []
     assert (config.learner.lora_rank, config.learner.lora_scale) == (64, 1.0)
-    assert len(config.learner.lora_modules) == 7
+    assert config.learner.lora_target_modules == ["all-linear"]

@@ -76,19 +76,22 @@ def test_a_run_that_trains_an_adapter_takes_the_plugin_although_the_bridge_is_as
     assert source_of("bridge", path, trains_adapter=True) == "raw"
     run = run_config(**RUN, hf_checkpoint=path, megatron_to_hf_mode="bridge", lora_rank=8)
     assert [note for note in notes(run, "train_async.py") if "bridge" in note] == [
-        "megatron_to_hf_mode bridge has no effect with lora_rank, because layers of Megatron-Bridge get no adapters: "
-        "the learner uses the model plug-in"
+        "megatron_to_hf_mode bridge has no effect with lora_rank, because the model has a plug-in, which the learner "
+        "uses"
     ]
     assert problems(run, "train_async.py") == []
 
 
-def test_models_that_only_the_bridge_has_get_no_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_whose_adapters_engines_do_not_compute_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_bridge(monkeypatch)
     path = checkpoint(tmp_path, DENSE | {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]})
     assert source_of("bridge", path, trains_adapter=True) == "bridge"
     run = run_config(**RUN, hf_checkpoint=path, lora_rank=8)
     assert problems(run, "train_async.py") == [
-        "lora_rank: models of Megatron-Bridge get no adapters; use a model that has a plug-in, or unset lora_rank"
+        "lora_rank: models of the type glm4 get no adapters; train one of gemma, gpt_oss, llama, mistral, mixtral, "
+        "qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, or unset lora_rank"
     ]
 
 

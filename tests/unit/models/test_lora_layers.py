@@ -1,14 +1,40 @@
 import pytest
 
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import FEED_FORWARD, HEAD, MODULES, Targets, adapted, kinds_of, select_modules
+from miles_async.models.lora_layers import (
+    ATTENTION,
+    FEED_FORWARD,
+    HEAD,
+    LINEAR_ATTENTION,
+    MODULES,
+    LinearLayers,
+    Targets,
+    adapted,
+    engine_modules,
+    kinds_of,
+    select_modules,
+)
 
 QKV, EXPERTS = MODULES[:3], 8
 MIDDLE = ("layers.2.self_attn.k_proj", "layers.0.self_attn.o_proj")
 
 
 def of_layers(*names: str, layers: int = 3, experts: int | None = None, excluded: tuple[str, ...] = ()) -> list[str]:
-    return [*Targets(names, excluded).of_model(layers, experts)]
+    """The layers of a model like Llama, or like Qwen3-MoE if it has experts."""
+    block = "mlp" if experts is None else "mlp.experts"
+    names_of_layer = [f"self_attn.{one}" for one in ATTENTION] + [f"{block}.{one}" for one in FEED_FORWARD]
+    model = LinearLayers(8, 16, (dict.fromkeys(names_of_layer, 8),) * layers, experts or 0)
+    return [*Targets(names, excluded).of_model(model)]
+
+
+def of_hybrid(*names: str, excluded: tuple[str, ...] = ()) -> list[str]:
+    """Four layers of Qwen3.5 with experts: only the last one has full attention."""
+    feed_forward = [f"{block}.{one}" for block in ("mlp.experts", "mlp.shared_expert") for one in FEED_FORWARD]
+    linear, full = (
+        dict.fromkeys([*(f"{block}.{one}" for one in kinds), *feed_forward], 8)
+        for block, kinds in (("linear_attn", LINEAR_ATTENTION), ("self_attn", ATTENTION))
+    )
+    return [*Targets(names, excluded).of_model(LinearLayers(8, 16, (linear, linear, linear, full), 2))]
 
 
 @pytest.mark.parametrize(
@@ -93,3 +119,42 @@ def test_entries_of_peft_are_ends_of_names() -> None:
     layers = [f"model.layers.{n}.self_attn.{kind}" for n in (1, 11) for kind in ("q_proj", "o_proj")]
     assert adapted(layers, ("o_proj", "layers.1.self_attn.q_proj")) == [*layers[:2], layers[3]]
     assert kinds_of(("o_proj", "layers.1.self_attn.q_proj")) == ("q_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    "target, expected",
+    [
+        ("all-linear", [*ATTENTION, *LINEAR_ATTENTION, *FEED_FORWARD]),
+        ("in_proj", ["in_proj_qkv", "in_proj_z"]),
+        ("language_model.decoder.layers.*.self_attention.out_proj", ["out_proj"]),
+        ("layers.1.linear_attn.out_proj", ["layers.1.linear_attn.out_proj"]),
+        ("linear_qkv", [*QKV]),
+        ("linear_fc2", ["down_proj"]),
+        ("*.mlp.shared_experts.linear_fc1", ["shared_expert.gate_proj", "shared_expert.up_proj"]),
+        ("model.language_model.layers.*.mlp.shared_expert.down_proj", ["shared_expert.down_proj"]),
+        ("*.mlp.experts.linear_fc2", ["experts.0.down_proj", "experts.1.down_proj"]),
+    ],
+)
+def test_a_target_chooses_among_the_layers_that_a_hybrid_model_has(target: str, expected: list[str]) -> None:
+    assert of_hybrid(target) == expected
+
+
+def test_adapters_of_experts_without_those_of_the_shared_expert_name_each_expert() -> None:
+    layers = ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.shared_expert.up_proj"]
+    names = [f"model.layers.3.{layer}" for layer in layers]
+    assert adapted(names, of_hybrid("up_proj", excluded=("*.shared_expert.*",))) == names[:2]
+    assert adapted(names, of_hybrid("up_proj", excluded=("*.mlp.experts.*",))) == names[2:]
+    assert adapted(names, of_hybrid("up_proj")) == names
+
+
+def test_a_kind_of_layer_that_the_model_lacks_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="lora_target_modules: in_proj_z matches no linear layer of the model"):
+        of_layers("q_proj", "in_proj_z")
+
+
+def test_engines_have_one_name_for_two_projections_of_linear_attention() -> None:
+    assert engine_modules(("q_proj", "layers.1.linear_attn.in_proj_qkv", "in_proj_z")) == (
+        "q_proj",
+        "layers.1.linear_attn.in_proj_qkvz",
+        "in_proj_qkvz",
+    )

@@ -51,11 +51,11 @@ from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage
 from miles_async.adapters.megatron.model.linear_parts import Columns, Part, equal
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.adapters.megatron.model.source import ModelSource
-from miles_async.config.schema import Learner
+from miles_async.config.model_shape import linear_layers_of
+from miles_async.config.schema import Learner, Model
 from miles_async.errors import UserError
 from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, shared_name, tensor_names, untie
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
-from miles_async.models.plugin import ModelShape
 
 
 class Linear(NamedTuple):
@@ -272,7 +272,7 @@ def attach_adapters(chunks: Sequence[Module], source: ModelSource, settings: Lea
     A is drawn as in PEFT, from the seed and the name of the layer, and B is 0; or both are those of `lora_load`. Raises
     UserError if that adapter does not fit.
     """
-    loaded, config = None, adapter_config(settings, source.shape)
+    loaded, config = None, adapter_config(settings, checkpoint)
     if settings.lora_load is not None:
         folder = Path(settings.lora_load).expanduser()
         check_adapter(folder, config, checkpoint)
@@ -456,10 +456,15 @@ def without_dropout(chunks: Sequence[Module]) -> Iterator[None]:
             one.train()
 
 
-def adapter_config(settings: Learner, shape: ModelShape) -> AdapterConfig:
-    """What PEFT must know of an adapter of a model with this shape."""
-    modules = settings.lora_targets.of_model(shape.layers, shape.experts)
-    return AdapterConfig(settings.lora_rank, settings.lora_scale, modules, settings.lora_dropout)
+def adapter_config(settings: Learner, checkpoint: Path) -> AdapterConfig:
+    """What PEFT and engines must know of an adapter of the model in a folder."""
+    layers = linear_layers_of(Model(hf_checkpoint=str(checkpoint)))
+    if layers is None:
+        raise UserError(f"the linear layers of the model in {checkpoint} are not known: unset lora_rank")
+    modules = settings.lora_targets.of_model(layers)
+    return AdapterConfig(
+        settings.lora_rank, settings.lora_scale, modules, settings.lora_dropout, alternates=layers.alternates
+    )
 
 
 @torch.no_grad()

@@ -486,7 +486,7 @@ class MegatronLearner:
     @property
     def adapter_config(self) -> AdapterConfig:
         """What PEFT and the engines must know of the adapter."""
-        return adapter_config(self._settings, self._model.source.shape)
+        return adapter_config(self._settings, self._checkpoint)
 
     def save_hf(self, path: str, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write a checkpoint that transformers and SGLang load. It appears complete or not at all.
