@@ -185,7 +185,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
-    found, matrices = read_config(folder), _matrices(checkpoint)
+    found, matrices = read_config(folder), linear_shapes(checkpoint)
     kinds = kinds_of(matrices)
     for what, setting, theirs, ours in (
         ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
@@ -227,7 +227,7 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
         raise UserError(f"{path} has no tensor {min(missing)}: use a complete adapter")
 
 
-def _matrices(checkpoint: Path) -> dict[str, list[int]]:
+def linear_shapes(checkpoint: Path) -> dict[str, list[int]]:
     """The shapes [outputs, inputs] of the linear layers of a checkpoint by their names, with those of each expert."""
     shapes, found = tensor_shapes(checkpoint), {}
     if (tied := next((name for name in shapes if name.endswith(_TIED_WEIGHT)), None)) is not None:

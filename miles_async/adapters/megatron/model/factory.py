@@ -31,6 +31,7 @@ from miles_async.adapters.megatron.model.mtp_heads import heads_of, return_heads
 from miles_async.adapters.megatron.model.output_layer import OutputLayer, attach_value_head
 from miles_async.adapters.megatron.model.packed_params import PositionRotary
 from miles_async.adapters.megatron.model.plugin_source import PluginSource
+from miles_async.adapters.megatron.model.process_groups import gather_json
 from miles_async.adapters.megatron.model.source import ModelSource, passed_on
 from miles_async.config.model_source import source_of
 from miles_async.config.schema import Learner
@@ -156,12 +157,30 @@ def build_model(settings: Learner, hf_checkpoint: str, *, values: bool = False) 
             source.config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         # Megatron puts norms and biases into a parameter group of their own, without weight decay.
         optimizer = get_megatron_optimizer(_optimizer_config(settings, sharded=sharded), wrapped)
+        if settings.lora_rank:
+            _drop_empty(optimizer)
         if settings.optimizer_cpu_offload:
             # Megatron first copies the weights of all data-parallel ranks to main memory, in objects that refer to each
             # other.
             gc.collect()
         fields = (settings, variables, source, wrapped, output_layer, *positions)
         return TrainedModel(*fields, optimizer=optimizer)
+
+
+def _drop_empty(chained: MegatronOptimizer) -> None:
+    """Remove the optimizer of a group of parameters that no rank has, such as all but those of experts.
+
+    Megatron's checkpoints fail with an optimizer without parameters.
+    """
+    empty = gather_json([one.optimizer is None for one in chained.chained_optimizers])
+    if any(not all(own) and any(own) for own in zip(*empty, strict=True)):
+        raise UserError(
+            "lora_target_modules: Megatron does not save the optimizer of a pipeline stage that has adapters of "
+            "experts only while another stage has others; choose the same kinds of layers in each stage"
+        )
+    chained.chained_optimizers = [
+        one for one, is_empty in zip(chained.chained_optimizers, empty[0], strict=True) if not is_empty
+    ]
 
 
 def _optimizer_config(settings: Learner, *, sharded: bool) -> OptimizerConfig:
