@@ -41,6 +41,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3.5, images": ("Qwen3.5, images", {}),
 }
 """The family and the settings of each adapter."""
+LIMITS = {"Llama": 1e-5, "gpt-oss": 1e-5}
+"""Greatest relative error of a gradient. In float32, linear attention of transformers and of Megatron differ by more."""
 IN_PARALLEL = [
     ("Llama", "pipeline"),
     ("gpt-oss", "expert"),
@@ -86,9 +88,9 @@ def write_case(case: str, folder: Path) -> None:
     for layer in adapted(shapes, described.modules):
         of_a, of_b = tensor_names(layer)
         whole = SCALE * view_of(of_weights, layer)
-        for name, own in ((of_a, adapter[of_b].T @ whole), (of_b, whole @ adapter[of_a].T)):
+        for name, of_layer in ((of_a, adapter[of_b].T @ whole), (of_b, whole @ adapter[of_a].T)):
             key = shared_name(name) if settings.experts_shared_outer_loras else name
-            gradient[key] = gradient[key] + own if key in gradient else own
+            gradient[key] = gradient[key] + of_layer if key in gradient else of_layer
     save_file({name: one.contiguous() for name, one in gradient.items()}, folder / "expected.safetensors")
 
 
@@ -132,7 +134,7 @@ def compute(learner: MegatronLearner, out: Path, rank: int = 0) -> None:
         (out / "logprobs.json").write_text(json.dumps(logprobs))
 
 
-def check(folder: Path, out: Path) -> None:
+def check(case: str, folder: Path, out: Path) -> None:
     loaded = load_file(folder / "adapter" / "adapter_model.safetensors")
     for name in ("adapter", "restored"):
         found = load_file(out / f"{name}.safetensors")
@@ -144,9 +146,9 @@ def check(folder: Path, out: Path) -> None:
     )
     expected, gradient = load_file(folder / "expected.safetensors"), load_file(out / "gradient.safetensors")
     shares = not expected.keys() >= gradient.keys()
-    for name, found in gradient.items():
+    for name, computed in gradient.items():
         wanted = expected[shared_name(name) if shares else name]
-        assert (found - wanted).norm() < 1e-4 * wanted.norm() + 1e-6, name
+        assert (computed - wanted).norm() < LIMITS.get(case, 1e-4) * wanted.norm() + 1e-6, name
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +164,7 @@ def test_adapters_get_the_gradients_that_transformers_gives_merged_weights(folde
     folder = folders / case
     with learning(folder / "checkpoint", config(folder, case)) as learner:
         compute(learner, folder / "alone")
-    check(folder, folder / "alone")
+    check(case, folder, folder / "alone")
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +176,14 @@ def in_parallel(folders: Path) -> Path:
 
 @pytest.mark.parametrize("case, layout", IN_PARALLEL)
 def test_two_ranks_get_the_same_gradients(in_parallel: Path, case: str, layout: str) -> None:
-    check(in_parallel / case, in_parallel / case / layout)
+    check(case, in_parallel / case, in_parallel / case / layout)
 
 
 def test_layers_that_are_not_recomputed_and_recomputed_ones_get_the_same_gradients(folders: Path) -> None:
     folder = folders / "Qwen3.5-MoE"
     with learning(folder / "checkpoint", config(folder, "Qwen3.5-MoE", **RECOMPUTED)) as learner:
         compute(learner, folder / "recomputed")
-    check(folder, folder / "recomputed")
+    check("Qwen3.5-MoE", folder, folder / "recomputed")
 
 
 @pytest.mark.parametrize("case", ["Qwen3.5", "Qwen3.5-MoE, shared matrices"])

@@ -338,7 +338,7 @@ def _attach(
                 product = "project" if "layer_norm_weight" in module._parameters else "forward"
                 setattr(module, product, partial(_add_output, module, getattr(module, product)))
         elif "weight0" in module._parameters:
-            of_experts = [
+            found = [
                 adapters_of(
                     Linear(
                         f"{name}.weight{number}",
@@ -350,7 +350,7 @@ def _attach(
                 )
                 for position, number in enumerate(layer.mlp.local_expert_indices)
             ]
-            if None not in of_experts:
+            if of_experts := [adapters for adapters in found if adapters is not None]:
                 module.adapters = ModuleList(of_experts)
                 module.forward = partial(_add_outputs, module, module.forward)
 
