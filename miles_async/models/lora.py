@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import HEAD, adapted, kinds_of, select_modules
+from miles_async.models.lora_layers import HEAD, LINEAR_ATTENTION, adapted, kinds_of, select_modules
 from miles_async.models.text_part import text_config
 
 if TYPE_CHECKING:
@@ -186,14 +186,15 @@ def read_config(folder: Path) -> AdapterConfig:
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
     found, matrices = read_config(folder), linear_shapes(checkpoint)
-    kinds = kinds_of(matrices)
+    # PEFT's all-linear would choose these, too.
+    absent = {*LINEAR_ATTENTION} - {*kinds_of(matrices)}
     for what, setting, theirs, ours in (
         ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
         ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
         (
             "target modules",
             "lora_target_modules",
-            ", ".join(kind for kind in found.modules if kind in kinds),
+            ", ".join(kind for kind in found.modules if kind not in absent),
             ", ".join(kinds_of(wanted.modules)),
         ),
     ):

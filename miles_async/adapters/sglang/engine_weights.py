@@ -182,6 +182,18 @@ def remember_adapters(_: None, manager: Any, *__: Any, **___: Any) -> None:
     manager.base_model.miles_adapters = (manager,)  # in a tuple, so that torch does not look for modules in it
 
 
+def sizes_of_adapter(
+    original: Callable[..., tuple[int, int]], module: str, config: Any, model: Model, *arguments: Any
+) -> tuple[int, int]:
+    """Wrap SGLang's `get_hidden_dim`: inputs and outputs of a linear layer, for the buffers of adapters.
+
+    In SGLang 0.5.20, only the body of the text part of Qwen3.5 knows those of its gated queries and linear attention.
+    """
+    body = model._modules.get("model")
+    knows_sizes = hasattr(body, "get_hidden_dim") and not hasattr(model, "get_hidden_dim")
+    return original(module, config, body if knows_sizes else model, *arguments)
+
+
 def load_adapter(manager: Any, reference: Any) -> Any:
     """Replace SGLang's `LoRAManager.load_lora_adapter`: refuse an adapter whose tensors differ from those written.
 

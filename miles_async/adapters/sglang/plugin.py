@@ -66,6 +66,8 @@ def register() -> None:
     )
     adapters = "sglang.srt.lora.lora_manager.LoRAManager"
     HookRegistry.register(f"{adapters}.__init__", engine_weights.remember_adapters, HookType.AFTER)
+    sizes = "sglang.srt.lora.mem_pool.get_hidden_dim"
+    HookRegistry.register(sizes, engine_weights.sizes_of_adapter, HookType.AROUND)
     HookRegistry.register(f"{adapters}.load_lora_adapter", engine_weights.load_adapter, HookType.REPLACE)
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)

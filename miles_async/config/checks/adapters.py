@@ -14,6 +14,8 @@ from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHE
 from miles_async.models.text_part import text_config
 from miles_async.planning.families import ADAPTED
 
+_OTHER_LAYOUTS = ("moe_shared_expert_overlap", "moe_mlp_glu_interleave_size")
+"""Settings of Megatron with which its layers exchange tokens, or order their rows, in another way."""
 _VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
 """Names of folders that a run writes beside those of adapters."""
 
@@ -54,6 +56,9 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"
     if learner.transformer_impl == "transformer_engine":
         yield "lora_rank: layers of Transformer Engine get no adapters; set transformer_impl to local, or unset it"
+    for name in _OTHER_LAYOUTS:
+        if learner.megatron_args.get(name):
+            yield f"lora_rank: layers get no adapters with Megatron's {name}; unset it"
     if learner.lora_load is None:
         return
     folder = Path(learner.lora_load).expanduser()

@@ -23,8 +23,9 @@ class LoraSettings(MegatronSwitches):
     """Fraction of the adapters' inputs that is set to 0 at random while gradients are computed."""
     lora_target_modules: list[str] = [ALL_LINEAR]
     """Linear layers that get an adapter: all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
-    down_proj, or of Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2. The feed-forward layers of a model
-    with experts are those of each expert. all-linear leaves out the output layer lm_head, which can be listed beside
+    down_proj, of in_proj_qkv, in_proj_z and out_proj in linear attention, or of Megatron's linear_qkv, linear_proj,
+    in_proj, linear_fc1 and linear_fc2. The feed-forward layers of a model with experts are those of each expert, and
+    of the expert that all tokens use. all-linear leaves out the output layer lm_head, which can be listed beside
     it, and the routers of experts. An entry may also be the end of a name, such as layers.3.self_attn.q_proj, or a
     pattern of whole names in the checkpoint or in Megatron, with * for any text or as a regular expression."""
     lora_exclude_modules: list[str] = []
