@@ -310,7 +310,7 @@ _TRAINER: Table = {
     "logger": Combined("sets use_wandb and use_tensorboard"),
     "log_val_generations": Idle("has no effect: the page of a run shows samples of each evaluation"),
     "balance_batch": sets("learner.balance_data"),
-    "critic_warmup": sets("algorithm.num_critic_only_steps"),
+    "critic_warmup": Combined("sets num_critic_only_steps to one batch less: verl's steps count from 1"),
     "device": _NPU,
     "use_legacy_worker_impl": Idle("has no effect: verl chooses between its own workers with it"),
 }

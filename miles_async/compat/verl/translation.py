@@ -295,6 +295,10 @@ class _Keys(CombinedKeys):
                     self.set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
                 self.note("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
+        warmup_key = "trainer.critic_warmup"
+        if (first := self.number(warmup_key)) is not None:
+            # verl trains the policy from the step of this number on, and its first step is 1.
+            self.set("algorithm.num_critic_only_steps", max(0, first - 1), warmup_key)
         overrides = f"{_ACTOR}.optim.override_optimizer_config"
         part_key, offload_key = f"{overrides}.optimizer_offload_fraction", f"{overrides}.optimizer_cpu_offload"
         if self.values.get(part_key) != 0:

@@ -149,8 +149,13 @@ def test_arguments_of_other_libraries_are_passed_on() -> None:
 
 
 def test_overrides_are_read_as_hydra_reads_them() -> None:
-    words = ("trainer.balance_batch=True", "+trainer.critic_warmup=1", "++trainer.critic_warmup=2")
+    words = ("trainer.balance_batch=True", "+trainer.critic_warmup=1", "++trainer.critic_warmup=3")
     assert of_command_line(*words) == {"learner.balance_data": True, "algorithm.num_critic_only_steps": 2}
+
+
+@pytest.mark.parametrize("first, alone", [(0, 0), (1, 0), (20, 19)])
+def test_the_policy_is_trained_from_the_step_of_critic_warmup_on_as_verl_counts_from_1(first: int, alone: int) -> None:
+    assert settings({"trainer.critic_warmup": first}) == {"num_critic_only_steps": alone}
 
 
 def test_a_tilde_removes_what_was_set_before() -> None:
