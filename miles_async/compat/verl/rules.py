@@ -87,15 +87,7 @@ _ACTOR: Table = {
     "clip_ratio_low": Combined("sets eps_clip"),
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
-    "loss_agg_mode": converts(
-        "algorithm.loss_aggregation",
-        {
-            "token-mean": "token_mean",
-            "seq-mean-token-mean": "sequence_mean",
-            "seq-mean-token-sum": "sequence_sum",
-            "seq-mean-token-sum-norm": "constant",
-        },
-    ),
+    "loss_agg_mode": Combined("sets loss_aggregation, unless loss_mode is gspo, geo_mean or sapo"),
     "policy_loss.loss_mode": converts(
         "algorithm.policy_objective",
         {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"},

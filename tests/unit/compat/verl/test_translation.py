@@ -209,6 +209,22 @@ def test_settings_below_a_dict_are_no_keys_of_verl() -> None:
     assert parse_flags(words).problems == []
 
 
+LOSS, MEAN = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean", "sapo"])
+def test_losses_of_sequences_are_averaged_over_samples_whatever_verl_is_told(loss: str) -> None:
+    assert settings({LOSS: loss})["loss_aggregation"] == "sequence_mean"
+    outcome = translate({LOSS: loss, MEAN: "token-mean"})
+    assert outcome.translation["algorithm.loss_aggregation"].value == "sequence_mean"
+    assert outcome.idle[MEAN] == f"has no effect in verl either: {loss} is always averaged by seq-mean-token-mean"
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "cispo"])
+def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
+    assert settings({LOSS: loss, MEAN: "seq-mean-token-sum"})["loss_aggregation"] == "sequence_sum"
+
+
 CLIP = "actor_rollout_ref.actor.clip_ratio"
 
 
