@@ -87,15 +87,7 @@ _ACTOR: Table = {
     "clip_ratio_low": Combined("sets eps_clip"),
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
-    "loss_agg_mode": converts(
-        "algorithm.loss_aggregation",
-        {
-            "token-mean": "token_mean",
-            "seq-mean-token-mean": "sequence_mean",
-            "seq-mean-token-sum": "sequence_sum",
-            "seq-mean-token-sum-norm": "constant",
-        },
-    ),
+    "loss_agg_mode": Combined("sets loss_aggregation, unless loss_mode is gspo, geo_mean or sapo"),
     "policy_loss.loss_mode": converts(
         "algorithm.policy_objective",
         {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"},
@@ -310,7 +302,7 @@ _TRAINER: Table = {
     "logger": Combined("sets use_wandb and use_tensorboard"),
     "log_val_generations": Idle("has no effect: the page of a run shows samples of each evaluation"),
     "balance_batch": sets("learner.balance_data"),
-    "critic_warmup": sets("algorithm.num_critic_only_steps"),
+    "critic_warmup": Combined("sets num_critic_only_steps to one batch less: verl's steps count from 1"),
     "device": _NPU,
     "use_legacy_worker_impl": Idle("has no effect: verl chooses between its own workers with it"),
 }

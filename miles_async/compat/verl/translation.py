@@ -14,7 +14,7 @@ from miles_async.compat.verl.rules import OVERLONG, SKIP_FIELDS, TABLE, rule_bel
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.prompt_files import count_rows, split_slice
 from miles_async.config.schema import RunConfig
-from miles_async.config.translation import Combined, Outcome, Table, Translator, entries, sets
+from miles_async.config.translation import Combined, Outcome, Table, Translator, converts, entries, sets
 
 _SECTIONS = frozenset(
     {
@@ -53,6 +53,17 @@ _FURTHER_TURNS = ("tool_config_path", "function_tool_path", "interaction_config_
 _PROMPT_KEY, _LABEL_KEY = "prompt", "reward_model.ground_truth"
 _METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 """Metrics of verl by which groups are compared as by their rewards."""
+_MEANS = converts(
+    "algorithm.loss_aggregation",
+    {
+        "token-mean": "token_mean",
+        "seq-mean-token-mean": "sequence_mean",
+        "seq-mean-token-sum": "sequence_sum",
+        "seq-mean-token-sum-norm": "constant",
+    },
+)
+_MEANS_OVER_SAMPLES = ("gspo", "geo_mean", "sapo")
+"""Losses of verl that do not read loss_agg_mode (`verl/trainer/ppo/core_algos.py`)."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
 _MiB = 1 << 20
 
@@ -295,6 +306,10 @@ class _Keys(CombinedKeys):
                     self.set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
                 self.note("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
+        warmup_key = "trainer.critic_warmup"
+        if (first := self.number(warmup_key)) is not None:
+            # verl trains the policy from the step of this number on, and its first step is 1.
+            self.set("algorithm.num_critic_only_steps", max(0, first - 1), warmup_key)
         overrides = f"{_ACTOR}.optim.override_optimizer_config"
         part_key, offload_key = f"{overrides}.optimizer_offload_fraction", f"{overrides}.optimizer_cpu_offload"
         if self.values.get(part_key) != 0:
@@ -324,7 +339,13 @@ class _Keys(CombinedKeys):
         if len(self.given(low, high)) == 2:
             self.number(both)
             self.note("has no effect beside clip_ratio_low and clip_ratio_high", both)
-        dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(f"{_ACTOR}.policy_loss.loss_mode", "vanilla")
+        mode_key, mean_key = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.loss_agg_mode"
+        dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(mode_key, "vanilla")
+        if mode in _MEANS_OVER_SAMPLES:
+            self.set("algorithm.loss_aggregation", "sequence_mean", mode_key)
+            self.note(f"has no effect in verl either: {mode} is always averaged by seq-mean-token-mean", mean_key)
+        elif mean_key in self.values:
+            self.translator.follow(_MEANS, mean_key, self.values[mean_key])
         if mode == "vanilla" and dual in self.values:
             self.set("algorithm.eps_clip_c", self.values[dual], dual)
         else:

@@ -149,8 +149,13 @@ def test_arguments_of_other_libraries_are_passed_on() -> None:
 
 
 def test_overrides_are_read_as_hydra_reads_them() -> None:
-    words = ("trainer.balance_batch=True", "+trainer.critic_warmup=1", "++trainer.critic_warmup=2")
+    words = ("trainer.balance_batch=True", "+trainer.critic_warmup=1", "++trainer.critic_warmup=3")
     assert of_command_line(*words) == {"learner.balance_data": True, "algorithm.num_critic_only_steps": 2}
+
+
+@pytest.mark.parametrize("first, alone", [(0, 0), (1, 0), (20, 19)])
+def test_the_policy_is_trained_from_the_step_of_critic_warmup_on_as_verl_counts_from_1(first: int, alone: int) -> None:
+    assert settings({"trainer.critic_warmup": first}) == {"num_critic_only_steps": alone}
 
 
 def test_a_tilde_removes_what_was_set_before() -> None:
@@ -202,6 +207,22 @@ def test_an_unknown_key_beside_keys_of_verl_is_one_of_verl_unless_a_setting_is_n
 def test_settings_below_a_dict_are_no_keys_of_verl() -> None:
     words = ["trainer.balance_batch=True", "engine.sglang_server_args.foo=1", "skip.reward.enable=True"]
     assert parse_flags(words).problems == []
+
+
+LOSS, MEAN = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.loss_agg_mode"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean", "sapo"])
+def test_losses_of_sequences_are_averaged_over_samples_whatever_verl_is_told(loss: str) -> None:
+    assert settings({LOSS: loss})["loss_aggregation"] == "sequence_mean"
+    outcome = translate({LOSS: loss, MEAN: "token-mean"})
+    assert outcome.translation["algorithm.loss_aggregation"].value == "sequence_mean"
+    assert outcome.idle[MEAN] == f"has no effect in verl either: {loss} is always averaged by seq-mean-token-mean"
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "cispo"])
+def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
+    assert settings({LOSS: loss, MEAN: "seq-mean-token-sum"})["loss_aggregation"] == "sequence_sum"
 
 
 CLIP = "actor_rollout_ref.actor.clip_ratio"
