@@ -42,7 +42,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """The family and the settings of each adapter."""
 LIMITS = {"Llama": 1e-5, "gpt-oss": 1e-5}
-"""Greatest relative error of a gradient. In float32, linear attention of transformers and of Megatron differ by more."""
+"""Greatest relative error of a gradient. Linear attention of transformers and of Megatron differ by more in float32."""
 IN_PARALLEL = [
     ("Llama", "pipeline"),
     ("gpt-oss", "expert"),
