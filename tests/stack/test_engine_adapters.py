@@ -75,7 +75,7 @@ def loaded(folder: Path, tensors: dict[str, torch.Tensor], config: AdapterConfig
 
 def adapter(**outputs: int) -> dict[str, torch.Tensor]:
     """Random matrices of layers of these names, with `__` for dots, and these numbers of outputs."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, (name, rows) in enumerate(outputs.items()):
         numbers = torch.Generator().manual_seed(number)
         of_a, of_b = tensor_names(f"model.language_model.layers.1.{name.replace('__', '.')}")
