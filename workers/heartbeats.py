@@ -106,7 +106,7 @@ class Heartbeats:
             self._known[process] = _Process(self._probes[process], answered=now)
         return gone + [silent for process in self._probes for silent in self._check(process, self._known[process], now)]
 
-    async def meet(self, process: str) -> None:
+    async def wait_for_answer(self, process: str) -> None:
         """Wait until a process answers. From then on, it can be killed if it is stopped (SIGSTOP).
 
         Raises RayActorError if it is lost.

@@ -33,7 +33,7 @@ class RolloutSupervisor:
 
     create: Callable[[str], ActorHandle[Any]]
     """Starts an actor with a given name."""
-    meet: Callable[[], Awaitable[None]]
+    wait_for_answer: Callable[[], Awaitable[None]]
     """Waits until the current rollout worker answers. Raises RayActorError if it is lost."""
     emit: Callable[[Event], None]
     max_restarts: int
@@ -93,7 +93,7 @@ class RolloutSupervisor:
         """Run the pipeline in the current rollout worker. Returns how a process died; None at the end of the run."""
         try:
             # Ray cannot end a process that is stopped (SIGSTOP), so it must be known before it works.
-            await self.meet()
+            await self.wait_for_answer()
             running: Any = self.current.run.remote(handles, self.received)
             if self._asked_to_stop:
                 self.current.stop.remote()
@@ -118,7 +118,8 @@ class RolloutSupervisor:
     ) -> None:
         """Start another rollout worker, and another learner if it was lost."""
         began = time.monotonic()
-        ray.kill(self.current)
+        # In a thread, because Ray waits here if its head node is lost too, which the driver must find out meanwhile.
+        await asyncio.to_thread(ray.kill, self.current)
         learner_is_lost = await learner_death() is not None
         self._warn(
             f"{death}; another learner and another rollout worker continue from the last checkpoint"
@@ -131,7 +132,7 @@ class RolloutSupervisor:
         if learner_is_lost:
             await replace_learner()
         with suppress(RayActorError):  # `run` finds out that this one is lost as well
-            await self.meet()
+            await self.wait_for_answer()
             self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
 
     async def events(self) -> list[Event]:

@@ -187,14 +187,14 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
     """Raise UserError if the adapter in a folder has another form than `wanted`, or does not fit the checkpoint."""
     found, matrices = read_config(folder), linear_shapes(checkpoint)
     # PEFT's all-linear would choose these, too.
-    absent = {*LINEAR_ATTENTION} - {*kinds_of(matrices)}
+    without = {*LINEAR_ATTENTION} - {*kinds_of(matrices)}
     for what, setting, theirs, ours in (
         ("rank", "lora_rank", str(found.rank), str(wanted.rank)),
         ("scale (lora_alpha / r)", "lora_alpha", f"{found.scale:g}", f"{wanted.scale:g}"),
         (
             "target modules",
             "lora_target_modules",
-            ", ".join(kind for kind in found.modules if kind not in absent),
+            ", ".join(kind for kind in found.modules if kind not in without),
             ", ".join(kinds_of(wanted.modules)),
         ),
     ):
@@ -231,8 +231,8 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
 def linear_shapes(checkpoint: Path) -> dict[str, list[int]]:
     """The shapes [outputs, inputs] of the linear layers of a checkpoint by their names, with those of each expert."""
     shapes, found = tensor_shapes(checkpoint), {}
-    if (tied := next((name for name in shapes if name.endswith(_TIED_WEIGHT)), None)) is not None:
-        shapes.setdefault(_HEAD_WEIGHT, shapes[tied])
+    if (embedding := next((name for name in shapes if name.endswith(_TIED_WEIGHT)), None)) is not None:
+        shapes.setdefault(_HEAD_WEIGHT, shapes[embedding])
     config = text_config(json.loads((checkpoint / "config.json").read_text()))
     for name, shape in shapes.items():
         if name.endswith(".weight") and len(shape) == 2:

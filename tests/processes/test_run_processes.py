@@ -121,7 +121,7 @@ async def test_a_process_that_is_stopped_before_it_was_ever_watched_is_killed(tm
     with raylet_process(tmp_path) as stopped:
         probes = answers(stopped)
         heartbeats = Heartbeats(probes, "this node")
-        await heartbeats.meet("engine-0")
+        await heartbeats.wait_for_answer("engine-0")
         stopped.send_signal(signal.SIGSTOP)
         wait_until(partial(is_stopped, psutil.Process(stopped.pid)), "the process is stopped")
         heartbeats.look(100.0)

@@ -77,15 +77,15 @@ def _loaded_together(learner: Learner, layers: LinearLayers | None) -> Iterator[
         targets.of_model(layers)
         chosen = targets.by_layer(layers)
     missing = {
-        name: absent
+        name: needed
         for paths in chosen
         for path in paths
         for block, dot, name in [path.rpartition(".")]
-        if (absent := [one for one in LOADED_TOGETHER.get(name, ()) if f"{block}{dot}{one}" not in paths])
+        if (needed := [one for one in LOADED_TOGETHER.get(name, ()) if f"{block}{dot}{one}" not in paths])
     }
-    for name, absent in missing.items():
+    for name, needed in missing.items():
         yield (
-            f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(absent)}; add it"
+            f"lora_target_modules: engines load an adapter of {name} only together with {' and '.join(needed)}; add it"
         )
 
 

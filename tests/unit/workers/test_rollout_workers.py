@@ -26,7 +26,7 @@ class Method:
         return self._call(*arguments)
 
 
-async def meet() -> None: ...
+async def wait_for_answer() -> None: ...
 
 
 NOT_STORED = WarningRaised(time=0.0, text="an event that is not stored")
@@ -59,7 +59,7 @@ async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_
 ) -> None:
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     lives: list[Worker] = []
-    workers = RolloutSupervisor(lambda name: Worker(lives), meet, emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
+    workers = RolloutSupervisor(lambda name: Worker(lives), wait_for_answer, emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
 
     async def handles() -> Any:
         if len(lives) == 2:
@@ -85,7 +85,7 @@ async def test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_betw
     def create(name: str) -> Any:
         return Worker(lives, losses=2, event=event)
 
-    workers = RolloutSupervisor(create, meet, emit=lambda event: None, max_restarts=1)
+    workers = RolloutSupervisor(create, wait_for_answer, emit=lambda event: None, max_restarts=1)
 
     async def handles() -> Any:
         if len(lives) == 2:
@@ -145,7 +145,7 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
     async def replace_learner() -> None:
         raise AssertionError("the learner lives")
 
-    workers = RolloutSupervisor(create, meet, events.append, max_restarts=3)
+    workers = RolloutSupervisor(create, wait_for_answer, events.append, max_restarts=3)
     workers.start()
     run = asyncio.ensure_future(workers.run(handles, no_death, replace_learner))
     await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
 def test_a_rollout_worker_that_hangs_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, events = list[str](), list[Event]()
     monkeypatch.setattr(ray, "kill", killed.append)
-    workers = RolloutSupervisor(lambda name: name, meet, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
+    workers = RolloutSupervisor(lambda name: name, wait_for_answer, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
     workers.start()
     workers.end_hung(120.0)
     workers.end_hung(120.25)
