@@ -113,6 +113,7 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fact
 _ROUTERS = (".gate.weight", ".router.weight")
 
 TENSOR, PIPELINE, EXPERT, WHOLE_EXPERTS = "tensor", "pipeline", "expert", "tensor with expert"
+EVERYWHERE = "tensor, with all experts on each rank"
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     TENSOR: {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     PIPELINE: {"pipeline_model_parallel_size": 2},
@@ -123,6 +124,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
         "expert_model_parallel_size": 2,
         "expert_tensor_parallel_size": 1,
     },
+    EVERYWHERE: {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
 }
 
 
@@ -214,7 +216,7 @@ FAMILIES: Mapping[str, Family] = {
         _GROUPED | _LOCAL_EXPERTS | {"sliding_window": 8, "rope_parameters": _YARN},
         has_experts=True,
         refused={TENSOR: "Bias in Moe is only supported when ETP==1"},
-        further=[WHOLE_EXPERTS],
+        further=[WHOLE_EXPERTS, EVERYWHERE],
     ),
     "MiniMax-M2": Family(
         "MiniMaxM2Config",

@@ -24,7 +24,7 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.models.lora import linear_shapes, shared_name, tensor_names
 from miles_async.models.lora_layers import adapted
 from tests.bridge.computing import RESPONSES, SEQUENCES, bridge_config
-from tests.bridge.families import LAYOUTS, TENSOR, WHOLE_EXPERTS, reference, write_checkpoint
+from tests.bridge.families import EVERYWHERE, LAYOUTS, TENSOR, WHOLE_EXPERTS, reference, write_checkpoint
 from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import learning, save_state
 
@@ -47,6 +47,7 @@ IN_PARALLEL = [
     ("Llama", "pipeline"),
     ("gpt-oss", "expert"),
     ("gpt-oss", WHOLE_EXPERTS),
+    ("gpt-oss", EVERYWHERE),
     ("Qwen3.5", TENSOR),
     ("Qwen3.5-MoE", WHOLE_EXPERTS),
     ("Qwen3.5-MoE, shared matrices", WHOLE_EXPERTS),
