@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from miles_async.adapters.megatron.model import flex_attention
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
 from miles_async.adapters.megatron.training.learner import MegatronLearner
+from miles_async.adapters.sglang.launch import WITHOUT_COMPILER
 from miles_async.batching.batch import rank_batches
 from miles_async.config.schema import Algorithm, RunConfig, TinyModel
 from miles_async.losses.objectives.objective import LossAggregation
@@ -86,6 +87,9 @@ def test_flex_attention_leaves_the_gradient_unchanged(tiny: Path, monkeypatch: p
     monkeypatch.setattr(flex_attention, "has_gradients", lambda: True)
     # torch refuses to compute gradients on CPUs, because it compiles no kernel for them. Without a kernel it can.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    # As in a learner's process on a machine without a GPU; torch's own setting makes it an error to compile nothing.
+    for name, value in WITHOUT_COMPILER.items():
+        monkeypatch.setenv(name, value)
     with learning(tiny, run) as learner:
         attention = unwrap_model(learner._model.chunks[0]).decoder.layers[0].self_attention.core_attention
         assert isinstance(attention, flex_attention.FlexAttention)
