@@ -136,7 +136,12 @@ class Cluster:
         # A lost rollout worker would leave colocated engines and learner in an unknown state.
         max_restarts = 0 if config.cluster.colocate else config.cluster.max_restarts
         self.rollout = RolloutSupervisor(
-            self._create_worker, lambda: self.heartbeats.wait_for_answer("rollout"), emit, max_restarts, received
+            self._create_worker,
+            lambda: self.heartbeats.wait_for_answer("rollout"),
+            _head_node_answers,
+            emit,
+            max_restarts,
+            received,
         )
         self.learner: LearnerRanks
         self.handles: ClusterHandles

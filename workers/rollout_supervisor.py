@@ -26,6 +26,9 @@ from .specs import ClusterHandles
 MAX_BACKOFF_SECONDS = 30.0
 """Longest pause before another rollout worker is started. The pause grows with each one that is lost."""
 
+RAY_POLL_SECONDS = 1.0
+"""Time between two questions whether a lost head node of Ray answers again."""
+
 
 @dataclass(eq=False, repr=False)
 class RolloutSupervisor:
@@ -35,6 +38,8 @@ class RolloutSupervisor:
     """Starts an actor with a given name."""
     wait_for_answer: Callable[[], Awaitable[None]]
     """Waits until the current rollout worker answers. Raises RayActorError if it is lost."""
+    ray_answers: Callable[[], bool]
+    """Whether Ray's head node answers."""
     emit: Callable[[Event], None]
     max_restarts: int
     """Restarts without a batch between them."""
@@ -118,8 +123,10 @@ class RolloutSupervisor:
     ) -> None:
         """Start another rollout worker, and another learner if it was lost."""
         began = time.monotonic()
-        # In a thread, because Ray waits here if its head node is lost too, which the driver must find out meanwhile.
-        await asyncio.to_thread(ray.kill, self.current)
+        # Ray blocks its caller while its head node is lost, and the driver must find out meanwhile.
+        while not await asyncio.to_thread(self.ray_answers):  # noqa: ASYNC110 (nobody sets an event)
+            await asyncio.sleep(RAY_POLL_SECONDS)
+        ray.kill(self.current)
         learner_is_lost = await learner_death() is not None
         self._warn(
             f"{death}; another learner and another rollout worker continue from the last checkpoint"

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from miles_async.errors import FatalError
 from miles_async.events import Event, StepEnded, WarningRaised
+from workers import rollout_supervisor as module
 from workers.rollout_supervisor import RolloutSupervisor
 
 
@@ -59,7 +60,11 @@ async def test_the_next_rollout_worker_receives_the_number_of_the_last_batch_of_
 ) -> None:
     monkeypatch.setattr(ray, "kill", lambda actor: None)
     lives: list[Worker] = []
-    workers = RolloutSupervisor(lambda name: Worker(lives), wait_for_answer, emit=lambda event: None, max_restarts=1)  # type: ignore[arg-type, return-value]
+
+    def create(name: str) -> Any:
+        return Worker(lives)
+
+    workers = RolloutSupervisor(create, wait_for_answer, lambda: True, emit=lambda event: None, max_restarts=1)
 
     async def handles() -> Any:
         if len(lives) == 2:
@@ -85,7 +90,7 @@ async def test_a_run_ends_when_it_loses_two_rollout_workers_without_a_batch_betw
     def create(name: str) -> Any:
         return Worker(lives, losses=2, event=event)
 
-    workers = RolloutSupervisor(create, wait_for_answer, emit=lambda event: None, max_restarts=1)
+    workers = RolloutSupervisor(create, wait_for_answer, lambda: True, emit=lambda event: None, max_restarts=1)
 
     async def handles() -> Any:
         if len(lives) == 2:
@@ -145,7 +150,7 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
     async def replace_learner() -> None:
         raise AssertionError("the learner lives")
 
-    workers = RolloutSupervisor(create, wait_for_answer, events.append, max_restarts=3)
+    workers = RolloutSupervisor(create, wait_for_answer, lambda: True, events.append, max_restarts=3)
     workers.start()
     run = asyncio.ensure_future(workers.run(handles, no_death, replace_learner))
     await asyncio.sleep(0)
@@ -158,10 +163,34 @@ async def test_a_rollout_worker_that_is_lost_after_the_request_to_stop_is_not_re
     assert warning.text.endswith("it is not replaced, because the run ends")
 
 
+async def test_nothing_is_replaced_while_the_head_node_of_ray_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would block the driver, which could not find out that the head node is lost."""
+    monkeypatch.setattr(module, "RAY_POLL_SECONDS", 0.001)
+    killed, asked, lives = list[Any](), list[int](), list[Worker]()
+    monkeypatch.setattr(ray, "kill", killed.append)
+
+    def ray_answers() -> bool:
+        asked.append(len(killed) + len(lives))
+        return len(asked) == 3
+
+    def create(name: str) -> Any:
+        return Worker(lives)
+
+    workers = RolloutSupervisor(create, wait_for_answer, ray_answers, emit=lambda event: None, max_restarts=1)
+
+    async def nothing() -> Any:
+        return None
+
+    workers.start()
+    await workers.run(nothing, nothing, nothing)
+    assert asked == [1, 1, 1], "only the first rollout worker has been started until Ray answers"
+    assert len(lives) == 2
+
+
 def test_a_rollout_worker_that_hangs_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, events = list[str](), list[Event]()
     monkeypatch.setattr(ray, "kill", killed.append)
-    workers = RolloutSupervisor(lambda name: name, wait_for_answer, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
+    workers = RolloutSupervisor(lambda name: name, wait_for_answer, lambda: True, events.append, max_restarts=3)  # type: ignore[arg-type, return-value]
     workers.start()
     workers.end_hung(120.0)
     workers.end_hung(120.25)
