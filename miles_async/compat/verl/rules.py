@@ -317,7 +317,9 @@ _OTHERS: Table = {
     "critic.strategy": _MEGATRON,
     "critic.enable": Only((False,), "set advantage_estimator to ppo for a critic, and remove this"),
     "critic.optim.lr": sets("algorithm.critic_lr"),
-    "critic.optim.lr_warmup_steps": sets("algorithm.critic_lr_warmup_steps"),
+    "critic.optim.lr_warmup_steps": Combined(
+        "sets critic_lr_warmup_steps to this number of batches; below 1 it has no effect"
+    ),
     "critic.model.path": sets("algorithm.critic_load"),
     "critic.cliprange_value": sets("algorithm.value_clip"),
     "actor_rollout_ref.hybrid_engine": Combined(

@@ -291,19 +291,20 @@ class _Keys(CombinedKeys):
     def _optimizer(self) -> None:
         """verl keeps the learning rate for all optimizer steps of a batch, so its schedule counts batches."""
         batches = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
-        for name in ("lr_warmup_steps", "lr_decay_steps"):
-            key = f"{_ACTOR}.optim.{name}"
+        for key, setting in (
+            (f"{_ACTOR}.optim.lr_warmup_steps", "learner.lr_warmup_steps"),
+            (f"{_ACTOR}.optim.lr_decay_steps", "learner.lr_decay_steps"),
+            ("critic.optim.lr_warmup_steps", "algorithm.critic_lr_warmup_steps"),
+        ):
             value = self.values.get(key)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 self.refuse(f"{key} {value!r} is not a whole number: write a number of batches")
             elif value is not None and value > 0:
-                if name == "lr_decay_steps" and self.values.get(f"{_ACTOR}.optim.lr_decay_style") in (
-                    "constant",
-                    None,
-                ):
+                style = self.values.get(f"{_ACTOR}.optim.lr_decay_style")
+                if setting == "learner.lr_decay_steps" and style in ("constant", None):
                     self.note("has no effect: the learning rate stays constant, as verl's default is", key)
                 else:
-                    self.set(f"learner.{name}", value * self._steps, key, *(batches if self._steps > 1 else ()))
+                    self.set(setting, value * self._steps, key, *(batches if self._steps > 1 else ()))
             else:
                 self.note("has no effect: lr_warmup_steps_ratio applies, or no warm-up", key)
         warmup_key = "trainer.critic_warmup"

@@ -45,6 +45,9 @@ def test_a_mini_batch_without_samples_per_prompt_is_refused() -> None:
 def test_a_warm_up_in_batches_is_one_in_optimizer_steps() -> None:
     steps = {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}
     assert settings({"data.train_batch_size": 64, MINI: 16, N: 8, **steps})["lr_warmup_steps"] == 40
+    critic = {"critic.optim.lr_warmup_steps": 10}
+    assert settings({"data.train_batch_size": 64, MINI: 16, N: 8, **critic})["critic_lr_warmup_steps"] == 40
+    assert "critic_lr_warmup_steps" not in settings({"critic.optim.lr_warmup_steps": -1})
 
 
 def test_a_fully_asynchronous_run_counts_publishes_and_prompts() -> None:
