@@ -83,7 +83,9 @@ _ACTOR: Table = {
     "ppo_max_token_len_per_gpu": Combined("sets max_tokens_per_gpu, unless use_dynamic_bsz is false"),
     "ppo_epochs": sets("learner.passes_per_rollout"),
     "shuffle": Idle("has no effect: a batch is divided into optimizer steps in the order in which groups finished"),
-    "clip_ratio": Combined("sets eps_clip and eps_clip_high where clip_ratio_low and clip_ratio_high do not"),
+    "clip_ratio": Idle(
+        "has no effect: clip_ratio_low and clip_ratio_high count, which are 0.2 in verl unless they are set"
+    ),
     "clip_ratio_low": Combined("sets eps_clip"),
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
@@ -196,7 +198,7 @@ _ROLLOUT: Table = {
     "val_kwargs.temperature": Combined("sets temperature of each entry of eval_datasets"),
     "val_kwargs.top_p": Combined("sets top_p of each entry of eval_datasets"),
     "val_kwargs.top_k": Combined("sets top_k of each entry of eval_datasets"),
-    "val_kwargs.do_sample": Combined("sets temperature of each entry of eval_datasets to 0 if it is false"),
+    "val_kwargs.do_sample": Idle("has no effect: val_kwargs.temperature alone counts, as in verl's agent loop"),
     "checkpoint_engine.backend": converts(
         "weights.weight_transfer", {"naive": "auto", "nccl": "broadcast", "nixl": "p2p"}
     ),

@@ -331,15 +331,9 @@ class _Keys(CombinedKeys):
                 self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
     def _objective(self) -> None:
-        """Clip ranges: `clip_ratio` stands for both bounds unless they are set."""
-        both, low, high = (f"{_ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high"))
-        if given := self.given(low, both)[:1]:
-            self.set("algorithm.eps_clip", self.values[given[0]], given[0])
-        if given := self.given(high, both)[:1]:
-            self.set("algorithm.eps_clip_high", self.values[given[0]], given[0])
-        if len(self.given(low, high)) == 2:
-            self.number(both)
-            self.note("has no effect beside clip_ratio_low and clip_ratio_high", both)
+        for suffix, setting in (("low", "eps_clip"), ("high", "eps_clip_high")):
+            if (key := f"{_ACTOR}.clip_ratio_{suffix}") in self.values:
+                self.set(f"algorithm.{setting}", self.values[key], key)
         mode_key, mean_key = f"{_ACTOR}.policy_loss.loss_mode", f"{_ACTOR}.loss_agg_mode"
         dual, mode = f"{_ACTOR}.clip_ratio_c", self.values.get(mode_key, "vanilla")
         if mode in _MEANS_OVER_SAMPLES:
@@ -575,7 +569,7 @@ class _Keys(CombinedKeys):
         """The data sets of an evaluation, and how its responses are sampled: greedily, unless that is set."""
         files_key, frequency_key, before_key = "data.val_files", "trainer.test_freq", "trainer.val_before_train"
         sampling = {name: f"{_ROLLOUT}.val_kwargs.{name}" for name in ("n", "temperature", "top_p", "top_k")}
-        all_keys = (*sampling.values(), f"{_ROLLOUT}.val_kwargs.do_sample")
+        all_keys = tuple(sampling.values())
         frequency = self.values.get(frequency_key, -1)
         if isinstance(frequency, int) and frequency > 0:
             self.set("rollout.eval_interval", frequency * self._syncs, frequency_key)
@@ -602,8 +596,6 @@ class _Keys(CombinedKeys):
             "top_p": self.values.get(sampling["top_p"], 1.0),
             "top_k": self.values.get(sampling["top_k"], -1),
         }
-        if self.values.get(f"{_ROLLOUT}.val_kwargs.do_sample") is False:
-            fields["temperature"] = 0.0
         datasets = {name: {"path": path, **fields} for name, path in _named(files).items()}
         self.set("rollout.eval_datasets", datasets, files_key, *all_keys)
 

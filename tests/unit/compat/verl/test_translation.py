@@ -231,12 +231,18 @@ def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
 CLIP = "actor_rollout_ref.actor.clip_ratio"
 
 
-def test_a_clip_ratio_beside_both_bounds_has_no_effect_and_must_be_valid() -> None:
-    parsed = parse_flags([f"{CLIP}=0.2", f"{CLIP}_low=0.1", f"{CLIP}_high=0.3"])
-    assert parsed.idle == {CLIP: "has no effect beside clip_ratio_low and clip_ratio_high"}
-    assert parse_flags([f"{CLIP}=0.2", f"{CLIP}_low=0.1"]).idle == {}
-    wrong = parse_flags([f"{CLIP}=abc", f"{CLIP}_low=0.1", f"{CLIP}_high=0.3"])
-    assert wrong.problems == [f"{CLIP} 'abc' is not a number of 0 or more: write a number"]
+def test_the_clip_ratio_of_both_sides_has_no_effect_as_in_verl() -> None:
+    parsed = parse_flags([f"{CLIP}=0.1", f"{CLIP}_low=0.3"])
+    assert [*parsed.idle] == [CLIP]
+    found = settings({f"{CLIP}": 0.1, f"{CLIP}_low": 0.3})
+    assert (found["eps_clip"], "eps_clip_high" in found) == (0.3, False)
+
+
+def test_an_evaluation_samples_with_its_temperature_whatever_do_sample_says() -> None:
+    sampling = "actor_rollout_ref.rollout.val_kwargs"
+    values = {"data.val_files": "math.parquet", f"{sampling}.do_sample": False, f"{sampling}.temperature": 0.7}
+    [dataset] = settings(values)["eval_datasets"].values()
+    assert dataset["temperature"] == 0.7
 
 
 @pytest.mark.parametrize("word", ["~rollout.num_rollout", "+rollout.num_rollout=3"])
