@@ -50,15 +50,16 @@ def last_token_rewards(rewards: Tensor, sequences: Tensor) -> Tensor:
 
 
 def critic_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, total_tokens: int, clip: float
+    values: Tensor, old_values: Tensor, returns: Tensor, loss_weights: Tensor, *, total_tokens: int, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Compute a micro-batch's part of the critic's loss and its [len(CRITIC_SUMS)] sums for metrics.
 
-    All tensors are [m]. The loss is divided by `total_tokens` of the whole optimizer step, so that micro-batches and
-    ranks add up to the mean over tokens. `old_values` are from before the first step on this batch; a value that has
-    moved more than `clip` away from its old value gets no gradient that moves it further.
+    All tensors are [m]. The loss of each token is multiplied by `loss_weights` and divided by `total_tokens` of the
+    whole optimizer step, so that micro-batches and ranks add up to the mean that `loss_aggregation` selects, as in the
+    policy's loss. `old_values` are from before the first step on this batch; a value that has moved more than `clip`
+    away from its old value gets no gradient that moves it further.
     """
-    per_token = value_loss(values, old_values, returns, clip)
+    per_token = value_loss(values, old_values, returns, clip) * loss_weights
     with torch.no_grad():
         error = values - returns
         entries = (
@@ -86,7 +87,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, eps_clip: fl
 def critic_metrics(sums: Tensor) -> Mapping[str, float]:
     """Compute the critic's metrics of an optimizer step from the total of `critic_loss`'s sums.
 
-    - `value_loss`: Mean loss of the critic per token.
+    - `value_loss`: Loss of the critic, with the mean of `--loss-aggregation`.
     - `value_clip_fraction`: Fraction of tokens whose value moved by more than `--value-clip`.
     - `value_mean`: Mean value that the critic predicts.
     - `return_mean`: Mean return. Worry if `value_mean` stays far from it: raise `--critic-lr`.

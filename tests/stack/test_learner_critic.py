@@ -74,6 +74,20 @@ def test_another_setting_of_the_critic_learns_other_weights(
     assert not same(learned(tiny, **setting), usual)
 
 
+@pytest.mark.parametrize("aggregation, expected", [("sequence_mean", 0.25), ("token_mean", 0.1)])
+def test_the_critic_averages_over_samples_or_tokens_as_the_policy_does(
+    tiny: Path, aggregation: str, expected: float
+) -> None:
+    """A new critic predicts 0. Two samples with the reward 1 train one token each, two without reward four each."""
+    groups = batch(0)
+    for group in groups:
+        group[1].loss_mask = [0, 0, 0, 1]
+    run = ppo(num_critic_only_steps=5, num_rollout=6, num_steps_per_rollout=1, loss_aggregation=aggregation)
+    with learning(tiny, run) as learner:
+        [steps] = rank_batches(groups, run, 1)
+        assert learner.train(0, steps).metrics["value_loss"] == pytest.approx(expected)
+
+
 def test_the_policy_is_frozen_while_only_the_critic_learns(tiny: Path) -> None:
     run = ppo(num_critic_only_steps=5, num_rollout=6)
     with learning(tiny, run) as learner:

@@ -74,7 +74,7 @@ def test_the_critics_loss_is_the_mean_of_the_larger_errors_and_its_gradient_is_r
     values, old, returns = (random.normal(size=12) for _ in range(3))
     near = old + np.clip(values - old, -0.2, 0.2)
     expected = np.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / 2 / 20
-    tensors = [torch.from_numpy(x) for x in (values, old, returns)]
+    tensors = [torch.from_numpy(x) for x in (values, old, returns, np.ones(12))]
     loss, sums = critic_loss(*tensors, total_tokens=20, clip=0.2)
     assert loss.item() == pytest.approx(expected)
     free = tensors[0].requires_grad_()
@@ -84,7 +84,17 @@ def test_the_critics_loss_is_the_mean_of_the_larger_errors_and_its_gradient_is_r
     assert metrics["explained_variance"] == pytest.approx(1 - np.mean((values - returns) ** 2) / returns.var())
 
 
+def test_the_critics_loss_is_the_mean_over_samples_if_the_weights_are_those_of_this_mean() -> None:
+    long, short = torch.full((6,), 1.0), torch.full((2,), 3.0)
+    errors, zeros = torch.cat([long, short]), torch.zeros(8)
+    weights = torch.cat([torch.full((6,), 8 / (2 * 6)), torch.full((2,), 8 / (2 * 2))])
+    loss, sums = critic_loss(errors, errors, zeros, weights, total_tokens=8, clip=0.2)
+    assert loss.item() == pytest.approx((1 / 2 + 9 / 2) / 2)
+    assert critic_metrics(sums)["value_loss"] == pytest.approx(loss.item())
+    assert critic_metrics(sums)["value_mean"] == pytest.approx((6 * 1 + 2 * 3) / 8), "over tokens"
+
+
 def test_a_perfect_critic_explains_all_variance() -> None:
     returns = torch.tensor([1.0, 2.0, 4.0])
-    loss, sums = critic_loss(returns, returns, returns, total_tokens=3, clip=0.2)
+    loss, sums = critic_loss(returns, returns, returns, torch.ones(3), total_tokens=3, clip=0.2)
     assert (loss.item(), critic_metrics(sums)["explained_variance"]) == (0.0, 1.0)

@@ -76,7 +76,8 @@ class Critic:
 
         def loss(number: int, model_input: ModelInput, outputs: Outputs) -> tuple[Tensor, Tensor]:
             values, total = inference.target_values(model_input, outputs[0]), step.total_tokens
-            return critic_loss(values, old_values[number], returns[number], total_tokens=total, clip=clip)
+            weights = to_device(step.micro_batches[number].loss_weights, self.model.device)
+            return critic_loss(values, old_values[number], returns[number], weights, total_tokens=total, clip=clip)
 
         parts = run_forward_backward(self.model, model_inputs(self.model, step.micro_batches), loss)
         sums = torch.zeros(len(CRITIC_SUMS), device=self.model.device)
