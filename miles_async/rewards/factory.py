@@ -161,6 +161,7 @@ def _plugin(config: RunConfig, args: Any, reward: Reward, *, name: str, key: str
         reward_key=key,
         # A server gets the whole response in each case, as in slime.
         boxed=name.startswith(BOXED) and not asks_server,
+        reads_box=reward.reads_box,
         changes_samples=False,
         wrong=reward.wrong,
         release=function.close if asks_server else None,

@@ -55,6 +55,8 @@ class Reward(Plugin):
     """Whether the reward may be a dictionary, whose entry `reward_key` is trained on."""
     compares: ClassVar[bool] = False
     """The reward compares the response with the label of its row, so that every row needs one."""
+    reads_box: ClassVar[bool] = False
+    """The reward takes the content of a box for one formula, so the prefix `boxed_` keeps the box around it."""
     reads: ClassVar[Sequence[str]] = ()
     """Names of settings that the reward reads besides its own. Confined processes get no other settings, because
     settings can hold keys."""

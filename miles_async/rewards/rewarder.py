@@ -68,6 +68,8 @@ class Rewarder:
     """`function` scores a group per call."""
     boxed: bool = False
     """`function` sees only the contents of the last box in the response."""
+    reads_box: bool = False
+    """With `boxed`, `function` sees the box, too."""
     changes_samples: bool = True
     """`function` may write into the samples that it sees, so they are checked afterwards."""
     wrong: float | Mapping[str, Any] = 0.0
@@ -113,10 +115,17 @@ class Rewarder:
         _convert_metadata(group, origins)
         raise_first(errors)
 
+    def _shown(self, sample: Sample) -> Sample:
+        """What `function` sees."""
+        if not self.boxed:
+            return sample
+        content = last_boxed(sample.response) or ""
+        return replace(sample, response=f"\\boxed{{{content}}}" if self.reads_box and content else content)
+
     async def _scored_with_errors(self, group: Group) -> list[TrajectoryError]:
         group.share_rewards()
         trajectories = [one for one in group.trajectories if self.whole_groups or one[-1].reward is None]
-        shown = [_boxed(segments[-1]) if self.boxed else segments[-1] for segments in trajectories]
+        shown = [self._shown(segments[-1]) for segments in trajectories]
         results = await (self._score_together(shown, group) if self.whole_groups else self._score_each(shown))
         errors: list[TrajectoryError] = []
         for segments, result in zip(trajectories, results, strict=True):
@@ -331,10 +340,6 @@ def raise_first(errors: Sequence[TrajectoryError]) -> None:
 def is_async(function: RewardFunction) -> bool:
     """Whether a reward function, or the call of such an object, is a coroutine function."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _boxed(sample: Sample) -> Sample:
-    return replace(sample, response=last_boxed(sample.response) or "")
 
 
 def _failure(error: BaseException) -> str:

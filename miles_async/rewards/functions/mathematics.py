@@ -20,6 +20,7 @@ class Math(_Mathematics):
     """1 if the last boxed answer, or else the last number or formula, equals the label, and 0 otherwise."""
 
     name = "math"
+    reads_box = True
 
 
 class Dapo(_Mathematics):

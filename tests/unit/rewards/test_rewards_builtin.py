@@ -45,6 +45,12 @@ def test_the_last_answer_line_is_the_answer() -> None:
     assert answer_line("Answer: 3" + " " * 300) is None
 
 
+@pytest.mark.parametrize("answer", [r"\frac{1}{2}", r"\dfrac12", "x=\\frac12", "0.5"])
+async def test_boxed_math_reads_the_box_as_a_formula_and_no_answer_without_a_box(answer: str) -> None:
+    responses = (rf"so \boxed{{{answer}}}.", f"so ${answer}$", r"\boxed{1} = \frac{1}{2}", r"\boxed{}")
+    assert await scored(*responses, label=r"\frac{1}{2}", rm_type="boxed_math") == [1.0, 0.0, 0.0, 0.0]
+
+
 async def test_the_boxed_prefix_passes_only_the_content_of_the_last_box_to_the_reward() -> None:
     assert await scored(r"4 \boxed{5}", r"\boxed{ 4 }", "4", label="4", rm_type="boxed_exact") == [0.0, 1.0, 0.0]
 
