@@ -70,6 +70,13 @@ class Guest(Plugin):
         """
         return {}
 
+    def equivalents(self) -> Mapping[str, Mapping[Any, Any]]:
+        """Return, by the names of our settings, values that mean something else in the project.
+
+        Each has the value that means here what it means there.
+        """
+        return {}
+
     def resolve(self, config: RunConfig) -> RunConfig:
         """Return the configuration in which the guest's own settings have set what they stand for."""
         return config

@@ -82,9 +82,9 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
         # The sentence about a key of another project does not name the setting, which has its default instead.
         refused = [one.path[-1] for one in assignments if any(each.startswith(f"{one.source}: ") for each in invalid)]
         found += without_consequences(problems(checked, entry), [*found, *refused])
-    if not found and flags.preset is None:
+    if not found:
         with collected(found):
-            flags.notes += unlike(config, {assignment.path for assignment in assignments})
+            flags.notes += unlike(config, {assignment.path for assignment in assignments}, flags.preset)
     return config, list(dict.fromkeys(found))
 
 

@@ -58,19 +58,29 @@ def without_idle(config: RunConfig, name: str) -> RunConfig:
     return with_settings(config, **{each: SETTINGS[each].default for each in idle})
 
 
-def unlike(config: RunConfig, given: Container[tuple[str, ...]]) -> Iterator[str]:
-    """One sentence per compared project: our defaults that differ, and the project's in parentheses.
+def unlike(config: RunConfig, given: Container[tuple[str, ...]], preset: str | None = None) -> Iterator[str]:
+    """One sentence per compared project: our defaults that differ, and values that mean something else there.
 
-    `given` are the paths of the settings that the user has set.
+    What equals the project's is in parentheses. `given` are the paths of the settings that the user has set. With a
+    preset, only its project is compared, and only the meaning of values.
     """
-    for guest, defaults in _of_guests().items():
-        found = [
-            f"{name} {_shown(ours)} ({_shown(theirs)})"
-            for name, theirs in defaults.items()
-            if SETTINGS[name].path not in given and (ours := _value(config, name)) != theirs and _matters(config, name)
-        ]
-        if found and GUESTS.find(guest).is_compared:
-            yield f"unlike {guest}: {', '.join(found)}"
+    for name, defaults in _of_guests().items():
+        guest = GUESTS.find(name)
+        if guest.name.lower() != preset if preset else not guest.is_compared:
+            continue
+        found = {
+            setting: (ours, theirs)
+            for setting, theirs in ({} if preset else defaults).items()
+            if SETTINGS[setting].path not in given
+            and (ours := _value(config, setting)) != theirs
+            and _matters(config, setting)
+        }
+        for setting, values in guest.equivalents().items():
+            if (ours := SETTINGS[setting].value(config)) in values:
+                found[setting] = ours, values[ours]
+        if found:
+            shown = (f"{setting} {_shown(ours)} ({_shown(theirs)})" for setting, (ours, theirs) in found.items())
+            yield f"unlike {guest.name}: {', '.join(shown)}"
 
 
 def like(guest: Guest, before: RunConfig, after: RunConfig) -> Iterator[str]:

@@ -63,6 +63,11 @@ class Miles(Guest):
 
         return DEFAULTS
 
+    def equivalents(self) -> Mapping[str, Mapping[Any, Any]]:
+        from miles_async.compat.slime.defaults import EQUIVALENTS
+
+        return EQUIVALENTS
+
     def arguments(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         from miles_async.compat.slime.arguments import of_flags
         from miles_async.modes.shipped import Stream

@@ -43,6 +43,11 @@ class Slime(Guest):
 
         return DEFAULTS
 
+    def equivalents(self) -> Mapping[str, Mapping[Any, Any]]:
+        from miles_async.compat.slime.defaults import EQUIVALENTS
+
+        return EQUIVALENTS
+
     def resolve(self, config: RunConfig) -> RunConfig:
         from miles_async.compat.slime.resolution import resolve
 

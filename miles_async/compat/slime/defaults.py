@@ -84,3 +84,7 @@ DEFAULTS: Mapping[str, Any] = {
     "profile_step_start": 10,
     "profile_step_end": 12,
 }
+EQUIVALENTS: Mapping[str, Mapping[Any, Any]] = {
+    # Without a box, the last number or formula of a response counts here. In slime and Miles, it is wrong.
+    "rm_type": {"math": "boxed_math"},
+}

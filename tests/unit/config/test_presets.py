@@ -20,6 +20,7 @@ from tests.plugin_packages import install_plugin
 
 GENERATION = ("--n-samples-per-prompt", "2", "--rollout-max-response-len", "8")
 JOB = ("--reasoning-gym-task", "chain_sum", "--rm-type", "math", *GENERATION)
+SIZES = ("--rollout-batch-size", "4", "--max-tokens-per-gpu", "64")
 STREAM = ("--rollout-function-path", Stream.function)
 SLIME = {
     "loss_aggregation": "sequence_mean",
@@ -184,6 +185,17 @@ def test_a_run_names_the_defaults_that_differ_from_those_of_slime(capsys: pytest
     assert "engine_health_interval_seconds 1 (30)" in said_once
     for name in ("rollout_batch_size", "weight_decay", "async_save", "input_key", "max_nonfinite_batches", "eps_clip"):
         assert name not in said_once, f"{name} is set, equal, or has no effect here"
+
+
+def test_a_run_names_a_reward_that_scores_other_answers_in_slime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rm_type math (boxed_math)" in unlike_slime(said(capsys)[1])
+    assert "rm_type" not in unlike_slime(said(capsys, "--rm-type", "boxed_math")[1])
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_a_preset_names_only_the_values_with_another_meaning(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    notes = said(capsys, "--preset", name, "--num-rollout", "4", *SIZES)[1]
+    assert [note for note in notes if "unlike" in note] == [f"unlike {name}: rm_type math (boxed_math)"]
 
 
 def test_a_default_that_matters_only_in_some_runs_is_named_only_there(capsys: pytest.CaptureFixture[str]) -> None:
