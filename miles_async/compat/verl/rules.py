@@ -83,9 +83,7 @@ _ACTOR: Table = {
     "ppo_max_token_len_per_gpu": Combined("sets max_tokens_per_gpu, unless use_dynamic_bsz is false"),
     "ppo_epochs": sets("learner.passes_per_rollout"),
     "shuffle": Idle("has no effect: a batch is divided into optimizer steps in the order in which groups finished"),
-    "clip_ratio": Idle(
-        "has no effect: clip_ratio_low and clip_ratio_high count, which are 0.2 in verl unless they are set"
-    ),
+    "clip_ratio": Combined("has no effect: clip_ratio_low and clip_ratio_high count, 0.2 in verl unless they are set"),
     "clip_ratio_low": Combined("sets eps_clip"),
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),

@@ -331,6 +331,9 @@ class _Keys(CombinedKeys):
                 self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
     def _objective(self) -> None:
+        both = f"{_ACTOR}.clip_ratio"
+        self.number(both)
+        self.note("has no effect: clip_ratio_low and clip_ratio_high count, 0.2 in verl unless they are set", both)
         for suffix, setting in (("low", "eps_clip"), ("high", "eps_clip_high")):
             if (key := f"{_ACTOR}.clip_ratio_{suffix}") in self.values:
                 self.set(f"algorithm.{setting}", self.values[key], key)
