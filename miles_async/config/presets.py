@@ -61,12 +61,13 @@ def without_idle(config: RunConfig, name: str) -> RunConfig:
 def unlike(config: RunConfig, given: Container[tuple[str, ...]], preset: str | None = None) -> Iterator[str]:
     """One sentence per compared project: our defaults that differ, and values that mean something else there.
 
-    What equals the project's is in parentheses. `given` are the paths of the settings that the user has set. With a
-    preset, only its project is compared, and only the meaning of values.
+    The project's default, or our value with the project's meaning, is in parentheses. `given` are the paths of the
+    settings that the user has set. With a preset, only its project is compared, and only the meaning of values.
     """
     for name, defaults in _of_guests().items():
         guest = GUESTS.find(name)
-        if guest.name.lower() != preset if preset else not guest.is_compared:
+        is_compared = guest.is_compared if preset is None else guest.name.lower() == preset
+        if not is_compared:
             continue
         found = {
             setting: (ours, theirs)

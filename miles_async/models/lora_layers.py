@@ -222,6 +222,14 @@ def buffered_modules(modules: Sequence[str]) -> list[str]:
     return [name for name in (*KINDS, HEAD) if name in joined or name in modules]
 
 
+def joins_gate_and_up(modules: Iterable[str], *, alternates: bool) -> bool:
+    """Whether the gate and up projections of experts get one A of twice the rank in engines.
+
+    See `adapters/weights/engine_adapter.py`; `alternates` is that of `LinearLayers`.
+    """
+    return alternates and not {*FEED_FORWARD}.isdisjoint(kinds_of(modules))
+
+
 def engine_modules(modules: Iterable[str]) -> tuple[str, ...]:
     """Kinds of layers, or entries of PEFT's `target_modules`, with the names that SGLang has for them."""
     parts = (name.rpartition(".") for name in modules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, HEAD, LinearLayers, buffered_modules, kinds_of
+from miles_async.models.lora_layers import EXPERTS, HEAD, LinearLayers, buffered_modules, joins_gate_and_up
 from miles_async.planning.layers import Split, Weights
 
 _COPIES = {"in_proj_qkv": 3}
@@ -50,4 +50,4 @@ def elements_in_engine(model: LinearLayers, modules: Sequence[str], rank: int, r
 
 def engine_rank(model: LinearLayers, modules: Iterable[str], rank: int) -> int:
     """The rank of an adapter in engines; see `adapters/weights/engine_adapter.py`."""
-    return 2 * rank if model.alternates and not {*FEED_FORWARD}.isdisjoint(kinds_of(modules)) else rank
+    return 2 * rank if joins_gate_and_up(modules, alternates=model.alternates) else rank

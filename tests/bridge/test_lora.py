@@ -180,7 +180,7 @@ def test_two_ranks_get_the_same_gradients(in_parallel: Path, case: str, layout: 
     check(case, in_parallel / case, in_parallel / case / layout)
 
 
-def test_layers_that_are_not_recomputed_and_recomputed_ones_get_the_same_gradients(folders: Path) -> None:
+def test_recomputed_layers_get_the_same_gradients(folders: Path) -> None:
     folder = folders / "Qwen3.5-MoE"
     with learning(folder / "checkpoint", config(folder, "Qwen3.5-MoE", **RECOMPUTED)) as learner:
         compute(learner, folder / "recomputed")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from miles_async.models.lora import AdapterConfig
-from miles_async.models.lora_layers import FEED_FORWARD, engine_modules, kinds_of
+from miles_async.models.lora_layers import engine_modules, joins_gate_and_up
 
 _QKV = ".in_proj_qkv."
 
@@ -39,7 +39,7 @@ def for_engines(tensors: Mapping[str, Tensor], config: AdapterConfig) -> tuple[d
             name.replace(_QKV, f".in_proj_{one}."): part.clone() for one, part in zip("qkv", parts, strict=True)
         }
     config = replace(config, modules=engine_modules(config.modules))
-    if not config.alternates or {*kinds_of(config.modules)}.isdisjoint(FEED_FORWARD):
+    if not joins_gate_and_up(config.modules, alternates=config.alternates):
         return converted, config
     rank = config.rank
     joined: dict[str, Tensor] = {}

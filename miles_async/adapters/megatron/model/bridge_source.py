@@ -295,21 +295,19 @@ class BridgeSource(ModelSource):
         config, ranks = self.config, self.config.tensor_model_parallel_size
         whole = [self._names.get(one, one) for one in _names(mapping)]
         names = [one.removesuffix(".weight") for one in whole]
-        match name.split(".")[-2], len(names):
-            case "linear_qkv", 3:
-                heads, groups = config.num_attention_heads // ranks, config.num_query_groups // ranks
-                gate = bool(vars(config).get("attention_output_gate"))
-                return query_key_value(names, heads=heads, groups=groups, width=config.kv_channels, has_gate=gate)
-            case "in_proj", 4:
-                keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
-                values = config.linear_num_value_heads * config.linear_value_head_dim // ranks
-                heads = config.linear_num_value_heads // ranks
-                # Ranks divide queries, keys and values one by one.
-                return stacked(names, [[keys, keys, values], [values], [heads], [heads]])
-            case ("linear_fc1", 1 | 2) | (_, 1):
-                pass
-            case _:
-                return []
+        linear = name.split(".")[-2]
+        if linear == "linear_qkv" and len(names) == 3:
+            heads, groups = config.num_attention_heads // ranks, config.num_query_groups // ranks
+            gate = bool(vars(config).get("attention_output_gate"))
+            return query_key_value(names, heads=heads, groups=groups, width=config.kv_channels, has_gate=gate)
+        if linear == "in_proj" and len(names) == 4:
+            keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
+            heads = config.linear_num_value_heads // ranks
+            values = heads * config.linear_value_head_dim
+            # Ranks divide queries, keys and values one by one.
+            return stacked(names, [[keys, keys, values], [values], [heads], [heads]])
+        if len(names) > (2 if linear == "linear_fc1" else 1):
+            return []
         if whole == names:  # the checkpoint has one tensor for all experts
             block, _, kind = whole[0].rpartition(".")
             expert = re.search(r"\d+$", name)

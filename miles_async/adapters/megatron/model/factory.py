@@ -173,7 +173,7 @@ def _drop_empty(chained: MegatronOptimizer) -> None:
     Megatron's checkpoints fail with an optimizer without parameters.
     """
     empty = gather_json([one.optimizer is None for one in chained.chained_optimizers])
-    if any(not all(own) and any(own) for own in zip(*empty, strict=True)):
+    if any(own != empty[0] for own in empty):
         raise UserError(
             "lora_target_modules: Megatron does not save the optimizer of a pipeline stage that has adapters of "
             "experts only while another stage has others; choose the same kinds of layers in each stage"

@@ -30,11 +30,10 @@ class Part:
 
 def stacked(names: Sequence[str], pieces: Sequence[Sequence[int]]) -> list[Part]:
     """Layers whose outputs follow each other; `pieces` are those of each layer."""
-    sizes = list(map(sum, pieces))
-    starts = [0, *accumulate(sizes)]
+    ends = accumulate(map(sum, pieces))
     return [
-        Part(name, [Columns(slice(start, start + size), slice(0, size))], own)
-        for name, start, size, own in zip(names, starts, sizes, pieces, strict=False)
+        Part(name, [Columns(slice(end - sum(own), end), slice(0, sum(own)))], own)
+        for name, end, own in zip(names, ends, pieces, strict=True)
     ]
 
 

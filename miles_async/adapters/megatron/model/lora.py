@@ -36,7 +36,6 @@ from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import (
     make_sharded_tensor_for_checkpoint,
     make_tp_sharded_tensor_for_checkpoint,
@@ -68,8 +67,6 @@ class Linear(NamedTuple):
     splits_output: bool
     """Whether ranks divide the layer's outputs, and not its inputs."""
     of_expert: bool
-    expert_parallel: bool
-    """Whether ranks have different experts."""
 
 
 class Adapters(Module):
@@ -88,6 +85,7 @@ class Adapters(Module):
         self.group = _group_of(of_expert=self.of_expert)
         """The ranks that divide the layer."""
         self._sequence_parallel = settings.sequence_parallel
+        expert_parallel = self.of_expert and parallel_state.get_expert_model_parallel_world_size() > 1
         inputs, device = linear.weight.shape[1], linear.weight.device
         self.shares_outer: bool = self.of_expert and settings.experts_shared_outer_loras
         """Whether the experts of the layer share the matrix that ranks do not divide."""
@@ -97,7 +95,7 @@ class Adapters(Module):
             is_split = axis == (0 if self.splits_output else 1)
             # Without expert parallelism, ranks that divide no expert have all experts, for tokens of their own.
             is_everywhere = (self.shares_outer and not is_split) or (
-                self.of_expert and self.group.size() == 1 and not linear.expert_parallel
+                self.of_expert and self.group.size() == 1 and not expert_parallel
             )
             # Megatron's norm of the gradients counts a parameter with this attribute. It counts others on the first
             # rank of the dense layers' group, which need not be the first rank of an expert's group.
@@ -107,7 +105,7 @@ class Adapters(Module):
             adds_up = settings.sequence_parallel and (is_everywhere or not (is_split or self.of_expert))
             made.sequence_parallel = adds_up  # type: ignore[attr-defined]
             # Whether the gradient is averaged over all data-parallel ranks, or over those that have the expert.
-            made.allreduce = is_everywhere or not (self.of_expert and linear.expert_parallel)  # type: ignore[attr-defined]
+            made.allreduce = is_everywhere or not expert_parallel  # type: ignore[attr-defined]
             made.whole_rows = None  # type: ignore[attr-defined]
             made.pieces = pieces  # type: ignore[attr-defined]
             return made
@@ -177,7 +175,7 @@ class HeadAdapter(Adapters):
         padding stay 0."""
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        linear = Linear(HEAD, weight, splits_output=True, of_expert=False, expert_parallel=False)
+        linear = Linear(HEAD, weight, splits_output=True, of_expert=False)
         super().__init__(linear, equal([HEAD], len(weight)), settings)
         # Every rank has the hidden states of all tokens.
         self.a[0].sequence_parallel = False
@@ -318,41 +316,50 @@ def _attach(
         _fill(adapters, loaded, settings.seed)
         return adapters
 
-    has_experts = isinstance(layer.mlp, MoELayer)
-    for path, module in list(layer.named_modules()):
-        name = f"decoder.layers.{layer.layer_number - 1}.{path}"
-        if has_experts and path.startswith("mlp.experts.") and not {*settings.lora_modules} & {*FEED_FORWARD}:
+    for module, linears in list(_linear_layers(layer, settings)):
+        found = [adapters for linear in linears if (adapters := adapters_of(linear)) is not None]
+        if not found:
             continue
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            if of_expert := path.startswith("mlp.experts."):
-                own = layer.mlp.local_expert_indices[int(path.split(".")[3])]
-                weight_name = f"{name.partition('.local_experts.')[0]}.{path.rpartition('.')[2]}.weight{own}"
-            else:
-                weight_name = f"{name}.weight"
-            splits_output = isinstance(module, ColumnParallelLinear)
-            expert_parallel = of_expert and module.expert_parallel
-            linear = Linear(weight_name, module.weight, splits_output, of_expert, expert_parallel)
-            if (adapters := adapters_of(linear)) is not None:
-                module.adapters = adapters
-                # A layer that first normalizes its input has its product in a method.
-                product = "project" if "layer_norm_weight" in module._parameters else "forward"
-                setattr(module, product, partial(_add_output, module, getattr(module, product)))
-        elif "weight0" in module._parameters:
-            found = [
-                adapters_of(
-                    Linear(
-                        f"{name}.weight{number}",
-                        module.get_parameter(f"weight{position}"),
-                        module.axis == 0,
-                        True,
-                        layer.mlp.ep_group.size() > 1,
-                    )
-                )
-                for position, number in enumerate(layer.mlp.local_expert_indices)
+        if _holds_experts(module):
+            module.adapters = ModuleList(found)
+            module.forward = partial(_add_outputs, module, module.forward)
+            continue
+        [module.adapters] = found
+        # A layer that first normalizes its input has its product in a method.
+        product = "project" if "layer_norm_weight" in module._parameters else "forward"
+        setattr(module, product, partial(_add_output, module, getattr(module, product)))
+
+
+def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[Any, list[Linear]]]:
+    """The modules of a decoder layer that are linear layers. Each holds one, or one of each expert on this rank."""
+    adapts_experts = not {*settings.lora_modules}.isdisjoint(FEED_FORWARD)
+    for path, module in layer.named_modules():
+        name, of_expert = f"decoder.layers.{layer.layer_number - 1}.{path}", path.startswith("mlp.experts.")
+        if of_expert and not adapts_experts:
+            continue
+        if _holds_experts(module):
+            weights = [
+                module.get_parameter(f"weight{position}") for position in range(len(layer.mlp.local_expert_indices))
             ]
-            if of_experts := [adapters for adapters in found if adapters is not None]:
-                module.adapters = ModuleList(of_experts)
-                module.forward = partial(_add_outputs, module, module.forward)
+            names = [f"{name}.weight{number}" for number in layer.mlp.local_expert_indices]
+            splits_output = module.axis == 0
+        elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            weights, names, splits_output = (
+                [module.weight],
+                [f"{name}.weight"],
+                isinstance(module, ColumnParallelLinear),
+            )
+            if of_expert:
+                experts, _, position, linear = name.rsplit(".", 3)
+                names = [f"{experts}.{linear}.weight{layer.mlp.local_expert_indices[int(position)]}"]
+        else:
+            continue
+        yield module, [Linear(*pair, splits_output, of_expert) for pair in zip(names, weights, strict=True)]
+
+
+def _holds_experts(module: Module) -> bool:
+    """Whether a module is a linear layer of all experts on this rank."""
+    return "weight0" in module._parameters
 
 
 def _require_gradient(_: Module, __: Any, output: Tensor) -> Tensor:
@@ -382,13 +389,13 @@ def _fill(adapters: Adapters, loaded: Mapping[str, Tensor] | None, seed: int) ->
 
 
 def _part(whole: Tensor, axis: int, pieces: Sequence[int], group: ProcessGroup) -> Tensor:
-    """What this rank has of a matrix whose `pieces` ranks divide one by one."""
+    """This rank's part of a whole matrix. Ranks divide it piece by piece; `pieces` are the sizes on each rank."""
     parts = whole.split([size * group.size() for size in pieces], axis)
     return torch.cat([one.chunk(group.size(), axis)[group.rank()] for one in parts], axis)
 
 
 def _joined(parts: Sequence[Tensor], axis: int, pieces: Sequence[int]) -> Tensor:
-    """The matrix of which ranks have these parts."""
+    """The whole matrix, from the parts of all ranks. See `_part`."""
     by_piece = zip(*(part.split(list(pieces), axis) for part in parts), strict=True)
     return torch.cat([torch.cat(one, axis) for one in by_piece], axis)
 
