@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit.compat.slime_names import forget
 from tests.wrong_inputs.table import Ended, Row, check, complaints, rows, run
 
 FOUND_AT_THE_START = (
@@ -18,6 +21,13 @@ FOUND_AT_THE_START = (
     "unknown settings of a task",
 )
 """Names of rows that need more than the first rows of a file, or a library that takes seconds to import."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_names_of_slime_are_left() -> Iterator[None]:
+    before = set(sys.modules)
+    yield
+    forget(before)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.id)
