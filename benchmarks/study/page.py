@@ -9,12 +9,12 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import AGAIN, KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
+from benchmarks.study.runs import FRESH, KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
-FRESH = (("in turns", STALE + "default"), ("in turns", AGAIN))
+STALE_BASES = tuple(("in turns", variant) for variant in FRESH)
 """What the runs with really stale samples are compared with."""
 INTRODUCTION = """\
 # What staleness costs
@@ -93,7 +93,7 @@ def difference(runs: Runs, name: tuple[str, str]) -> Interval:
 
     Another machine makes another model of the same seed. Its accuracy before training tells it.
     """
-    expected = [runs[base] for base in (FRESH if name[1].startswith(STALE) else (IN_TURNS,)) if base in runs]
+    expected = [runs[base] for base in (STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)) if base in runs]
     return Interval.of(
         [
             run.after - base[seed].after
@@ -182,7 +182,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
 def _really_stale(runs: Runs) -> str:
     planned = dict.fromkeys((cell.schedule, cell.variant) for cell in cells(["stale"], 1))
     names = sorted((name for name in planned if name in runs), key=lambda name: limit_of(name[0]))
-    if not set(FRESH) & runs.keys():
+    if not set(STALE_BASES) & runs.keys():
         return ""
     return f"""
 ## When samples are really stale
@@ -193,7 +193,7 @@ run whose samples are on average less than {LEAST_SHARE:.0%} as old as the limit
 machine. The tables below have the same job without the waits, where generation is the bottleneck and the mean staleness
 is about 1 at every limit. The runs in turns of this table have no surplus of over-sampling, so that their staleness is
 0. The warm start of a seed differs between machines. A difference is that of runs with one seed and one warm start;
-the runs in turns were repeated for the limits that another machine measured.
+the runs in turns were repeated on each machine.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
@@ -227,7 +227,7 @@ def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
     found = list(runs[name].values())
     numbers = [str(len(found)), _spread([run.after for run in found])]
-    numbers += ["" if name in FRESH else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
+    numbers += ["" if name in STALE_BASES else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
     numbers.append(str(max(run.max_staleness for run in found)))
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
 

@@ -40,8 +40,14 @@ CORRECTIONS = {
 }
 TOKEN_MEAN = ("--loss-aggregation", "token_mean")
 """So that the objectives differ in nothing else. A batch is one step, so clip ranges have no effect."""
-LOSSES = {
+CLAIM = {
+    "naive": ("--off-policy-correction", "none", "--use-rollout-logprobs"),
     "decoupled": ("--off-policy-correction", "decoupled"),
+}
+"""The two objectives that AReaL (arXiv 2505.24298) compares. The naive one clips around the policy that sampled."""
+LOSSES = {
+    "none": CORRECTIONS["none"],
+    "decoupled": CLAIM["decoupled"],
     "icepop": ("--off-policy-correction", "icepop"),
     "gspo": ("--policy-objective", "gspo", *TOKEN_MEAN),
     "cispo": ("--policy-objective", "cispo"),
@@ -52,8 +58,8 @@ LOSSES = {
 }
 STALE = "stale "
 """The beginning of the variants in which samples are really stale."""
-AGAIN = STALE + "default, again"
-"""The runs in turns on the machine of limits 1, 2 and 8, whose warm starts are not those of limits 4 and 16."""
+FRESH = (STALE + "default", *(STALE + f"default, machine {number}" for number in (2, 3)))
+"""Runs in turns on each of the machines that measured stale cells: each machine has other warm starts."""
 STALE_GROUPS = {1: 64, 2: 96, 4: 192, 8: 448, 16: 896}
 """Groups in flight by staleness limit, in batches of 64. See `slow_grader.py`."""
 STALE_RATIO = {8: 0.1, 16: 0.1}
@@ -78,7 +84,7 @@ class Cell:
     schedule: str
     """`in turns` or `limit N`."""
     variant: str
-    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N` and `AGAIN`, which have the settings of
+    """A key of CORRECTIONS or LOSSES, `shuffled`, `K = N`, or `repeat N` and one of FRESH, which have the settings of
     `default`."""
     seed: int
     flags: tuple[str, ...] = ()
@@ -173,10 +179,10 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
         # A limit of 0: without over-sampling, no batch trains the surplus of the batch before.
         fresh = ("--over-sampling-batch-size", "64")
         for seed in SEEDS[:seeds]:
-            yield Cell("in turns", STALE + "default", seed, fresh)
+            yield Cell("in turns", FRESH[0], seed, fresh)
             yield from (_stale(limit, name, seed) for limit in (4, 16) for name in main)
-        yield from (Cell("in turns", AGAIN, seed, fresh) for seed in SEEDS[:seeds])
-        for limits, names in (((1, 2, 8), main), ((4, 16), LOSSES), ((4,), RATES)):
+        yield from (Cell("in turns", again, seed, fresh) for again in FRESH[1:] for seed in SEEDS[:seeds])
+        for limits, names in (((1, 2, 8), main), ((16, 4), CLAIM), ((16, 4), LOSSES), ((4,), RATES)):
             for seed in SEEDS[:seeds]:
                 for limit in limits:
                     for name in names:
@@ -206,7 +212,7 @@ def _stale(limit: int, name: str, seed: int) -> Cell:
     if limit in STALE_RATIO:
         flags += ["--windowed-fifo-ratio", str(STALE_RATIO[limit])]
     flags += ["--rollout-sample-hook-path", "benchmarks.study.slow_grader.wait"]
-    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | LOSSES | RATES)[name]))
+    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | CLAIM | LOSSES | RATES)[name]))
 
 
 def stored(cell: Cell) -> Outcome | None:

@@ -154,7 +154,7 @@ def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
 
 def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(store: Path) -> None:
     cells = {(cell.schedule, cell.variant): cell for cell in runs.cells(["stale"], 1)}
-    fresh, again = (cells["in turns", variant] for variant in (runs.STALE + "default", runs.AGAIN))
+    fresh, again = (cells["in turns", variant] for variant in runs.FRESH[:2])
     old, new, other = (cells[f"limit {limit}", runs.STALE + "default"] for limit in (4, 2, 1))
     stored = page.by_name(
         (cell, replace(outcome(cell, after), before=before))
