@@ -7,9 +7,10 @@
              begin with the same warm start
 
 A run of three adapters trains three times as many batches as a run of one, so that each task sees the same number of
-samples. Time begins when the evaluation before training ends, and ends with the last optimizer step. Accuracy is
-greedy, on held-out problems of the task. Prints a line per run and per job, and writes
-benchmarks/results/several-adapters.json after each seed. A seed that the file has with these settings is not repeated.
+samples. Time begins when the evaluation before training ends, and ends with the last optimizer step. `busy` is the
+share of the processors' time that all programs use from the start of a run to its end. Accuracy is greedy, on held-out
+problems of the task. Prints a line per run and per job, and writes benchmarks/results/several-adapters.json after each
+seed. A seed that the file has with these settings is not repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.records import machine_load, record, recorded
 from benchmarks.study.page import Interval
@@ -136,6 +139,7 @@ def _base(job: Job, folder: Path) -> Path:
 
 def _run(job: Job, folder: Path, tasks: Sequence[str], seed: int, base: Sequence[str]) -> dict[str, Any]:
     load = machine_load()
+    psutil.cpu_percent()  # the first call of a process begins the measurement
     datasets = {task: {"prompt_data": str(folder / f"{task}.jsonl")} for task in tasks}
     several: tuple[str, ...] = ()
     if len(tasks) > 1:
@@ -155,6 +159,7 @@ def _run(job: Job, folder: Path, tasks: Sequence[str], seed: int, base: Sequence
     run = {
         "seconds": round(max(steps) - begun, 2),
         "load": load,
+        "busy": round(psutil.cpu_percent() / 100, 3),
         "before": {event.name: event.accuracy for event in evaluations if event.rollout < 0},
         "after": {event.name: event.accuracy for event in evaluations},
     }

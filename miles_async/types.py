@@ -703,8 +703,9 @@ class LearnerProgress:
     """The version that was staged last, or that the weights had when they were saved."""
     staged: bool
     """Whether this learner has staged `version` itself. If not, its weights have to be staged as the next version."""
-    changed: bool
-    """Whether the weights have changed since `version`."""
+    changed: str | None
+    """The adapter whose weights are newer than its newest version: an empty name if the run trains the model or one
+    adapter, None if nothing has changed. A batch trains one adapter, which is published before the next batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,9 +87,7 @@ class LearnerRank:
         self._port: ClaimedPort
         self._source: WeightSource | AdapterSource | None = None
         self._copy: CheckpointCopy
-        self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
-        self._trained = ""
-        """The adapter that was trained last."""
+        self._progress = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=None)
         self._others: Sequence[ActorHandle[Any]] = ()
         """All ranks but this one, if this is the first rank."""
         self._batch: tuple[int, Sequence[int], Sequence[TrainStep]] | None = None
@@ -183,7 +181,7 @@ class LearnerRank:
         self._batch = None
         structlog.contextvars.bind_contextvars(rollout=rollout_id)
         report = await self._run(self._model_thread, lambda: self._train(rollout_id, adapter, steps))
-        changed, self._trained = self._progress.changed or report.finite, adapter
+        changed = adapter if report.finite else self._progress.changed
         self._progress = replace(self._progress, rollout=rollout_id, groups=groups, report=report, changed=changed)
         return report
 
@@ -259,7 +257,7 @@ class LearnerRank:
 
         self._logprobs = await self._run(self._model_thread, stage)
         # Another adapter may be newer than its staged version: a restored run stages several versions again.
-        changed = self._progress.changed and adapter != self._trained
+        changed = None if adapter == self._progress.changed else self._progress.changed
         self._progress = replace(self._progress, version=version, staged=True, changed=changed)
 
     async def send(self, version: int, engine: str, transport: str) -> SendOutcome:
@@ -309,7 +307,7 @@ class LearnerRank:
         """Resume from this rank's part of a checkpoint, after `start` and before `connect`. All ranks."""
         await self._run(self._model_thread, lambda: self._learner.load_state(folder))
 
-    async def begin(self, rollout: int, version: int, changed: bool) -> None:
+    async def begin(self, rollout: int, version: int, changed: str | None) -> None:
         """Count batches and versions from here on; see `LearnerProgress`."""
         self._progress = LearnerProgress(
             rollout=rollout, groups=(), report=None, version=version, staged=False, changed=changed

@@ -73,7 +73,7 @@ class LearnerRanks:
         loaded = self._loaded
         # Each adapter has its first version before the first batch.
         first = len(self._config.data.adapter_weights) - 1
-        counts = (-1, first, False) if loaded is None else (loaded.rollout, max(first, loaded.version), loaded.changed)
+        counts = (-1, first, None) if loaded is None else (loaded.rollout, max(first, loaded.version), loaded.changed)
         await RayRanks(self.actors).on_all("begin", *counts)
 
     async def offload(self) -> None:

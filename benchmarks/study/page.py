@@ -226,9 +226,9 @@ def _collapsed(rewards: Sequence[float]) -> bool:
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
     found = list(runs[name].values())
-    numbers = [str(len(found)), _spread([run.after for run in found])]
-    numbers += ["" if name in STALE_BASES else str(difference(runs, name)), f"{fmean(run.staleness for run in found):.2f}"]
-    numbers.append(str(max(run.max_staleness for run in found)))
+    against = "" if name in STALE_BASES else str(difference(runs, name))
+    numbers = [str(len(found)), _spread([run.after for run in found]), against]
+    numbers += [f"{fmean(run.staleness for run in found):.2f}", str(max(run.max_staleness for run in found))]
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
 
 
@@ -267,21 +267,22 @@ runs that reach it with the same number of samples. `make sim ARGS="waiting"` pr
 
 def _keys(runs: Runs) -> str:
     names = [name for limit in KEY_LIMITS if (name := ("limit 8", f"K = {limit}")) in runs]
-    if (base := ("limit 8", "default")) not in runs or not names:
+    if len(names) < 2:
         return ""
     rows = []
     for name in names:
         found = list(runs[name].values())
-        pairs = _pairs(runs[base], runs[name])
-        columns = [name[1], str(len(found)), _spread([run.after for run in found])]
-        columns.append(str(Interval.of([run.after - zero.after for zero, run in pairs])))
+        pairs = _pairs(runs[names[0]], runs[name]) if name != names[0] else []
+        columns = [name[1].removeprefix("K = "), str(len(found)), _spread([run.after for run in found])]
+        columns.append(str(Interval.of([run.after - zero.after for zero, run in pairs])) if pairs else "")
         columns.append(_ratio([zero.seconds / run.seconds for zero, run in pairs]))
         rows.append("| " + " | ".join([*columns, f"{fmean(run.staleness for run in found):.2f}"]) + " |")
     return f"""
 ## Keys and values of older versions
 
 The same job with a limit of 8 and [`--max-kv-staleness K`](weights.md#keys-and-values-of-older-versions). Differences
-and ratios are to the runs with K = 0 and the same seed. The staleness counts the oldest keys of a group.
+and ratios are to the runs with K = 0 and the same seed, on the same machine. The staleness counts the oldest keys of a
+group.
 
 | K | seeds | accuracy | difference to K = 0 | times as fast | mean staleness |
 {"|---" * 6}|

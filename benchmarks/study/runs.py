@@ -67,8 +67,8 @@ STALE_RATIO = {8: 0.1, 16: 0.1}
 LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
-KEY_LIMITS = (1, 2, -1)
-"""Values of `--max-kv-staleness` that are compared with 0."""
+KEY_LIMITS = (0, 1, 2, -1)
+"""Values of `--max-kv-staleness` that are compared."""
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 

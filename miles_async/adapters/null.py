@@ -26,7 +26,7 @@ class NullLearner:
         return StepReport(seconds=0.0, tokens=0, finite=True)
 
     async def progress(self) -> LearnerProgress:
-        return LearnerProgress(rollout=None, groups=(), report=None, version=0, staged=True, changed=False)
+        return LearnerProgress(rollout=None, groups=(), report=None, version=0, staged=True, changed=None)
 
     async def work_seconds(self) -> float:
         return 0.0

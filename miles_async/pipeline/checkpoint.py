@@ -78,7 +78,7 @@ def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle,
     return {
         "rollout": rollout_id,
         "version": run_state.trainer_version,
-        "changed": run_state.weights_changed,
+        "changed": run_state.changed_adapter,
         "data": data,
         "owed": [group.tracked or group.prompt_dict() for group in (*untrained, *taken, *lifecycle.quarantine.waiting)],
     }

@@ -96,7 +96,9 @@ class Publisher:
             await self.channel.stage(version, adapter, self.run_state.lineages[adapter])
             # A restored run stages versions again, beside tokens of later ones.
             self.run_state.trainer_version = max(self.run_state.trainer_version, version)
-            self.run_state.weights_changed, self._in_buffer = False, version
+            self._in_buffer = version
+            if adapter == self.run_state.changed_adapter:
+                self.run_state.changed_adapter = None
             self._staged = _StagedVersion(version, adapter, trained, self.run_state.clock.monotonic() - started)
 
     def start(self) -> None:

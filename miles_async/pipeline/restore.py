@@ -233,16 +233,9 @@ class Restorer:
             for version in lineage.newest(run_state.announced_version):
                 if version > learner.version:
                     due[name] = version
-        if learner.changed:
-            [trained] = {run_state.adapter_of(group) for group in self._last_trained(learner)} or run_state.lineages
-            if due.get(trained, -1) <= learner.version:
-                due[trained] = run_state.announced_version + 1
+        if learner.changed is not None and due.get(learner.changed, -1) <= learner.version:
+            due[learner.changed] = run_state.announced_version + 1
         return {version: name for name, version in sorted(due.items(), key=lambda entry: entry[1])}
-
-    def _last_trained(self, learner: LearnerProgress) -> list[Group]:
-        """The groups of the batch that the learner trained last."""
-        last = set(learner.groups)
-        return [group for group in self.lifecycle.groups_in(GroupState.TRAINED) if group.sequence in last]
 
     def _roll_back(self, learner: LearnerProgress, last: int, undone: Sequence[Group]) -> dict[int, str]:
         """The next version of each adapter, whose weights are those of the checkpoint from which another learner
@@ -254,7 +247,7 @@ class Restorer:
         run_state, versions = self.run_state, dict[int, str]()
         kept = {name: lineage.newest(learner.version) for name, lineage in run_state.lineages.items()}
         for name in kept:
-            version, updates = run_state.announced_version + 1, int(learner.changed)
+            version, updates = run_state.announced_version + 1, int(name == learner.changed)
             [kept_version] = kept[name]
             run_state.lineages[name].roll_back(kept_version, version, updates)
             run_state.announced_version = version

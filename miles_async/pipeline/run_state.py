@@ -27,8 +27,8 @@ class RunState:
         ever used for two different weights."""
         self.trainer_version = 0
         """Newest weight version that was staged, live or not."""
-        self.weights_changed = False
-        """Whether the learner's weights are newer than `trainer_version`."""
+        self.changed_adapter: str | None = None
+        """The adapter whose weights are newer than its newest staged version; see `LearnerProgress.changed`."""
         self.live_version = -1
         """Newest weight version on every routed engine; -1 before the first publish."""
         self.evaluation_requests = 0

@@ -104,7 +104,7 @@ class Training:
         )
         if report.finite:
             self.lifecycle.advance(groups, GroupState.TRAINED, rollout=rollout_id)
-            run_state.weights_changed = True
+            run_state.changed_adapter = self._adapter_of(groups)
             self._not_finite.pop(self._adapter_of(groups), None)
         else:
             self._drop_nonfinite(rollout_id, groups)

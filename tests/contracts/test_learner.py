@@ -29,7 +29,7 @@ class IdleRank:
     """A rank of the learner that answers as `workers.learner.LearnerRank` does, and trains nothing."""
 
     def __init__(self) -> None:
-        self._last = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=False)
+        self._last = LearnerProgress(rollout=-1, groups=(), report=None, version=0, staged=False, changed=None)
         self._folder: Path | None = None
         self._sequences: list[int] = []
         self.shares_prefixes, self.finish_state = Method(lambda: False), Method(lambda written: None)
@@ -49,7 +49,7 @@ class IdleRank:
     def _train(self, rollout: int, adapter: str) -> StepReport:
         report = StepReport(seconds=0.5, tokens=0, finite=True, metrics={"memory_gib": 0.0})
         self._last = LearnerProgress(
-            rollout=rollout, groups=self._sequences, report=report, version=0, staged=False, changed=True
+            rollout=rollout, groups=self._sequences, report=report, version=0, staged=False, changed=""
         )
         return report
 
@@ -112,7 +112,7 @@ async def test_progress_names_the_last_batch_and_its_groups(learner: tuple[Calla
     trained = learner[0]()
     report = await trained.train(0, batch())
     progress = await trained.progress()
-    assert (progress.rollout, list(progress.groups), progress.changed) == (0, [3, 4], True)
+    assert (progress.rollout, list(progress.groups), progress.changed) == (0, [3, 4], "")
     assert progress.report is not None
     assert (progress.report.seconds, progress.report.finite) == (report.seconds, True)
 

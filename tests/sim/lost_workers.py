@@ -168,7 +168,7 @@ class MemoryStore:
         return _as_stored(group)
 
 
-def _started_from(rollout: int, version: int, changed: bool) -> LearnerProgress:
+def _started_from(rollout: int, version: int, changed: str | None) -> LearnerProgress:
     return LearnerProgress(rollout=rollout, groups=(), report=None, version=version, staged=False, changed=changed)
 
 
@@ -185,10 +185,8 @@ class LastingTrainer(Trainer):
     received: dict[int, list[Group]] = field(default_factory=dict)
     """The batch that each rank has received last."""
 
-    trained: str = ""
-    """The adapter that was trained last."""
     adapters: int = 1
-    last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, False))
+    last: LearnerProgress = field(default_factory=lambda: _started_from(-1, 0, None))
     busy: set[asyncio.Task[Any]] = field(default_factory=set)
     death: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -207,7 +205,7 @@ class LastingTrainer(Trainer):
         self.copied = None
         rollout = max(self.saved, default=-1)
         del self.batches[rollout + 1 :]
-        progress = self.saved.get(rollout, {"version": self.adapters - 1, "changed": False})
+        progress = self.saved.get(rollout, {"version": self.adapters - 1, "changed": None})
         self.last = _started_from(rollout, progress["version"], progress["changed"])
 
     async def work_seconds(self) -> float:
@@ -242,9 +240,8 @@ class LastingTrainer(Trainer):
 
     async def _train(self, rollout_id: int, groups: list[Group]) -> StepReport:
         report = await super().train(rollout_id, groups)
-        self.trained = groups[0].adapter
         sequences = [group.sequence or 0 for group in groups]
-        changed = self.last.changed or report.finite
+        changed = groups[0].adapter if report.finite else self.last.changed
         self.last = replace(self.last, rollout=rollout_id, groups=sequences, report=report, changed=changed)
         return report
 
@@ -258,7 +255,7 @@ class LastingTrainer(Trainer):
 
     async def _stage(self, version: int, adapter: str, seconds: float) -> None:
         await self.clock.sleep(seconds)
-        changed = self.last.changed and adapter != self.trained
+        changed = None if adapter == self.last.changed else self.last.changed
         self.last = replace(self.last, version=version, staged=True, changed=changed)
 
     async def progress(self) -> LearnerProgress:
@@ -356,9 +353,9 @@ class LostWorkers(World):
         self.fleet.learner = self.trainer
         self.trainer.adapters = len(self.config.data.adapter_weights)
         if stored is None and self.resume_from is None:
-            self.trainer.last = _started_from(-1, self.trainer.adapters - 1, False)
+            self.trainer.last = _started_from(-1, self.trainer.adapters - 1, None)
         if self.resume_from is not None:
-            self.trainer.last = _started_from(self.resume_from["rollout"], self.trainer.adapters - 1, False)
+            self.trainer.last = _started_from(self.resume_from["rollout"], self.trainer.adapters - 1, None)
         rng = random.Random(f"kills {self.seed}")
         killer = asyncio.ensure_future(self._kill_learners(clock, rng))
         kills = 0

@@ -58,8 +58,8 @@ class LoadedCheckpoint(NamedTuple):
     """The last rollout that it contains."""
     version: int = 0
     """The weight version of this run that was staged last before it was written; 0 if it is of another run."""
-    changed: bool = False
-    """Whether the weights have changed since."""
+    changed: str | None = None
+    """The adapter whose weights have changed since; see `LearnerProgress`."""
     damage: Sequence[str] = ()
     """One sentence for each newer checkpoint that is damaged, newest first."""
 

@@ -91,12 +91,12 @@ def test_every_run_of_the_study_is_started_by_a_valid_command(store: Path) -> No
 def test_the_page_compares_runs_with_older_keys_with_runs_without(store: Path) -> None:
     stored = []
     for seed in (1, 2):
-        base = Cell("limit 8", "default", seed, (), runs.SLOW_TOOLS)
+        base = Cell("limit 8", "K = 0", seed, (), runs.SLOW_TOOLS)
         stored.append((base, outcome(base, 0.8)))
         stored.append((older := Cell("limit 8", "K = 2", seed, (), runs.SLOW_TOOLS), outcome(older, 0.7, seconds=50)))
     turns = Cell("in turns", "default", runs.SEEDS[0])
     text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored))
-    assert "| K = 2 | 2 | 0.700 (SD 0.000) | -0.100 (two seeds) | 2.00 (two seeds) | 1.50 |" in text
+    assert "| 2 | 2 | 0.700 (SD 0.000) | -0.100 (two seeds) | 2.00 (two seeds) | 1.50 |" in text
 
 
 def test_the_page_states_spread_difference_and_time(store: Path) -> None:

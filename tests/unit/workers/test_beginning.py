@@ -45,7 +45,7 @@ def save(tmp_path: Path, run: str, *rollouts: int, **facts: Any) -> None:
     for rollout in rollouts:
         draft = checkpoints.begin(rollout)
         (draft / "weights").write_text(f"weights of {rollout}")
-        progress = {"run": run, "rollout": rollout, "version": rollout, "changed": False, "data": {}, "owed": []}
+        progress = {"run": run, "rollout": rollout, "version": rollout, "changed": None, "data": {}, "owed": []}
         checkpoints.write_progress(draft, progress | facts)
         checkpoints.commit(draft, rollout, keep=5)
 

@@ -121,7 +121,7 @@ async def test_a_rollout_worker_that_dies_while_it_sends_a_batch_leaves_no_rank_
         if (await following.progress()).rollout != 5:
             await following.train(5, batch())
         progress = await following.progress()
-    assert (progress.rollout, progress.groups, progress.changed) == (5, [0, 1], True)
+    assert (progress.rollout, progress.groups, progress.changed) == (5, [0, 1], "")
     assert [rank.trained for rank in ranks] == [[5]] * RANKS
 
 
@@ -140,7 +140,7 @@ class DifferentRanks:
 
     async def on_all(self, method: str) -> list[LearnerProgress]:
         return [
-            LearnerProgress(rollout=rollout, groups=(), report=None, version=3, staged=True, changed=False)
+            LearnerProgress(rollout=rollout, groups=(), report=None, version=3, staged=True, changed=None)
             for rollout in (4, 3)
         ]
 

@@ -239,7 +239,7 @@ def test_the_check_of_a_checkpoint_reports_all_bytes_that_it_reads(tmp_path: Pat
     folder, read = CheckpointFolder(tmp_path), list[int]()
     draft = folder.begin(4)
     (draft / "weights").write_bytes(b"0" * 3_000_000)
-    progress = {"rollout": 4, "data": {}, "owed": [], "run": "a run", "version": 3, "changed": False}
+    progress = {"rollout": 4, "data": {}, "owed": [], "run": "a run", "version": 3, "changed": None}
     folder.write_progress(draft, progress)
     path = folder.commit(draft, 4, keep=1)
     assert folder.newest_of("a run", read.append) is not None
