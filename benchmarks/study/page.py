@@ -9,7 +9,19 @@ from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
-from benchmarks.study.runs import FRESH, KEY_LIMITS, LEAST_SHARE, SEEDS, STALE, WINDOW, Cell, Outcome, cells, limit_of
+from benchmarks.study.runs import (
+    CLAIM,
+    FRESH,
+    KEY_LIMITS,
+    LEAST_SHARE,
+    SEEDS,
+    STALE,
+    WINDOW,
+    Cell,
+    Outcome,
+    cells,
+    limit_of,
+)
 
 LIMITS = (1, 2, 4, 8, 16)
 VARIANTS = ("none", "default", "recommended")
@@ -93,12 +105,17 @@ def difference(runs: Runs, name: tuple[str, str]) -> Interval:
 
     Another machine makes another model of the same seed. Its accuracy before training tells it.
     """
-    expected = [runs[base] for base in (STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)) if base in runs]
+    bases = STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)
+    return _gain(runs[name], [runs[base] for base in bases if base in runs])
+
+
+def _gain(found: dict[int, Outcome], bases: Sequence[dict[int, Outcome]]) -> Interval:
+    """Accuracy of the runs `found` minus accuracy of `bases`, over pairs with one seed and one warm start."""
     return Interval.of(
         [
             run.after - base[seed].after
-            for seed, run in runs[name].items()
-            for base in expected
+            for seed, run in found.items()
+            for base in bases
             if seed in base and base[seed].before == run.before
         ]
     )
@@ -201,8 +218,27 @@ the runs in turns were repeated on each machine.
 
 `make study ARGS="stale"` runs {len(planned)} such cells. {len(planned) - len(names)} of them have not been run yet.
 
-{_warnings([run for name in names for run in runs[name].values()])}
+{_claim(runs)}{_warnings([run for name in names for run in runs[name].values()])}
 """
+
+
+def _claim(runs: Runs) -> str:
+    """Whether AReaL's decoupled objective is better than the naive one with stale samples."""
+    sentences = []
+    for limit in reversed(LIMITS):
+        naive, decoupled = (runs.get((f"limit {limit}", STALE + name), {}) for name in CLAIM)
+        if (found := _gain(decoupled, [naive])).size:
+            age = fmean(run.staleness for run in naive.values())
+            verdict = "no difference was found" if found.holds_zero else "better" if found.mean > 0 else "worse"
+            sentences.append(f"{found} with samples that were {age:.1f} versions old on average ({verdict})")
+    if not sentences:
+        return ""
+    return (
+        "AReaL (arXiv 2505.24298) reports that an objective which clips around the policy before the step, and weights "
+        "tokens by their ratio to the policy that sampled (`decoupled`), learns from stale samples from which one that "
+        "clips around the policy that sampled does not (`naive`: `--use-rollout-logprobs --off-policy-correction "
+        f"none`). Here the accuracy with `decoupled` minus that with `naive` was {', and '.join(sentences)}.\n\n"
+    )
 
 
 def _warnings(found: Sequence[Outcome]) -> str:
