@@ -94,10 +94,7 @@ _ACTOR: Table = {
     ),
     "use_kl_loss": sets("algorithm.use_kl_loss"),
     "kl_loss_coef": sets("algorithm.kl_loss_coef"),
-    "kl_loss_type": converts(
-        "algorithm.kl_loss_type",
-        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"},
-    ),
+    "kl_loss_type": Combined("sets kl_loss_type; with use_kl_in_reward only if use_kl_loss is true"),
     "entropy_coeff": sets("algorithm.entropy_coef"),
     "use_rollout_log_probs": sets("algorithm.use_rollout_logprobs"),
     "grad_clip": sets("learner.clip_grad"),
@@ -258,7 +255,10 @@ _ALGORITHM: Table = {
     "norm_adv_by_std_in_grpo": sets("algorithm.grpo_std_normalization"),
     "gamma": sets("algorithm.gamma"),
     "lam": sets("algorithm.lambd"),
-    "use_kl_in_reward": Combined("sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef"),
+    "use_kl_in_reward": Combined(
+        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; must be false with adv_estimator grpo and "
+        "reinforce_plus_plus_baseline"
+    ),
     "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),

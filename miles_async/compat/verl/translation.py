@@ -62,6 +62,12 @@ _MEANS = converts(
         "seq-mean-token-sum-norm": "constant",
     },
 )
+_ESTIMATORS = converts(
+    "algorithm.kl_loss_type",
+    {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"},
+)
+_COMPARED_AFTER_PENALTY = ("grpo", "reinforce_plus_plus_baseline")
+"""Estimators of verl that compare the samples of a group after the KL penalty."""
 _MEANS_OVER_SAMPLES = ("gspo", "geo_mean", "sapo")
 """Losses of verl that do not read loss_agg_mode (`verl/trainer/ppo/core_algos.py`)."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
@@ -407,20 +413,28 @@ class _Keys(CombinedKeys):
             self.set("algorithm.rejection_band", band, key, threshold_key, low_key)
 
     def _kl(self) -> None:
-        """The KL penalty on rewards, whose estimator is also that of the KL loss."""
+        """The KL penalty on rewards and the KL loss, which share an estimator here."""
         on_key, coef_key, kind_key = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
-        kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+        loss_key, loss_kind_key = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_type"
         if self.values.get(on_key) is not True:
             if on_key in self.values:
                 self.set("algorithm.kl_coef", 0.0, on_key)
             self.note(f"has no effect without {on_key}", coef_key, kind_key)
+            if loss_kind_key in self.values:
+                self.translator.follow(_ESTIMATORS, loss_kind_key, self.values[loss_kind_key])
             return
         self.set("algorithm.kl_coef", self.values.get(coef_key, 0.001), on_key, coef_key)
-        kind = self.values.get(kind_key, "kl")
-        if kind not in kinds:
-            self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
+        self.translator.follow(_ESTIMATORS, kind_key, self.values.get(kind_key, "kl"))
+        if self.values.get("algorithm.adv_estimator") in _COMPARED_AFTER_PENALTY:
+            self.refuse(
+                f"{on_key} has a counterpart only with adv_estimator gae or reinforce_plus_plus, because verl compares "
+                "the rewards of a group less the KL divergence of each whole response: set it to false, and "
+                f"{loss_key} to true"
+            )
+        elif self.values.get(loss_key) is True:
+            self.translator.follow(_ESTIMATORS, loss_kind_key, self.values.get(loss_kind_key, "low_var_kl"))
         else:
-            self.set("algorithm.kl_loss_type", kinds[kind], kind_key, on_key)
+            self.note(f"has no effect without {loss_key}", loss_kind_key)
 
     def _filter(self) -> None:
         """Groups without differences in their rewards are dropped. verl's fully asynchronous trainer keeps them."""

@@ -231,6 +231,31 @@ def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
 CLIP = "actor_rollout_ref.actor.clip_ratio"
 
 
+PENALTY = "algorithm.use_kl_in_reward"
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_a_kl_penalty_on_rewards_is_that_of_verl_for_estimators_that_compare_no_samples(estimator: str) -> None:
+    keys = {"algorithm.adv_estimator": estimator, PENALTY: True, "actor_rollout_ref.actor.kl_loss_type": "k3"}
+    found = settings({**keys, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "mse"})
+    assert (found["kl_coef"], found["kl_loss_type"]) == (0.01, "k2")
+    assert (settings(keys)["kl_coef"], settings(keys)["kl_loss_type"]) == (0.001, "k1")
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
+def test_a_kl_penalty_on_rewards_that_are_compared_afterwards_is_refused(estimator: str) -> None:
+    [problem] = problems({"algorithm.adv_estimator": estimator, PENALTY: True})
+    assert problem.startswith(f"{PENALTY} has a counterpart only with adv_estimator gae or reinforce_plus_plus")
+    assert problems({"algorithm.adv_estimator": estimator, PENALTY: False}) == []
+
+
+def test_the_kl_loss_and_the_kl_penalty_on_rewards_share_an_estimator() -> None:
+    both = {PENALTY: True, "actor_rollout_ref.actor.use_kl_loss": True}
+    [problem] = problems(both)  # verl's defaults are kl and low_var_kl
+    assert "contradict each other, because both set algorithm.kl_loss_type" in problem
+    assert settings({**both, "algorithm.kl_penalty": "low_var_kl"})["kl_loss_type"] == "low_var_kl"
+
+
 def test_the_clip_ratio_of_both_sides_has_no_effect_as_in_verl() -> None:
     parsed = parse_flags([f"{CLIP}=0.1", f"{CLIP}_low=0.3"])
     assert [*parsed.idle] == [CLIP]
