@@ -213,7 +213,8 @@ class _Keys(CombinedKeys):
         epochs, files = self._number(key, 1), self.values.get(files_key)
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
         if isinstance(files, list) and len(files) > 1 and prompts is not None:
-            batches = epochs * sum(map(_rows, files)) // prompts.value
+            # verl drops the rows of a pass that do not fill a batch.
+            batches = epochs * (sum(map(_rows, files)) // prompts.value)
             self.set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
         else:
             self.set("rollout.num_epoch", epochs, key)

@@ -100,6 +100,11 @@ def test_files_of_the_same_name_are_told_apart_and_weigh_as_many_as_they_have_ro
     found = settings({"data.train_files": files, "data.train_batch_size": 2, "trainer.total_epochs": 10})
     assert {name: entry["weight"] for name, entry in found["datasets"].items()} == {"gsm8k_train": 3, "math_train": 1}
     assert found["num_rollout"] == 20
+    # A pass of 4 rows fills one batch of 3.
+    assert (
+        settings({"data.train_files": files, "data.train_batch_size": 3, "trainer.total_epochs": 10})["num_rollout"]
+        == 10
+    )
 
 
 def test_nothing_is_saved_without_a_frequency() -> None:
