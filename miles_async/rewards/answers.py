@@ -56,8 +56,8 @@ def after_reasoning(response: str) -> str:
 def answer_line(response: str) -> str | None:
     """Return the answer of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476).
 
-    The token that ends the response is no part of it. If the line has formulas between dollar signs, the first one is
-    the answer. Both are as in the code of the paper.
+    The token that ends the response does not belong to it. If the line has formulas between dollar signs, the first
+    one is the answer. Both are as in the code of the paper.
     """
     lines = _ANSWER_LINE.findall(response[-300:])
     if not lines:

@@ -88,6 +88,9 @@ _ACTOR: Table = {
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
     "loss_agg_mode": Combined("sets loss_aggregation, unless loss_mode is gspo, geo_mean or sapo"),
+    "loss_scale_factor": Combined(
+        "must be data.max_response_length with loss_agg_mode seq-mean-token-sum-norm", "compared"
+    ),
     "policy_loss.loss_mode": converts(
         "algorithm.policy_objective",
         {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"},

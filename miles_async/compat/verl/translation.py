@@ -53,13 +53,15 @@ _FURTHER_TURNS = ("tool_config_path", "function_tool_path", "interaction_config_
 _PROMPT_KEY, _LABEL_KEY = "prompt", "reward_model.ground_truth"
 _METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 """Metrics of verl by which groups are compared as by their rewards."""
+_SUM_OVER_LONGEST = "seq-mean-token-sum-norm"
+"""The mean of token losses with the sum over each response divided by the longest one."""
 _MEANS = converts(
     "algorithm.loss_aggregation",
     {
         "token-mean": "token_mean",
         "seq-mean-token-mean": "sequence_mean",
         "seq-mean-token-sum": "sequence_sum",
-        "seq-mean-token-sum-norm": "constant",
+        _SUM_OVER_LONGEST: "constant",
     },
 )
 _ESTIMATORS = converts(
@@ -213,7 +215,7 @@ class _Keys(CombinedKeys):
         epochs, files = self._number(key, 1), self.values.get(files_key)
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
         if isinstance(files, list) and len(files) > 1 and prompts is not None:
-            # verl drops the rows of a pass that do not fill a batch.
+            # verl leaves out the rows of a pass that do not fill a batch.
             batches = epochs * (sum(map(_rows, files)) // prompts.value)
             self.set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
         else:
@@ -351,10 +353,24 @@ class _Keys(CombinedKeys):
             self.note(f"has no effect in verl either: {mode} is always averaged by seq-mean-token-mean", mean_key)
         elif mean_key in self.values:
             self.translator.follow(_MEANS, mean_key, self.values[mean_key])
+        self._scale(mean_key, sums=self.values.get(mean_key) == _SUM_OVER_LONGEST and mode not in _MEANS_OVER_SAMPLES)
         if mode == "vanilla" and dual in self.values:
             self.set("algorithm.eps_clip_c", self.values[dual], dual)
         else:
             self.note(f"has no effect with policy_loss.loss_mode {mode}", dual)
+
+    def _scale(self, mean_key: str, *, sums: bool) -> None:
+        """The number by which the sum over a response is divided."""
+        key, longest_key = f"{_ACTOR}.loss_scale_factor", "data.max_response_length"
+        if sums and key in self.values and self.values[key] != self.values.get(longest_key):
+            self.refuse(
+                f"{key} {self.values[key]!r:.80} is not {longest_key}, by which {_SUM_OVER_LONGEST} divides the sum "
+                "over a response: set both to the same value"
+            )
+        elif sums:
+            self.note(f"has no effect: {longest_key} is the same", key)
+        else:
+            self.note(f"has no effect without {mean_key} {_SUM_OVER_LONGEST}", key)
 
     def _correction(self) -> None:
         """How samples of other weights are corrected: by weights, by leaving tokens out, or by the ratio itself."""

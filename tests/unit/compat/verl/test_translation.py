@@ -236,6 +236,17 @@ def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
 CLIP = "actor_rollout_ref.actor.clip_ratio"
 
 
+def test_the_sum_over_a_response_is_divided_by_its_longest_length_only() -> None:
+    mean, factor = "actor_rollout_ref.actor.loss_agg_mode", "actor_rollout_ref.actor.loss_scale_factor"
+    keys = {"data.max_response_length": 512, mean: "seq-mean-token-sum-norm"}
+    assert settings({**keys, factor: 512})["loss_aggregation"] == "constant"
+    assert problems({**keys, factor: 1024}) == [
+        f"{factor} 1024 is not data.max_response_length, by which seq-mean-token-sum-norm divides the sum over a "
+        "response: set both to the same value"
+    ]
+    assert translate({**keys, mean: "token-mean", factor: 1024}).idle.keys() == {factor}
+
+
 PENALTY = "algorithm.use_kl_in_reward"
 
 
