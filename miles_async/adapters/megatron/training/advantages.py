@@ -15,7 +15,7 @@ from torch import Tensor
 from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
-from miles_async.losses.advantages.statistics import EPSILON
+from miles_async.losses.advantages.statistics import whitening_deviation
 from miles_async.losses.critic import last_token_rewards
 from miles_async.losses.functions import AdvantageColumns, LossFunctions, SampleLayout, function_advantages, postprocess
 from miles_async.losses.policy import kl_penalty
@@ -139,7 +139,7 @@ def discounted_returns(
 
 
 def normalize(steps: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[Tensor]]:
-    """Shift and scale to mean 0 and variance 1 over all tokens of the batch.
+    """Whiten over all tokens of the batch, as `statistics.whiten` does.
 
     `steps` are [m] advantages per micro-batch of every optimizer step of the batch. All data-parallel ranks must call
     this function. The result depends neither on packing nor on the number of ranks. If any value is not
@@ -150,7 +150,7 @@ def normalize(steps: Sequence[Sequence[Tensor]], device: torch.device) -> list[l
     count, total = _sum_over_ranks(torch.ones_like(flat).sum(), flat.sum())
     mean = total / max(count, 1.0)
     [squares] = _sum_over_ranks((flat - mean).square().sum())
-    deviation = math.sqrt(squares / max(count, 1.0)) + EPSILON
+    deviation = whitening_deviation(math.sqrt(squares / max(count, 1.0)), count)
     return [[((one.double() - mean) / deviation).to(one.dtype) for one in step] for step in steps]
 
 
