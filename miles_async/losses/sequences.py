@@ -1,4 +1,4 @@
-"""Sums and means over the tokens of each sequence. Importing this module imports no torch, so plug-ins can do so.
+"""Sums and means over the tokens of each sequence. This module does not import torch, so plug-ins can import it.
 
 All tensors are [m], with one entry per trained token. `sequences` is the number of each token's sequence in the
 micro-batch, ascending.
@@ -29,14 +29,12 @@ def later_sum(values: Tensor, sequences: Tensor, discount: float = 1.0) -> Tenso
     The k-th later one is multiplied by `discount` ** k. The sums are computed in double precision. Each round doubles
     the number of terms in each sum, so that a GPU needs few kernels, and does not wait for any.
     """
-    import torch
-
-    terms, distance = values.to(torch.float64, copy=True), 1
-    zero, copy = terms.new_zeros(()), torch.empty_like(terms)  # fresh memory is slower than the arithmetic
+    terms, distance = values.clone().double(), 1
+    copy = terms.new_empty(len(terms))  # one for all rounds, because fresh memory is slower than the arithmetic
     while distance < len(terms) and discount:
-        is_same = sequences[:-distance] == sequences[distance:]
-        torch.where(is_same, terms[distance:], zero, out=copy[:-distance])
-        terms[:-distance].add_(copy[:-distance], alpha=discount)
+        later = copy[:-distance].copy_(terms[distance:])
+        later.masked_fill_(sequences[:-distance] != sequences[distance:], 0.0)
+        terms[:-distance].add_(later, alpha=discount)
         discount, distance = discount * discount, 2 * distance
     return terms.to(values.dtype)
 
