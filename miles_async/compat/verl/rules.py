@@ -289,7 +289,7 @@ _ALGORITHM: Table = {
 _TRAINER: Table = {
     "experiment_name": sets("observability.experiment_name"),
     "project_name": sets("observability.project_name"),
-    "total_training_steps": Combined("sets num_rollout"),
+    "total_training_steps": Combined("sets num_rollout, unless total_epochs ends the run earlier"),
     "total_epochs": Combined("sets num_epoch, where nothing else sets the length of the run"),
     "nnodes": Combined("sets actor_num_nodes, and colocate without rollout.nnodes"),
     "n_gpus_per_node": Combined("sets actor_num_gpus_per_node, and colocate without rollout.n_gpus_per_node"),

@@ -205,21 +205,37 @@ class _Keys(CombinedKeys):
             self.set("rollout.num_rollout", max(1, batches), *keys)
             self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
         elif steps_key in self.values:
-            self.set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
-            self.note(f"has no effect beside {steps_key}", epochs_key)
+            steps, files = self._number(steps_key, 1), self._train_files()
+            passes = self._passes() if epochs_key in self.values and files and all(map(_is_file, files)) else None
+            if passes is not None and passes < steps:
+                self.set("rollout.num_rollout", passes, epochs_key, "data.train_files", "data.train_batch_size")
+                self.note(f"has no effect: {epochs_key} ends the run earlier", steps_key)
+            else:
+                self.set("rollout.num_rollout", steps, steps_key)
+                self.note(f"has no effect beside {steps_key}", epochs_key)
         elif epochs_key in self.values:
             self._epochs(epochs_key, "data.train_files")
 
     def _epochs(self, key: str, files_key: str) -> None:
         """Passes over the data. Those over several files are a number of batches."""
-        epochs, files = self._number(key, 1), self.values.get(files_key)
-        prompts = self.translator.translation.get("rollout.rollout_batch_size")
-        if isinstance(files, list) and len(files) > 1 and prompts is not None:
-            # verl leaves out the rows of a pass that do not fill a batch.
-            batches = epochs * (sum(map(_rows, files)) // prompts.value)
-            self.set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
+        batches = self._passes()
+        if len(self._train_files()) > 1 and batches is not None:
+            self.set("rollout.num_rollout", batches, key, files_key, "data.train_batch_size")
         else:
-            self.set("rollout.num_epoch", epochs, key)
+            self.set("rollout.num_epoch", self._number(key, 1), key)
+
+    def _passes(self) -> int | None:
+        """The batches in all passes over the data; None if the size of a batch is not known."""
+        prompts = self.translator.translation.get("rollout.rollout_batch_size")
+        if prompts is None:
+            return None
+        # verl leaves out the rows of a pass that do not fill a batch.
+        return max(1, self._number("trainer.total_epochs", 1) * (sum(map(_rows, self._train_files())) // prompts.value))
+
+    def _train_files(self) -> Sequence[Any]:
+        """The files of the data; none if the key has another value, which is reported elsewhere."""
+        files = self.values.get("data.train_files")
+        return files if isinstance(files, list) else [files] if isinstance(files, str) else []
 
     def _schedule(self) -> None:
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
@@ -688,8 +704,12 @@ def _band(threshold: Any) -> list[float] | None:
 
 def _rows(file: Any) -> int:
     """The number of rows of a file; 1 if there is no such file, which is reported elsewhere."""
+    return max(1, count_rows(str(file))) if _is_file(file) else 1
+
+
+def _is_file(file: Any) -> bool:
     path, _ = split_slice(str(file))
-    return max(1, count_rows(str(file))) if Path(path).expanduser().is_file() else 1
+    return Path(path).expanduser().is_file()
 
 
 def _named(files: Iterable[str]) -> Mapping[str, str]:

@@ -107,6 +107,15 @@ def test_files_of_the_same_name_are_told_apart_and_weigh_as_many_as_they_have_ro
     )
 
 
+def test_a_run_ends_after_its_steps_or_its_epochs_whichever_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 7)
+    keys = {"data.train_files": f"{tmp_path}/rows.jsonl", "data.train_batch_size": 2, "trainer.total_epochs": 2}
+    assert settings({**keys, "trainer.total_training_steps": 5})["num_rollout"] == 5
+    assert settings({**keys, "trainer.total_training_steps": 7})["num_rollout"] == 6
+    outcome = translate({**keys, "trainer.total_training_steps": 7})
+    assert outcome.idle["trainer.total_training_steps"] == "has no effect: trainer.total_epochs ends the run earlier"
+
+
 def test_nothing_is_saved_without_a_frequency() -> None:
     outcome = translate({"trainer.default_local_dir": "out", "trainer.save_freq": -1, "trainer.resume_mode": "auto"})
     assert outcome.translation == {}
