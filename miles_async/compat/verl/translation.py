@@ -356,6 +356,10 @@ class _Keys(CombinedKeys):
                 self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
     def _objective(self) -> None:
+        estimator = "algorithm.adv_estimator"
+        if self.values.get(estimator) == "gae":
+            # verl has no key for it: compute_gae_advantage_return always whitens.
+            self.set("algorithm.normalize_advantages", True, estimator)
         both = f"{_ACTOR}.clip_ratio"
         self.number(both)
         self.note("has no effect: clip_ratio_low and clip_ratio_high count, 0.2 in verl unless they are set", both)

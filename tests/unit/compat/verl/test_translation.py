@@ -256,6 +256,11 @@ def test_the_sum_over_a_response_is_divided_by_its_longest_length_only() -> None
     assert translate({**keys, mean: "token-mean", factor: 1024}).idle.keys() == {factor}
 
 
+def test_advantages_of_a_critic_are_normalized_as_verl_always_does() -> None:
+    assert settings({"algorithm.adv_estimator": "gae"}) == {"advantage_estimator": "ppo", "normalize_advantages": True}
+    assert settings({"algorithm.adv_estimator": "grpo"}) == {"advantage_estimator": "grpo"}
+
+
 PENALTY = "algorithm.use_kl_in_reward"
 
 
