@@ -230,7 +230,8 @@ class _Keys(CombinedKeys):
         if prompts is None:
             return None
         # verl leaves out the rows of a pass that do not fill a batch.
-        return max(1, self._number("trainer.total_epochs", 1) * (sum(map(_rows, self._train_files())) // prompts.value))
+        batches: int = sum(map(_rows, self._train_files())) // prompts.value
+        return max(1, batches * self._number("trainer.total_epochs", 1))
 
     def _train_files(self) -> Sequence[Any]:
         """The files of the data; none if the key has another value, which is reported elsewhere."""
