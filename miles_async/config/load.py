@@ -420,6 +420,8 @@ def _resolve_transport(config: RunConfig, source: str, notes: list[str]) -> RunC
 def _resolve_epochs(config: RunConfig, *, named: bool) -> RunConfig:
     """The configuration with the number of batches in `num_epoch` passes over the prompts, unless it is set (`named`).
 
+    Each pass is rounded down to whole batches, as in slime and verl, unless a batch is larger than the data.
+
     Raises UserError if the rows of the prompts cannot be counted.
     """
     epochs, prompts = config.rollout.num_epoch, config.data.prompt_data
@@ -429,8 +431,9 @@ def _resolve_epochs(config: RunConfig, *, named: bool) -> RunConfig:
         raise UserError("num_epoch needs the number of prompts, which only a file in prompt_data has: set num_rollout")
     if not Path(split_slice(prompts)[0]).expanduser().is_file():
         return config  # it is reported elsewhere
-    rollouts = epochs * count_rows(prompts) // config.rollout.rollout_batch_size
-    return with_settings(config, num_rollout=max(1, rollouts))
+    rows, batch = count_rows(prompts), config.rollout.rollout_batch_size
+    rollouts = epochs * (rows // batch) if rows >= batch else max(1, epochs * rows // batch)
+    return with_settings(config, num_rollout=rollouts)
 
 
 def _resolve_rewards(config: RunConfig, notes: list[str]) -> RunConfig:

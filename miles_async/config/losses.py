@@ -35,15 +35,21 @@ def estimator_of(algorithm: Algorithm) -> AdvantageEstimator:
 
 def normalizes_in_driver(algorithm: Algorithm) -> bool:
     """Whether advantages are normalized over the batch before it is divided among the learner's ranks."""
-    return _normalizes(algorithm) and algorithm.kl_coef == 0
+    return _normalizes(algorithm) and not normalizes_on_rank(algorithm)
 
 
 def normalizes_on_rank(algorithm: Algorithm) -> bool:
-    """Whether the learner normalizes the returns of REINFORCE++, because a KL penalty is part of them.
+    """Whether the learner normalizes the returns of REINFORCE++, because they differ from token to token.
 
-    Only the learner knows the log-probabilities under the reference model.
+    A KL penalty is part of them, and only the learner knows the log-probabilities under the reference model, or later
+    rewards are discounted.
     """
-    return _normalizes(algorithm) and algorithm.kl_coef > 0
+    return _normalizes(algorithm) and (algorithm.kl_coef > 0 or discount(algorithm) < 1)
+
+
+def discount(algorithm: Algorithm) -> float:
+    """The factor of a reward per token before it; 1 for estimators that do not read `gamma`."""
+    return algorithm.gamma if estimator_of(algorithm).discounts else 1.0
 
 
 def _normalizes(algorithm: Algorithm) -> bool:
@@ -81,6 +87,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
     - MTP heads, which learn from all samples;
     - a loss, advantages or a mean that functions of the user compute;
     - metrics of all log-probabilities that the engines reported;
+    - rewards that the learner normalizes over the batch, whose advantages are not 0;
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
@@ -89,6 +96,7 @@ def skips_zero_advantages(config: RunConfig) -> bool:
         and not config.learner.enable_mtp_training
         and objective_of(algorithm).scales_with_advantage
         and not estimator_of(algorithm).trains_critic
+        and not normalizes_on_rank(algorithm)
         and not has_loss_functions(algorithm)
         and not algorithm.get_mismatch_metrics
         and not config.keeps_reference

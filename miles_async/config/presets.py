@@ -77,11 +77,18 @@ def unlike(config: RunConfig, given: Container[tuple[str, ...]], preset: str | N
             and _matters(config, setting)
         }
         for setting, values in guest.equivalents().items():
-            if (ours := SETTINGS[setting].value(config)) in values:
+            if (ours := next((value for value in _used(config, setting) if value in values), None)) is not None:
                 found[setting] = ours, values[ours]
         if found:
             shown = (f"{setting} {_shown(ours)} ({_shown(theirs)})" for setting, (ours, theirs) in found.items())
             yield f"unlike {guest.name}: {', '.join(shown)}"
+
+
+def _used(config: RunConfig, setting: str) -> Iterator[Any]:
+    """The value of a setting, and the values that data sets have instead."""
+    yield SETTINGS[setting].value(config)
+    for dataset in (*config.data.datasets.values(), *config.rollout.eval_datasets.values()):
+        yield dataset.model_dump().get(setting)
 
 
 def like(guest: Guest, before: RunConfig, after: RunConfig) -> Iterator[str]:

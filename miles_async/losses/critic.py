@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from miles_async.losses.sequences import later_sum
+
 CRITIC_SUMS = ("tokens", "loss", "clipped", "value", "squared_error", "return", "return_squared")
 """Order of the sums that `critic_loss` returns."""
 
@@ -23,23 +25,8 @@ def generalized_advantages(
     following = torch.zeros_like(values)
     following[:-1] = torch.where(sequences[:-1] == sequences[1:], values[1:], 0.0)
     errors = rewards + discount * following - values
-    advantages = _add_later_terms(errors.double(), sequences, discount * decay).to(values.dtype)
+    advantages = later_sum(errors, sequences, discount * decay)
     return advantages, advantages + values
-
-
-def _add_later_terms(terms: Tensor, sequences: Tensor, factor: float) -> Tensor:
-    """Add to each of `terms` [m] the later terms of its sequence, the k-th one multiplied by `factor` ** k.
-
-    Each round doubles the number of terms in each sum, so that a GPU needs few kernels, and does not wait for any.
-    """
-    distance, zero = 1, terms.new_zeros(())
-    copy = torch.empty_like(terms)  # one for all rounds, because fresh memory is slower than the arithmetic
-    while distance < len(terms) and factor:
-        is_same = sequences[:-distance] == sequences[distance:]
-        torch.where(is_same, terms[distance:], zero, out=copy[:-distance])
-        terms[:-distance].add_(copy[:-distance], alpha=factor)
-        factor, distance = factor * factor, 2 * distance
-    return terms
 
 
 def last_token_rewards(rewards: Tensor, sequences: Tensor) -> Tensor:

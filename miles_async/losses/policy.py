@@ -17,7 +17,7 @@ from miles_async.losses.functions import FunctionResult, FunctionsOfMicroBatch
 from miles_async.losses.masks import NO_MASKS, TokenMasks
 from miles_async.losses.mismatch import mismatch
 from miles_async.losses.objectives.objective import Objective, PolicyTokens
-from miles_async.losses.sequences import sequence_sum
+from miles_async.losses.sequences import later_sum
 from miles_async.losses.tokens import TokenColumns
 from miles_async.plugins import errors_of, name_of
 from miles_async.section import Section
@@ -310,7 +310,7 @@ def penalized_advantages(columns: TokenColumns, settings: PolicyLossSettings) ->
         return columns.advantages
     # A penalty on the reward of a token counts for every earlier token of the response too.
     penalty = kl_penalty(columns.old_logprobs.detach(), columns.reference_logprobs, settings.kl_estimator)
-    return columns.advantages - settings.kl_reward_coef * suffix_sum(penalty, columns.sequences)
+    return columns.advantages - settings.kl_reward_coef * later_sum(penalty, columns.sequences)
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -327,15 +327,6 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
         return log_ratio.square() / 2
     estimate = log_ratio.exp() - 1 - log_ratio
     return estimate.clamp(max=10) if estimator == "low_var_kl" else estimate
-
-
-def suffix_sum(values: Tensor, sequences: Tensor) -> Tensor:
-    """[m] for every token, the sum of `values` over this token and all later ones of its sequence."""
-    # A reversed cumulative sum runs on into later sequences. What it adds there is its value at the sequence's first
-    # token minus the sequence's own sum.
-    running = values.flip(0).cumsum(0).flip(0)
-    first = torch.searchsorted(sequences, sequences)
-    return running - (running[first] - sequence_sum(values, sequences))
 
 
 def objective_sum(sums: Tensor) -> float:

@@ -23,6 +23,22 @@ def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
     return _sums(values, sequences)[sequences]
 
 
+def later_sum(values: Tensor, sequences: Tensor, discount: float = 1.0) -> Tensor:
+    """[m] for every token, the sum of `values` over this token and all later ones of its sequence.
+
+    The k-th later one is multiplied by `discount` ** k. The sums are computed in double precision. Each round doubles
+    the number of terms in each sum, so that a GPU needs few kernels, and does not wait for any.
+    """
+    terms, distance = values.clone().double(), 1
+    copy = terms.new_empty(len(terms))  # one for all rounds, because fresh memory is slower than the arithmetic
+    while distance < len(terms) and discount:
+        later = copy[:-distance].copy_(terms[distance:])
+        later.masked_fill_(sequences[:-distance] != sequences[distance:], 0.0)
+        terms[:-distance].add_(later, alpha=discount)
+        discount, distance = discount * discount, 2 * distance
+    return terms.to(values.dtype)
+
+
 def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
     """[m] the log-ratio of each `token`, of its `sequence`, or the mean over its sequence (`geometric`)."""
     if level == "token":

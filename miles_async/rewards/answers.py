@@ -44,7 +44,8 @@ def after_thinking(response: str) -> str | None:
     return None
 
 
-_SPECIAL_TOKENS = re.compile(r"<\|(?:im_end|endoftext)\|>|<pad>")
+_SPECIAL_TOKENS = re.compile(r"<[|\uff5c][^\s<>|\uff5c]+[|\uff5c]>|<pad>|<eos>|<end_of_turn>|</s>\s*\Z")
+"""Tokens that end a response, as text; DeepSeek has full-width bars (U+FF5C). `</s>` is also a tag of HTML."""
 
 
 def after_reasoning(response: str) -> str:
@@ -55,13 +56,15 @@ def after_reasoning(response: str) -> str:
 def answer_line(response: str) -> str | None:
     """Return the answer of the last `Answer: ...` line in the last 300 characters (DAPO, arXiv 2503.14476).
 
-    If the line has formulas between dollar signs, the first one is the answer, as in the code of the paper.
+    The token that ends the response does not belong to it. If the line has formulas between dollar signs, the first
+    one is the answer. Both are as in the code of the paper.
     """
     lines = _ANSWER_LINE.findall(response[-300:])
     if not lines:
         return None
-    formula = _FORMULA.search(lines[-1])
-    return tidy(lines[-1].strip("* ") if formula is None else formula[1] or formula[2])
+    line = _SPECIAL_TOKENS.sub("", lines[-1])
+    formula = _FORMULA.search(line)
+    return tidy(line.strip("* ") if formula is None else formula[1] or formula[2])
 
 
 def label_of(sample: Sample) -> str:

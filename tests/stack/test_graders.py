@@ -141,6 +141,7 @@ def test_dapo_reads_the_answer_line_and_deepscaler_the_text_after_the_reasoning(
     right = mathematics.dapo(None, Sample(response="Answer: 1/2", label="0.5"))
     assert right == {"score": 1.0, "acc": 1.0, "pred": "1/2"}
     assert mathematics.dapo(None, Sample(response="it is 0.5", label="0.5"))["score"] == -1.0
+    assert mathematics.dapo(None, Sample(response="Answer: 34<|im_end|>", label="34"))["score"] == 1.0
 
     def deepscaler(response: str, label: Any) -> float:
         return mathematics.deepscaler(None, Sample(response=response, label=label))

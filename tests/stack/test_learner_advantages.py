@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_async.adapters.megatron.model.tiny_model import create_tiny_model
-from miles_async.adapters.megatron.training.advantages import normalize, penalized_returns
+from miles_async.adapters.megatron.training.advantages import discounted_returns, normalize
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.batching.batch import PackedBatch, TrainStep, rank_batches
 from miles_async.types import Group, Sample
@@ -81,7 +81,7 @@ def test_reinforce_plus_plus_normalizes_returns_with_their_kl_penalty_like_other
     with learning(tiny, run):  # for its process groups
         [packed] = rank_batches(responses(case), run, 1)
         assert sum(len(step.micro_batches) for step in packed) > steps
-        returns = [penalized_returns(step, penalties(case, step), torch.device("cpu")) for step in packed]
+        returns = [discounted_returns(step, penalties(case, step), 1.0, torch.device("cpu")) for step in packed]
         found = normalize(returns, torch.device("cpu"))
     theirs = [
         torch.tensor(
@@ -92,11 +92,11 @@ def test_reinforce_plus_plus_normalizes_returns_with_their_kl_penalty_like_other
         for i in numbers(packed_batch)
     ]
     ours = torch.cat([one for step in found for one in step])
-    # slime divides by the deviation of a sample (n - 1), OpenRLHF and we by that of all n tokens.
-    factor = (len(ours) / (len(ours) - 1)) ** 0.5 if project == "slime" else 1.0
+    # slime and we divide by the deviation of a sample (n - 1), OpenRLHF by that of all n tokens.
+    factor = ((len(ours) - 1) / len(ours)) ** 0.5 if project == "openrlhf" else 1.0
     assert torch.allclose(ours, torch.cat(theirs) * factor, atol=1e-4)
     assert ours.mean().item() == pytest.approx(0, abs=1e-6)
-    assert ours.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    assert ours.std().item() == pytest.approx(1, abs=1e-5)
 
 
 def numbers(packed: PackedBatch) -> list[int]:
@@ -139,9 +139,32 @@ def test_a_kl_penalty_is_normalized_with_the_rewards_over_all_steps_of_the_batch
     # Four tokens per response: the penalty of a token counts for it and for the earlier ones.
     penalty = (policy - reference).reshape(-1, 4).flip(1).cumsum(1).flip(1).flatten()
     returns = rewards - penalty
-    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0), atol=1e-4)
+    assert torch.allclose(found, (returns - returns.mean()) / returns.std(), atol=1e-4)
     assert report.finite
     assert report.metrics["kl"] != 0
+
+
+@pytest.mark.parametrize("estimator, discount", [("reinforce_plus_plus", 0.5), ("reinforce_plus_plus_baseline", 1.0)])
+def test_gamma_discounts_the_rewards_of_reinforce_plus_plus_before_they_are_normalized(
+    tiny: Path, estimator: str, discount: float
+) -> None:
+    """As in slime, verl and OpenRLHF, none of which discounts with the baseline of the group."""
+    run = config(advantage_estimator=estimator, gamma=0.5, max_tokens_per_gpu=16)
+    with learning(tiny, run) as learner:
+        [steps] = rank_batches([*batch(0), *batch(1)], run, 1)
+        values = learner._pre_step_values(0, steps)
+        found = [
+            torch.from_numpy(one.advantages) if own.advantages is None else own.advantages[number]
+            for step, own in zip(steps, values, strict=True)
+            for number, one in enumerate(step.micro_batches)
+        ]
+    # Four tokens per response.
+    rewards = torch.tensor([sample.scalar_reward for group in (*batch(0), *batch(1)) for sample in group])
+    returns = rewards[:, None] * torch.tensor([discount**3, discount**2, discount, 1])
+    expected = (returns - returns.mean()) / returns.std()
+    ours = torch.cat(found).reshape(-1, 4)
+    # Packing and the division into steps change the order of the samples.
+    assert torch.allclose(ours[ours[:, 3].argsort()], expected[expected[:, 3].argsort()], atol=1e-4)
 
 
 def test_advantages_of_a_critic_are_normalized_over_all_steps_of_the_batch(tiny: Path) -> None:
@@ -153,7 +176,7 @@ def test_advantages_of_a_critic_are_normalized_over_all_steps_of_the_batch(tiny:
         [steps] = rank_batches(groups, run, 1)
         found = [torch.cat(values.advantages or []) for values in learner._pre_step_values(0, steps)]
     both = torch.cat(found)
-    assert (both.mean().item(), both.std(correction=0).item()) == pytest.approx((0, 1), abs=1e-5)
+    assert (both.mean().item(), both.std().item()) == pytest.approx((0, 1), abs=1e-5)
     assert found[0].mean().item() < -0.5 < 0.5 < found[1].mean().item()
 
 
@@ -162,7 +185,7 @@ def test_rewards_that_differ_little_are_normalized_and_one_that_is_not_finite_sp
     with learning(tiny, config()):
         large = torch.tensor([1e4, 1e4 + 0.125, 1e4, 1e4 + 0.125])
         [[found]] = normalize([[large]], device)
-        assert found.tolist() == pytest.approx([-1, 1, -1, 1], abs=1e-4)
+        assert found.tolist() == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2, abs=1e-4)
         assert normalize([[torch.full((3,), 0.7)]], device)[0][0].abs().max() < 1e-6
         assert normalize([[]], device) == [[]]
         spoiled = normalize([[torch.tensor([1.0, float("inf")])], [torch.tensor([2.0])]], device)

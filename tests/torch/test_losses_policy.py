@@ -31,10 +31,9 @@ from miles_async.losses.policy import (
     objective_sum,
     policy_loss,
     policy_metrics,
-    suffix_sum,
     supervised_loss,
 )
-from miles_async.losses.sequences import sequence_mean
+from miles_async.losses.sequences import later_sum, sequence_mean
 from miles_async.losses.tokens import TokenColumns
 from tests.plugin_packages import install_plugin
 from tests.torch.recorded_losses import recorded
@@ -430,16 +429,23 @@ def test_kl_estimates_agree_with_the_divergence_they_estimate() -> None:
 
 
 def test_later_penalties_are_summed_within_the_sequence() -> None:
-    sums = suffix_sum(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
+    sums = later_sum(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2]))
     assert sums.tolist() == [7, 6, 4, 24, 16]
-    assert suffix_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+    assert later_sum(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_a_discounted_sum_multiplies_each_later_term_by_the_discount_once_more() -> None:
+    values, sequences = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([0, 0, 0, 2, 2])
+    assert later_sum(values, sequences, 0.5).tolist() == [3, 4, 4, 16, 16]
+    assert later_sum(values, sequences, 0.0).tolist() == values.tolist()
+    assert values.tolist() == [1, 2, 4, 8, 16]
 
 
 def test_a_penalty_in_the_reward_lowers_the_advantage_of_a_token_by_all_later_penalties() -> None:
     tensors = inputs()
     penalized, _ = loss_of(tensors, 40, settings(kl_reward_coef=0.1, kl_estimator="k1"))
     away = tensors["old_logprobs"] - tensors["reference_logprobs"]
-    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * suffix_sum(away, tensors["sequences"])}
+    lower = {**tensors, "advantages": tensors["advantages"] - 0.1 * later_sum(away, tensors["sequences"])}
     assert penalized.item() == pytest.approx(loss_of(lower, 40, settings())[0].item(), rel=1e-9)
 
 

@@ -46,6 +46,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if not isinstance(sample.prompt, str):
             sample.tokens = tokenizer.encode(sample.prompt, tools)
     longest, answer = limits_of(args, sample, sampling_params)
+    if args.rollout_max_context_len is not None:
+        longest = min(longest, max(1, args.rollout_max_context_len - sample.prompt_length))
     for _ in range(count_observations(sample), args.generate_max_turns):
         limit = min(longest, _observed_length(sample) + answer)
         await args.turns.sample(sample, {**sampling_params, "max_new_tokens": limit})

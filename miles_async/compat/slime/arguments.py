@@ -20,7 +20,7 @@ def of_flags(flags: Mapping[str, Flag], settings: Mapping[str, Any]) -> dict[str
 
 
 def of_evaluation(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of slime's flags for evaluations, from the data sets, and of its limits of the context.
+    """The values of slime's flags for evaluations, from the data sets.
 
     A flag that holds for all data sets is None if they differ. `eval_config` is always None: its data sets are in
     `eval_prompt_data`, too.
@@ -30,12 +30,9 @@ def of_evaluation(settings: Mapping[str, Any]) -> dict[str, Any]:
     for flag, field in OF_DATASETS.items():
         first, *others = [getattr(dataset, field) for dataset in datasets.values()] or [None]
         found[flag] = first if all(other == first for other in others) else None
-    context = settings["sglang_server_args"].get("context_length")
     return {
         **found,
         "eval_prompt_data": [word for name, each in datasets.items() for word in (name, each.path)] or None,
-        "rollout_max_context_len": context,
-        "eval_max_context_len": context,
     }
 
 

@@ -174,16 +174,15 @@ def combine(values: Mapping[str, Any], translator: Translator) -> None:
 
 
 def _context_lengths(values: Mapping[str, Any], translator: Translator) -> None:
-    """Engines need the longer of both contexts. Only functions of users read the two limits, so they get them."""
-    names = ("rollout_max_context_len", "eval_max_context_len")
-    given = {name: values[name] for name in names if name in values}
-    numbers = [value for value in given.values() if isinstance(value, int)]
-    differ = len({*numbers}) > 1
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        translator.set("engine.sglang_server_args.context_length", max(numbers) if differ else value, flag)
-        if differ:
-            translator.set(f"rollout.custom_args.{name}", value, flag)
+    """Only functions of users read the two limits, so they get them. Engines have the context of the model."""
+    flag, rollout = "--rollout-max-context-len", values.get("rollout_max_context_len")
+    if isinstance(rollout, int) and rollout < 2:
+        translator.problems.append(f"{flag} {rollout} leaves no room for a response: set it to 2 or more")
+    if rollout is not None:
+        translator.set("rollout.custom_args.rollout_max_context_len", rollout, flag)
+    if (evaluation := values.get("eval_max_context_len", rollout)) is not None:
+        source = "--eval-max-context-len" if "eval_max_context_len" in values else flag
+        translator.set("rollout.custom_args.eval_max_context_len", evaluation, source)
 
 
 def _evaluation(values: Mapping[str, Any], translator: Translator) -> None:

@@ -49,6 +49,10 @@ def resolve(config: RunConfig) -> RunConfig:
     if (config.algorithm.custom_tis_function_path or "").endswith(_MISMATCH):
         own = "miles_async.compat.slime.mismatch.compute_mis_weights_with_cp"
         config = with_settings(config, custom_tis_function_path=own)
+    context = config.rollout.custom_args.get("rollout_max_context_len")
+    if isinstance(context, int) and config.rollout.rollout_max_prompt_len is None:
+        # slime leaves out prompts without room for a token of a response.
+        config = with_settings(config, rollout_max_prompt_len=max(1, context - 1))
     if config.debug.debug_train_only and config.debug.load_debug_rollout_data is None:
         # slime's scripts for supervised training turn the engines off in this way, so nothing can be evaluated.
         supervised = with_settings(config, debug_train_only=False, eval_size=0)

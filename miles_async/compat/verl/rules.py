@@ -88,16 +88,16 @@ _ACTOR: Table = {
     "clip_ratio_high": Combined("sets eps_clip_high"),
     "clip_ratio_c": Combined("sets eps_clip_c with loss_mode vanilla"),
     "loss_agg_mode": Combined("sets loss_aggregation, unless loss_mode is gspo, geo_mean or sapo"),
+    "loss_scale_factor": Combined(
+        "must be data.max_response_length with loss_agg_mode seq-mean-token-sum-norm", "compared"
+    ),
     "policy_loss.loss_mode": converts(
         "algorithm.policy_objective",
         {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "sapo": "sapo", "cispo": "cispo"},
     ),
     "use_kl_loss": sets("algorithm.use_kl_loss"),
     "kl_loss_coef": sets("algorithm.kl_loss_coef"),
-    "kl_loss_type": converts(
-        "algorithm.kl_loss_type",
-        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"},
-    ),
+    "kl_loss_type": Combined("sets kl_loss_type; with use_kl_in_reward only if use_kl_loss is true"),
     "entropy_coeff": sets("algorithm.entropy_coef"),
     "use_rollout_log_probs": sets("algorithm.use_rollout_logprobs"),
     "grad_clip": sets("learner.clip_grad"),
@@ -258,7 +258,10 @@ _ALGORITHM: Table = {
     "norm_adv_by_std_in_grpo": sets("algorithm.grpo_std_normalization"),
     "gamma": sets("algorithm.gamma"),
     "lam": sets("algorithm.lambd"),
-    "use_kl_in_reward": Combined("sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef"),
+    "use_kl_in_reward": Combined(
+        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; must be false with adv_estimator grpo and "
+        "reinforce_plus_plus_baseline"
+    ),
     "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
@@ -286,7 +289,7 @@ _ALGORITHM: Table = {
 _TRAINER: Table = {
     "experiment_name": sets("observability.experiment_name"),
     "project_name": sets("observability.project_name"),
-    "total_training_steps": Combined("sets num_rollout"),
+    "total_training_steps": Combined("sets num_rollout, unless total_epochs ends the run earlier"),
     "total_epochs": Combined("sets num_epoch, where nothing else sets the length of the run"),
     "nnodes": Combined("sets actor_num_nodes, and colocate without rollout.nnodes"),
     "n_gpus_per_node": Combined("sets actor_num_gpus_per_node, and colocate without rollout.n_gpus_per_node"),

@@ -53,15 +53,23 @@ _FURTHER_TURNS = ("tool_config_path", "function_tool_path", "interaction_config_
 _PROMPT_KEY, _LABEL_KEY = "prompt", "reward_model.ground_truth"
 _METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 """Metrics of verl by which groups are compared as by their rewards."""
+_SUM_OVER_LONGEST = "seq-mean-token-sum-norm"
+"""The mean of token losses with the sum over each response divided by the longest one."""
 _MEANS = converts(
     "algorithm.loss_aggregation",
     {
         "token-mean": "token_mean",
         "seq-mean-token-mean": "sequence_mean",
         "seq-mean-token-sum": "sequence_sum",
-        "seq-mean-token-sum-norm": "constant",
+        _SUM_OVER_LONGEST: "constant",
     },
 )
+_ESTIMATORS = converts(
+    "algorithm.kl_loss_type",
+    {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"},
+)
+_COMPARED_AFTER_PENALTY = ("grpo", "reinforce_plus_plus_baseline")
+"""Estimators of verl that compare the samples of a group after the KL penalty."""
 _MEANS_OVER_SAMPLES = ("gspo", "geo_mean", "sapo")
 """Losses of verl that do not read loss_agg_mode (`verl/trainer/ppo/core_algos.py`)."""
 _RENDERS = "a row of verl has messages, which the chat template renders"
@@ -197,20 +205,38 @@ class _Keys(CombinedKeys):
             self.set("rollout.num_rollout", max(1, batches), *keys)
             self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
         elif steps_key in self.values:
-            self.set("rollout.num_rollout", self._number(steps_key, 1), steps_key)
-            self.note(f"has no effect beside {steps_key}", epochs_key)
+            steps, files = self._number(steps_key, 1), self._train_files()
+            passes = self._passes() if epochs_key in self.values and files and all(map(_is_file, files)) else None
+            if passes is not None and passes < steps:
+                self.set("rollout.num_rollout", passes, epochs_key, "data.train_files", "data.train_batch_size")
+                self.note(f"has no effect: {epochs_key} ends the run earlier", steps_key)
+            else:
+                self.set("rollout.num_rollout", steps, steps_key)
+                self.note(f"has no effect beside {steps_key}", epochs_key)
         elif epochs_key in self.values:
             self._epochs(epochs_key, "data.train_files")
 
     def _epochs(self, key: str, files_key: str) -> None:
         """Passes over the data. Those over several files are a number of batches."""
-        epochs, files = self._number(key, 1), self.values.get(files_key)
-        prompts = self.translator.translation.get("rollout.rollout_batch_size")
-        if isinstance(files, list) and len(files) > 1 and prompts is not None:
-            batches = epochs * sum(map(_rows, files)) // prompts.value
-            self.set("rollout.num_rollout", max(1, batches), key, files_key, "data.train_batch_size")
+        batches = self._passes()
+        if len(self._train_files()) > 1 and batches is not None:
+            self.set("rollout.num_rollout", batches, key, files_key, "data.train_batch_size")
         else:
-            self.set("rollout.num_epoch", epochs, key)
+            self.set("rollout.num_epoch", self._number(key, 1), key)
+
+    def _passes(self) -> int | None:
+        """The batches in all passes over the data; None if the size of a batch is not known."""
+        prompts = self.translator.translation.get("rollout.rollout_batch_size")
+        if prompts is None:
+            return None
+        # verl leaves out the rows of a pass that do not fill a batch.
+        batches: int = sum(map(_rows, self._train_files())) // prompts.value
+        return max(1, batches * self._number("trainer.total_epochs", 1))
+
+    def _train_files(self) -> Sequence[Any]:
+        """The files of the data; none if the key has another value, which is reported elsewhere."""
+        files = self.values.get("data.train_files")
+        return files if isinstance(files, list) else [files] if isinstance(files, str) else []
 
     def _schedule(self) -> None:
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
@@ -331,6 +357,10 @@ class _Keys(CombinedKeys):
                 self.refuse(f"{betas_key} {other!r} is not a pair of numbers: write [0.9, 0.999]")
 
     def _objective(self) -> None:
+        estimator = "algorithm.adv_estimator"
+        if self.values.get(estimator) == "gae":
+            # verl has no key for it: compute_gae_advantage_return always whitens.
+            self.set("algorithm.normalize_advantages", True, estimator)
         both = f"{_ACTOR}.clip_ratio"
         self.number(both)
         self.note("has no effect: clip_ratio_low and clip_ratio_high count, 0.2 in verl unless they are set", both)
@@ -344,10 +374,24 @@ class _Keys(CombinedKeys):
             self.note(f"has no effect in verl either: {mode} is always averaged by seq-mean-token-mean", mean_key)
         elif mean_key in self.values:
             self.translator.follow(_MEANS, mean_key, self.values[mean_key])
+        self._scale(mean_key, sums=self.values.get(mean_key) == _SUM_OVER_LONGEST and mode not in _MEANS_OVER_SAMPLES)
         if mode == "vanilla" and dual in self.values:
             self.set("algorithm.eps_clip_c", self.values[dual], dual)
         else:
             self.note(f"has no effect with policy_loss.loss_mode {mode}", dual)
+
+    def _scale(self, mean_key: str, *, sums: bool) -> None:
+        """The number by which the sum over a response is divided."""
+        key, longest_key = f"{_ACTOR}.loss_scale_factor", "data.max_response_length"
+        if sums and key in self.values and self.values[key] != self.values.get(longest_key):
+            self.refuse(
+                f"{key} {self.values[key]!r:.80} is not {longest_key}, by which {_SUM_OVER_LONGEST} divides the sum "
+                "over a response: set both to the same value"
+            )
+        elif sums:
+            self.note(f"has no effect: {longest_key} is the same", key)
+        else:
+            self.note(f"has no effect without {mean_key} {_SUM_OVER_LONGEST}", key)
 
     def _correction(self) -> None:
         """How samples of other weights are corrected: by weights, by leaving tokens out, or by the ratio itself."""
@@ -407,20 +451,28 @@ class _Keys(CombinedKeys):
             self.set("algorithm.rejection_band", band, key, threshold_key, low_key)
 
     def _kl(self) -> None:
-        """The KL penalty on rewards, whose estimator is also that of the KL loss."""
+        """The KL penalty on rewards and the KL loss, which share an estimator here."""
         on_key, coef_key, kind_key = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
-        kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+        loss_key, loss_kind_key = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_type"
         if self.values.get(on_key) is not True:
             if on_key in self.values:
                 self.set("algorithm.kl_coef", 0.0, on_key)
             self.note(f"has no effect without {on_key}", coef_key, kind_key)
+            if loss_kind_key in self.values:
+                self.translator.follow(_ESTIMATORS, loss_kind_key, self.values[loss_kind_key])
             return
         self.set("algorithm.kl_coef", self.values.get(coef_key, 0.001), on_key, coef_key)
-        kind = self.values.get(kind_key, "kl")
-        if kind not in kinds:
-            self.refuse(f"{kind_key} {kind!r} has no counterpart: set it to {', '.join(kinds)}")
+        self.translator.follow(_ESTIMATORS, kind_key, self.values.get(kind_key, "kl"))
+        if self.values.get("algorithm.adv_estimator") in _COMPARED_AFTER_PENALTY:
+            self.refuse(
+                f"{on_key} has a counterpart only with adv_estimator gae or reinforce_plus_plus, because verl compares "
+                "the rewards of a group less the KL divergence of each whole response: set it to false, and "
+                f"{loss_key} to true"
+            )
+        elif self.values.get(loss_key) is True:
+            self.translator.follow(_ESTIMATORS, loss_kind_key, self.values.get(loss_kind_key, "low_var_kl"))
         else:
-            self.set("algorithm.kl_loss_type", kinds[kind], kind_key, on_key)
+            self.note(f"has no effect without {loss_key}", loss_kind_key)
 
     def _filter(self) -> None:
         """Groups without differences in their rewards are dropped. verl's fully asynchronous trainer keeps them."""
@@ -657,8 +709,12 @@ def _band(threshold: Any) -> list[float] | None:
 
 def _rows(file: Any) -> int:
     """The number of rows of a file; 1 if there is no such file, which is reported elsewhere."""
+    return max(1, count_rows(str(file))) if _is_file(file) else 1
+
+
+def _is_file(file: Any) -> bool:
     path, _ = split_slice(str(file))
-    return max(1, count_rows(str(file))) if Path(path).expanduser().is_file() else 1
+    return Path(path).expanduser().is_file()
 
 
 def _named(files: Iterable[str]) -> Mapping[str, str]:

@@ -75,7 +75,12 @@ _DICTIONARIES = [name for name, reward in REWARDS.usable().items() if reward.may
 
 NEEDS = (
     Needs(
-        "gamma lambd normalize_advantages critic_env_vars",
+        "gamma",
+        lambda c: estimator_of(c.algorithm).discounts,
+        "advantage_estimator ppo or reinforce_plus_plus",
+    ),
+    Needs(
+        "lambd normalize_advantages critic_env_vars",
         lambda c: estimator_of(c.algorithm).trains_critic,
         "advantage_estimator ppo",
     ),

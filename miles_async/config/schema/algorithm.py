@@ -44,7 +44,7 @@ class Algorithm(Section):
     as module.function. If unset, loss_aggregation averages it. Entropy bonus and KL loss are averaged by
     loss_aggregation in each case."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount factor of later rewards per token. Only advantage_estimator ppo uses it."""
+    """Discount factor of later rewards per token. Only advantage_estimator ppo and reinforce_plus_plus use it."""
     lambd: float = Field(1.0, ge=0, le=1)
     """Lambda of generalized advantage estimation: 0 relies on the critic's values, 1 on the observed rewards. Only
     advantage_estimator ppo uses it."""

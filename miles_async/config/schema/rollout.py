@@ -51,8 +51,9 @@ class Rollout(Section):
     num_rollout: int = Field(100, ge=1)
     """Number of batches to train on; the run ends after them."""
     num_epoch: int | None = Field(None, ge=1)
-    """Number of passes over prompt_data, which must be a file. num_rollout is then num_epoch times the number of rows,
-    divided by rollout_batch_size. If num_rollout is set too, num_epoch has no effect."""
+    """Number of passes over prompt_data, which must be a file. num_rollout is then num_epoch times the number of whole
+    batches in the file, or the whole batches in all passes together if the file has less than one. If num_rollout is
+    set too, num_epoch has no effect."""
     rollout_batch_size: int = Field(32, ge=1, le=1_000_000)
     """Groups (prompts) per training batch. If over_sampling_batch_size is unset, this is also the number of groups in
     flight."""

@@ -25,6 +25,8 @@ class AdvantageEstimator(Plugin):
     """Whether a group needs two samples or more for an advantage."""
     normalizes_batch: ClassVar[bool] = False
     """Whether advantages are shifted and scaled to mean 0 and variance 1 over the trained tokens of the batch."""
+    discounts: ClassVar[bool] = False
+    """Whether `gamma` discounts the reward of a sample for its earlier tokens."""
     trains_critic: ClassVar[bool] = False
     """Whether `advantages` are rewards, from which a critic's values give the advantage of each token (GAE)."""
     objective: ClassVar[str | None] = None

@@ -13,7 +13,7 @@ class Ppo(AdvantageEstimator):
 
     name = "ppo"
     compares_samples = False
-    trains_critic = True
+    trains_critic = discounts = True
 
     def advantages(self, rewards: Sequence[float], weights: Sequence[float], settings: Any) -> Sequence[float]:
         """The rewards."""

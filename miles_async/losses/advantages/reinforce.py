@@ -14,7 +14,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     name = "reinforce_plus_plus"
     compares_samples = False
-    normalizes_batch = True
+    normalizes_batch = discounts = True
 
     def advantages(self, rewards: Sequence[float], weights: Sequence[float], settings: Any) -> Sequence[float]:
         """The rewards."""

@@ -8,6 +8,8 @@ from statistics import fmean
 
 EPSILON = 1e-6
 """Added to standard deviations, so that almost equal rewards do not give huge advantages."""
+_LEAST_DEVIATION = 1e-4
+"""By what whitening divides equal values. Its square is added to variances, as in slime, verl and ROLL."""
 
 
 def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_normalization: bool) -> list[float]:
@@ -30,7 +32,7 @@ def group_advantages(rewards: Sequence[float], weights: Sequence[float], *, std_
 
 
 def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Shift and scale `values` to a weighted mean of 0 and a weighted variance of 1.
+    """Shift `values` by their weighted mean, and divide them by `whitening_deviation`.
 
     With the number of trained tokens of each sample as weight this is the normalization over all tokens of the batch
     of REINFORCE++ (arXiv 2501.03262). Equal values give zeros. If any value is not finite, all results are NaN.
@@ -41,8 +43,13 @@ def whiten(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     if not total or max(values) == min(values):
         return [0.0] * len(values)
     mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
-    scale = _deviation(values, weights, mean, total) + EPSILON
+    scale = whitening_deviation(_deviation(values, weights, mean, total), total)
     return [(value - mean) / scale for value in values]
+
+
+def whitening_deviation(deviation: float, count: float) -> float:
+    """By what whitening divides `count` values with this standard deviation: that of a sample, with n - 1."""
+    return hypot(deviation * sqrt(count / max(count - 1, 1)), _LEAST_DEVIATION)
 
 
 def _deviation(values: Sequence[float], weights: Sequence[float], mean: float, count: float) -> float:

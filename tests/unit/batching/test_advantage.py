@@ -41,14 +41,16 @@ def test_equal_rewards_teach_nothing(std_normalization: bool) -> None:
     assert group_advantages([1.0], [1], std_normalization=std_normalization) == [0.0]
 
 
-def test_whitened_values_have_mean_0_and_spread_1_over_the_weights() -> None:
+def test_whitened_values_have_mean_0_and_the_variance_1_of_a_sample_over_the_weights() -> None:
     random = np.random.default_rng(0)
     values, weights = random.normal(3, 2, 50), random.integers(1, 9, 50)
     white = np.array(whiten(values.tolist(), weights.tolist()))
     assert np.average(white, weights=weights) == pytest.approx(0, abs=1e-9)
-    assert np.average(white**2, weights=weights) == pytest.approx(1, abs=1e-5)
+    assert weights @ white**2 / (weights.sum() - 1) == pytest.approx(1, abs=1e-5)
     assert whiten([2.0, 2.0], [1, 5]) == [0, 0]
     assert whiten([1.0, 2.0], [0, 0]) == [0, 0]
+    # As in slime, verl and ROLL, 1e-8 is added to the variance.
+    assert whiten([0.0, 2e-4], [1, 1])[1] == pytest.approx(1e-4 / (2e-8 + 1e-8) ** 0.5)
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
@@ -65,7 +67,7 @@ def test_a_reward_that_is_not_finite_makes_all_compared_advantages_nan(reward: f
 
 def test_rewards_whose_squares_overflow_are_normalized_correctly() -> None:
     assert group_advantages([1e200, 0.0], [1, 1], std_normalization=True) == pytest.approx([0.5**0.5, -(0.5**0.5)])
-    assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([1, -1])
+    assert whiten([1e200, 0.0], [1, 1]) == pytest.approx([0.5**0.5, -(0.5**0.5)])
 
 
 def test_the_overlong_penalty_grows_linearly_over_the_buffer() -> None:

@@ -128,7 +128,7 @@ def test_a_batch_has_the_advantages_of_rolls_pipeline(tmp_path: Path) -> None:
     assert [group[0].remove_sample for group in groups] == [False, True, False, True]
     scored = score_samples(groups, config.algorithm, 8192, reward_post_process(config, args))
     trained = [one.advantage for one in scored if not one.sample.remove_sample]
-    assert trained == pytest.approx([-1, 1, -1, 1], rel=1e-4)
+    assert trained == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2, rel=1e-4)  # the variance of a sample of 4 tokens
 
 
 def test_a_flag_comes_after_a_file_of_roll(tmp_path: Path) -> None:

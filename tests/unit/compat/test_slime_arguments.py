@@ -77,8 +77,17 @@ def test_evaluations_may_have_another_context_length_than_the_rollouts() -> None
     flags = ["--rollout-max-context-len", "4096", "--eval-max-context-len", "16384"]
     args = of(*flags)
     assert (args.rollout_max_context_len, args.eval_max_context_len) == (4096, 16384)
-    assert args.sglang_server_args["context_length"] == 16384
-    assert of("--eval-max-context-len", "4096").rollout_max_context_len == 4096
+    args = of("--eval-max-context-len", "4096")
+    assert (args.rollout_max_context_len, args.eval_max_context_len, args.rollout_max_prompt_len) == (None, 4096, None)
+    args = of("--rollout-max-context-len", "4096")
+    assert (args.rollout_max_context_len, args.eval_max_context_len) == (4096, 4096)
+
+
+def test_a_limit_of_the_context_leaves_out_prompts_without_room_for_a_response_and_limits_no_engine() -> None:
+    args = of("--rollout-max-context-len", "4096", "--rollout-max-response-len", "4096")
+    assert (args.rollout_max_prompt_len, args.rollout_max_response_len) == (4095, 4096)
+    assert "context_length" not in args.sglang_server_args
+    assert of("--rollout-max-context-len", "4096", "--rollout-max-prompt-len", "100").rollout_max_prompt_len == 100
 
 
 def test_a_function_may_set_what_is_not_a_setting() -> None:

@@ -160,6 +160,7 @@ def test_an_objective_is_named_by_its_path() -> None:
         {"loss_type": "custom_loss", "custom_loss_function_path": "losses_of_users.of_tokens"},
         {"policy_objective": "losses_of_users.Plain"},
         {"enable_mtp_training": True},
+        {"advantage_estimator": "reinforce_plus_plus", "gamma": 0.9},
     ],
 )
 def test_no_sample_is_left_out_of_a_loss_that_may_use_tokens_without_an_advantage(settings: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from miles_async.config.cli import EXIT_INVALID, parse_or_exit
 from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.load import load_config
-from miles_async.config.presets import names, preset
+from miles_async.config.presets import names, preset, unlike
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
@@ -190,6 +190,17 @@ def test_a_run_names_the_defaults_that_differ_from_those_of_slime(capsys: pytest
 def test_a_run_names_a_reward_that_scores_other_answers_in_slime(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rm_type math (boxed_math)" in unlike_slime(said(capsys)[1])
     assert "rm_type" not in unlike_slime(said(capsys, "--rm-type", "boxed_math")[1])
+
+
+@pytest.mark.parametrize("setting", ["data.datasets", "rollout.eval_datasets"])
+def test_a_data_set_may_have_the_reward_that_scores_other_answers_in_slime(setting: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "label": "2"}\n')
+    path = "prompt_data" if setting == "data.datasets" else "path"
+    for rm_type, is_named in (("math", True), ("f1", False)):
+        sets = {"own": {path: str(rows), "rm_type": rm_type}}
+        config = run_config("--rm-type", "boxed_math", **{setting.partition(".")[2]: sets})
+        assert any("rm_type math (boxed_math)" in note for note in unlike(config, ())) is is_named
 
 
 @pytest.mark.parametrize("name", ["slime", "miles"])

@@ -38,6 +38,13 @@ def test_epochs_become_a_number_of_batches(tmp_path: Path) -> None:
     assert config.rollout.num_rollout == 2
 
 
+def test_each_epoch_is_rounded_down_to_whole_batches_unless_it_has_none(tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", 100)
+    for size, batches in ((60, 7), (51, 7), (101, 6), (1000, 1)):
+        config, _ = resolved(f"--prompt-data {data} --num-epoch 7 --rollout-batch-size {size}")
+        assert config.rollout.num_rollout == batches
+
+
 def test_rows_of_parquet_files_and_a_last_line_without_an_end_are_counted(tmp_path: Path) -> None:
     write_table(pa.table({"prompt": ["a"] * 64}), tmp_path / "rows.parquet")
     config, _ = resolved(f"--prompt-data {tmp_path}/rows.parquet --num-epoch 1 --rollout-batch-size 32")

@@ -496,11 +496,11 @@ def advantages_of(rewards: list[list[float]], **settings: Any) -> list[float]:
 
 
 def test_reinforce_plus_plus_compares_with_the_tokens_of_the_whole_batch() -> None:
-    rewards = [[0.0, 3.0], [3.0, 3.0]]  # 1, 2, 3 and 4 tokens: the mean over tokens is 2.7, the deviation 0.9
+    rewards = [[0.0, 3.0], [3.0, 3.0]]  # 1, 2, 3 and 4 tokens: the mean over tokens is 2.7, the variance 0.9
     assert advantages_of(rewards) == [-0.707, 0.707, 0, 0]
-    assert advantages_of(rewards, advantage_estimator="reinforce_plus_plus") == [-3, 0.333, 0.333, 0.333]
+    assert advantages_of(rewards, advantage_estimator="reinforce_plus_plus") == [-2.846, 0.316, 0.316, 0.316]
     baseline = advantages_of(rewards, advantage_estimator="reinforce_plus_plus_baseline")
-    assert baseline == [-2.043, 1.671, -0.186, -0.186], "less the group's mean, then normalized over the tokens"
+    assert baseline == [-1.938, 1.585, -0.176, -0.176], "less the group's mean, then normalized over the tokens"
 
 
 def test_ppo_does_not_compare_rewards_within_a_group() -> None:

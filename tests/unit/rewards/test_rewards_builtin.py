@@ -45,6 +45,15 @@ def test_the_last_answer_line_is_the_answer() -> None:
     assert answer_line("Answer: 3" + " " * 300) is None
 
 
+@pytest.mark.parametrize(
+    "token",
+    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<\uff5cend▁of▁sentence\uff5c>", "<end_of_turn>", "</s>", "<eos>\n"],
+)
+@pytest.mark.parametrize("answer", ["34", "34.", "**34**", "$34$", "34 "])
+def test_the_token_that_ends_a_response_is_no_part_of_its_answer_line(answer: str, token: str) -> None:
+    assert answer_line(f"so\nAnswer: {answer}{token}") == "34"
+
+
 @pytest.mark.parametrize("answer", [r"\frac{1}{2}", r"\dfrac12", "x=\\frac12", "0.5"])
 async def test_boxed_math_reads_the_box_as_a_formula_and_no_answer_without_a_box(answer: str) -> None:
     responses = (rf"so \boxed{{{answer}}}.", f"so ${answer}$", r"\boxed{1} = \frac{1}{2}", r"\boxed{}")

@@ -15,9 +15,11 @@ from torch import Tensor
 from miles_async.adapters.megatron.model.host_memory import to_device
 from miles_async.batching.batch import PackedBatch, TrainStep
 from miles_async.config.schema import Algorithm
-from miles_async.losses.advantages.statistics import EPSILON
+from miles_async.losses.advantages.statistics import whitening_deviation
+from miles_async.losses.critic import last_token_rewards
 from miles_async.losses.functions import AdvantageColumns, LossFunctions, SampleLayout, function_advantages, postprocess
-from miles_async.losses.policy import kl_penalty, suffix_sum
+from miles_async.losses.policy import kl_penalty
+from miles_async.losses.sequences import later_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +120,26 @@ def _advantage_columns(
     )
 
 
-def penalized_returns(step: TrainStep, penalties: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """[m] per micro-batch: the reward of each token's sample less the penalties of this token and of all later ones.
+def discounted_returns(
+    step: TrainStep, penalties: Sequence[Tensor] | None, discount: float, device: torch.device
+) -> list[Tensor]:
+    """[m] per micro-batch: the discounted sum of the rewards of each token and of all later ones.
 
-    REINFORCE++ (arXiv 2501.03262) normalizes them over the batch.
+    The reward of a token is that of its sample if the token is the last one, less its penalty. REINFORCE++ (arXiv
+    2501.03262) normalizes the sums over the batch.
     """
-    return [
-        to_device(batch.advantages, device) - suffix_sum(batch_penalties, to_device(batch.sequences, device))
-        for batch, batch_penalties in zip(step.micro_batches, penalties, strict=True)
-    ]
+    returns = []
+    for number, batch in enumerate(step.micro_batches):
+        sequences = to_device(batch.sequences, device)
+        rewards = last_token_rewards(to_device(batch.advantages, device), sequences)
+        if penalties is not None:
+            rewards = rewards - penalties[number]
+        returns.append(later_sum(rewards, sequences, discount))
+    return returns
 
 
 def normalize(steps: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[Tensor]]:
-    """Shift and scale to mean 0 and variance 1 over all tokens of the batch.
+    """Whiten over all tokens of the batch, as `statistics.whiten` does.
 
     `steps` are [m] advantages per micro-batch of every optimizer step of the batch. All data-parallel ranks must call
     this function. The result depends neither on packing nor on the number of ranks. If any value is not
@@ -141,7 +150,7 @@ def normalize(steps: Sequence[Sequence[Tensor]], device: torch.device) -> list[l
     count, total = _sum_over_ranks(torch.ones_like(flat).sum(), flat.sum())
     mean = total / max(count, 1.0)
     [squares] = _sum_over_ranks((flat - mean).square().sum())
-    deviation = math.sqrt(squares / max(count, 1.0)) + EPSILON
+    deviation = whitening_deviation(math.sqrt(squares / max(count, 1.0)), count)
     return [[((one.double() - mean) / deviation).to(one.dtype) for one in step] for step in steps]
 
 

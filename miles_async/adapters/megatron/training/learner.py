@@ -57,8 +57,8 @@ from miles_async.adapters.megatron.training.adapter_states import AdapterStates
 from miles_async.adapters.megatron.training.advantages import (
     PreStepValues,
     advantages_of_function,
+    discounted_returns,
     normalize,
-    penalized_returns,
     postprocessed,
     reward_penalties,
 )
@@ -84,7 +84,7 @@ from miles_async.adapters.megatron.training.performance import performance_metri
 from miles_async.batching.batch import PackedBatch, TrainStep, supervised_step
 from miles_async.columns.spans import NO_VERSION
 from miles_async.config.learning_rate import learning_rate
-from miles_async.config.losses import estimator_of, normalizes_on_rank
+from miles_async.config.losses import discount, estimator_of, normalizes_on_rank
 from miles_async.config.model_shape import reference_of
 from miles_async.config.schema import RunConfig
 from miles_async.config.untested import drafts_from_heads
@@ -142,7 +142,7 @@ class MegatronLearner:
         self._loss = PolicyLossSettings.from_algorithm(config.algorithm)
         self._functions = functions
         self._hooks = hooks
-        self._penalizes_returns = normalizes_on_rank(config.algorithm)
+        self._normalizes_returns = normalizes_on_rank(config.algorithm)
         # Engines report log-probabilities at temperature 1 for greedy decoding (temperature 0).
         self._temperature = config.rollout.rollout_temperature or 1.0
         self._checkpoint = Path(hf_checkpoint)
@@ -253,7 +253,7 @@ class MegatronLearner:
         values = [self._values_of(step, is_one_of_several=several) for step in steps]
         if self._functions.advantages is not None:
             values = advantages_of_function(self._functions, steps, values, self._algorithm, self._device)
-        if self._penalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
+        if self._normalizes_returns or (self._critic is not None and self._algorithm.normalize_advantages):
             normalized = normalize([one.advantages or [] for one in values], self._device)
             values = [replace(one, advantages=advantages) for one, advantages in zip(values, normalized, strict=True)]
         if self._functions.postprocess is not None:
@@ -262,7 +262,7 @@ class MegatronLearner:
 
     def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
         reference = None if self._reference is None else self._logprobs(self._reference, step)
-        needs_penalties = reference is not None and (self._critic is not None or self._penalizes_returns)
+        needs_penalties = reference is not None and (self._critic is not None or self._normalizes_returns)
         # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
         needs_old = is_one_of_several or needs_penalties or self._functions.change_batches
         old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
@@ -274,8 +274,8 @@ class MegatronLearner:
         if self._critic is not None:
             critic_values, advantages, returns = self._critic.evaluate(step, penalties)
             return PreStepValues(advantages, old, reference, critic_values, returns)
-        if self._penalizes_returns and penalties is not None:
-            advantages = penalized_returns(step, penalties, self._device)
+        if self._normalizes_returns:
+            advantages = discounted_returns(step, penalties, discount(self._algorithm), self._device)
         return PreStepValues(advantages, old, reference)
 
     def _prepare_step(self, step: TrainStep, values: PreStepValues) -> Any:

@@ -235,6 +235,13 @@ async def test_each_answer_of_several_turns_may_have_the_response_limit_within_t
     assert [asked.max_new_tokens for asked in engine.asked] == [30, turn + 30, min(2 * turn + 30, 100 - len("6*7?"))]
 
 
+async def test_turns_with_tools_end_with_the_context_of_the_rollout() -> None:
+    config = tools("execute_tool", "--rollout-max-context-len", "50", "--rollout-max-response-len", "100")
+    async with generating(multi_turn.generate, config, "CALL 1", "ok") as (generator, engine):
+        await generator.generate(one("6*7?"))
+    assert [asked.max_new_tokens for asked in engine.asked] == [50 - len("6*7?")] * 2
+
+
 def test_the_limits_of_a_resolved_configuration_stay_when_it_is_read_again(tmp_path: Any) -> None:
     config = agent("asks_twice", "--max-seq-len", "900", "--rollout-max-response-len", "100")
     rollout: Any = config.rollout

@@ -100,6 +100,20 @@ def test_files_of_the_same_name_are_told_apart_and_weigh_as_many_as_they_have_ro
     found = settings({"data.train_files": files, "data.train_batch_size": 2, "trainer.total_epochs": 10})
     assert {name: entry["weight"] for name, entry in found["datasets"].items()} == {"gsm8k_train": 3, "math_train": 1}
     assert found["num_rollout"] == 20
+    # A pass of 4 rows fills one batch of 3.
+    assert (
+        settings({"data.train_files": files, "data.train_batch_size": 3, "trainer.total_epochs": 10})["num_rollout"]
+        == 10
+    )
+
+
+def test_a_run_ends_after_its_steps_or_its_epochs_whichever_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n" * 7)
+    keys = {"data.train_files": f"{tmp_path}/rows.jsonl", "data.train_batch_size": 2, "trainer.total_epochs": 2}
+    assert settings({**keys, "trainer.total_training_steps": 5})["num_rollout"] == 5
+    assert settings({**keys, "trainer.total_training_steps": 7})["num_rollout"] == 6
+    outcome = translate({**keys, "trainer.total_training_steps": 7})
+    assert outcome.idle["trainer.total_training_steps"] == "has no effect: trainer.total_epochs ends the run earlier"
 
 
 def test_nothing_is_saved_without_a_frequency() -> None:
@@ -229,6 +243,47 @@ def test_losses_of_tokens_are_averaged_as_loss_agg_mode_says(loss: str) -> None:
 
 
 CLIP = "actor_rollout_ref.actor.clip_ratio"
+
+
+def test_the_sum_over_a_response_is_divided_by_its_longest_length_only() -> None:
+    mean, factor = "actor_rollout_ref.actor.loss_agg_mode", "actor_rollout_ref.actor.loss_scale_factor"
+    keys = {"data.max_response_length": 512, mean: "seq-mean-token-sum-norm"}
+    assert settings({**keys, factor: 512})["loss_aggregation"] == "constant"
+    assert problems({**keys, factor: 1024}) == [
+        f"{factor} 1024 is not data.max_response_length, by which seq-mean-token-sum-norm divides the sum over a "
+        "response: set both to the same value"
+    ]
+    assert translate({**keys, mean: "token-mean", factor: 1024}).idle.keys() == {factor}
+
+
+def test_advantages_of_a_critic_are_normalized_as_verl_always_does() -> None:
+    assert settings({"algorithm.adv_estimator": "gae"}) == {"advantage_estimator": "ppo", "normalize_advantages": True}
+    assert settings({"algorithm.adv_estimator": "grpo"}) == {"advantage_estimator": "grpo"}
+
+
+PENALTY = "algorithm.use_kl_in_reward"
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_a_kl_penalty_on_rewards_is_that_of_verl_for_estimators_that_compare_no_samples(estimator: str) -> None:
+    keys = {"algorithm.adv_estimator": estimator, PENALTY: True, "actor_rollout_ref.actor.kl_loss_type": "k3"}
+    found = settings({**keys, "algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "mse"})
+    assert (found["kl_coef"], found["kl_loss_type"]) == (0.01, "k2")
+    assert (settings(keys)["kl_coef"], settings(keys)["kl_loss_type"]) == (0.001, "k1")
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
+def test_a_kl_penalty_on_rewards_that_are_compared_afterwards_is_refused(estimator: str) -> None:
+    [problem] = problems({"algorithm.adv_estimator": estimator, PENALTY: True})
+    assert problem.startswith(f"{PENALTY} has a counterpart only with adv_estimator gae or reinforce_plus_plus")
+    assert problems({"algorithm.adv_estimator": estimator, PENALTY: False}) == []
+
+
+def test_the_kl_loss_and_the_kl_penalty_on_rewards_share_an_estimator() -> None:
+    both = {PENALTY: True, "actor_rollout_ref.actor.use_kl_loss": True}
+    [problem] = problems(both)  # verl's defaults are kl and low_var_kl
+    assert "contradict each other, because both set algorithm.kl_loss_type" in problem
+    assert settings({**both, "algorithm.kl_penalty": "low_var_kl"})["kl_loss_type"] == "low_var_kl"
 
 
 def test_the_clip_ratio_of_both_sides_has_no_effect_as_in_verl() -> None:
