@@ -1,19 +1,20 @@
 """Adapters of models of Megatron-Bridge have the gradients that transformers gives the merged weights.
 
 With W + s B A in place of W, the gradient of B is s G A^T, and that of A is s B^T G, where G is the gradient of the
-merged weight. Run as a script this file is the ranks of the parallel layouts.
+merged weight. PEFT loads what is exported, and computes the same. Run as a script this file is the ranks of the parallel layouts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,7 +25,16 @@ from miles_async.adapters.system.network_ports import claim_port
 from miles_async.models.lora import linear_shapes, shared_name, tensor_names
 from miles_async.models.lora_layers import adapted
 from tests.bridge.computing import RESPONSES, SEQUENCES, bridge_config
-from tests.bridge.families import EVERYWHERE, LAYOUTS, TENSOR, WHOLE_EXPERTS, reference, write_checkpoint
+from tests.bridge.families import (
+    EVERYWHERE,
+    FAMILIES,
+    LAYOUTS,
+    TENSOR,
+    WHOLE_EXPERTS,
+    class_of,
+    reference,
+    write_checkpoint,
+)
 from tests.stack.forked_ranks import fork_ranks, run_ranks
 from tests.stack.learning import learning, save_state
 
@@ -37,6 +47,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt-oss": ("gpt-oss", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}),
     "Qwen3.5": ("Qwen3.5", {}),
     "Qwen3.5-MoE": ("Qwen3.5-MoE", {}),
+    "Qwen3.5-MoE, images": ("Qwen3.5-MoE, images", {}),
     "Qwen3.5-MoE, shared matrices": ("Qwen3.5-MoE", SHARED),
     "Qwen3.5, images": ("Qwen3.5, images", {}),
 }
@@ -75,6 +86,7 @@ def write_case(case: str, folder: Path) -> None:
             drawn = torch.randn(shape, generator=draw) / 16
             own = shared_name(name) if settings.experts_shared_outer_loras else name
             adapter[name] = first.setdefault(own, drawn).clone()
+    save_file(adapter, folder / "drawn.safetensors")
     replace_adapter(folder / "adapter", adapter, described, base=checkpoint)
     merged = write_checkpoint(CASES[case][0], folder / "merged")
     weights = load_file(merged / "model.safetensors")
@@ -116,6 +128,7 @@ def is_gpt_oss(weights: Mapping[str, Tensor]) -> bool:
 def compute(learner: MegatronLearner, out: Path, rank: int = 0) -> None:
     """Write the adapter, the log-probabilities and the gradient to `out`. All ranks."""
     adapter, logprobs = learner.adapter(), learner.logprobs(SEQUENCES)
+    learner.copy_state(None, str(out / "exported")).write()
     prompts = [tokens[: len(tokens) - response] for tokens, response in zip(SEQUENCES, RESPONSES, strict=True)]
     answers = [tokens[len(tokens) - response :] for tokens, response in zip(SEQUENCES, RESPONSES, strict=True)]
     save_state(learner, out / "state")
@@ -136,20 +149,33 @@ def compute(learner: MegatronLearner, out: Path, rank: int = 0) -> None:
 
 
 def check(case: str, folder: Path, out: Path) -> None:
-    loaded = load_file(folder / "adapter" / "adapter_model.safetensors")
+    drawn = load_file(folder / "drawn.safetensors")
     for name in ("adapter", "restored"):
-        found = load_file(out / f"{name}.safetensors")
-        assert found.keys() == loaded.keys()
-        assert [key for key, tensor in found.items() if not torch.equal(tensor, loaded[key])] == []
-    ours, theirs = (json.loads((one / "logprobs.json").read_text()) for one in (out, folder))
+        assert different(load_file(out / f"{name}.safetensors"), drawn) == []
     assert (
-        max(abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)) < 1e-4
+        different(*(load_file(one / "adapter_model.safetensors") for one in (out / "exported", folder / "adapter")))
+        == []
     )
+    assert apart(*(json.loads((one / "logprobs.json").read_text()) for one in (out, folder))) < 1e-4
     expected, gradient = load_file(folder / "expected.safetensors"), load_file(out / "gradient.safetensors")
     shares = not expected.keys() >= gradient.keys()
     for name, computed in gradient.items():
         wanted = expected[shared_name(name) if shares else name]
         assert (computed - wanted).norm() < LIMITS.get(case, 1e-4) * wanted.norm() + 1e-6, name
+
+
+def different(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that differ, or that only one of both has."""
+    both = found.keys() & wanted.keys()
+    return sorted(
+        (found.keys() ^ wanted.keys()) | {name for name in both if not torch.equal(found[name], wanted[name])}
+    )
+
+
+def apart(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    """The greatest difference between log-probabilities of the same tokens."""
+    pairs = (pair for sequences in zip(ours, theirs, strict=True) for pair in zip(*sequences, strict=True))
+    return max(abs(a - b) for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +192,32 @@ def test_adapters_get_the_gradients_that_transformers_gives_merged_weights(folde
     with learning(folder / "checkpoint", config(folder, case)) as learner:
         compute(learner, folder / "alone")
     check(case, folder, folder / "alone")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_loads_the_adapter_and_computes_what_the_merged_weights_compute(folders: Path, case: str) -> None:
+    folder, family = folders / case, FAMILIES[CASES[case][0]]
+    model_class, options = class_of(family.architecture), {"dtype": torch.float32, "attn_implementation": "eager"}
+    base = model_class.from_pretrained(folder / "checkpoint", **options)
+    merged = model_class.from_pretrained(folder / "merged", **options)
+    adapted_base = PeftModel.from_pretrained(base, folder / "adapter")
+    for tokens in SEQUENCES:
+        with torch.no_grad():
+            found, expected = (one(torch.tensor([tokens])).logits for one in (adapted_base, merged))
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+    adapted_base.save_pretrained(folder / "saved by peft")
+    with learning(folder / "checkpoint", config(folder, case, lora_load=str(folder / "saved by peft"))) as learner:
+        assert different(learner.adapter(), load_file(folder / "drawn.safetensors")) == []
+
+
+@pytest.mark.parametrize("case", ["gpt-oss", "Qwen3.5-MoE", "Qwen3.5-MoE, images"])
+def test_merged_models_have_the_weights_with_the_adapters(folders: Path, case: str) -> None:
+    folder = folders / case
+    with learning(folder / "checkpoint", config(folder, case, lora_merge=True)) as learner:
+        learner.copy_state(None, str(folder / "exported")).write()
+    found, expected = (load_file(folder / one / "model.safetensors") for one in ("exported", "merged"))
+    assert found.keys() == expected.keys()
+    assert [name for name, one in found.items() if (one - expected[name]).norm() > 1e-6 * expected[name].norm()] == []
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +246,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(in_parallel: Path, case: str) 
     with learning(folder / "checkpoint", config(folder, case, lora_load=None)) as learner:
         learner.load_state(str(folder / layout / "state"))
         found = learner.adapter()
-    loaded = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert [name for name, tensor in loaded.items() if not torch.equal(found[name], tensor)] == []
+    assert different(found, load_file(folder / "drawn.safetensors")) == []
 
 
 def run_layouts(rank: int, root: Path, ports: dict[str, int]) -> None:

@@ -36,6 +36,7 @@ from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.mtp_heads import is_of_heads, layers_of_heads
+from miles_async.models.packed_experts import PARAMETERS
 from miles_async.models.plugin import ModelShape
 from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
@@ -65,8 +66,6 @@ _PACKED_PER_LAYER = 4
 """Weights and biases of the two layers of experts."""
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors of all experts of a layer, each with the layers of an expert that it has."""
 _NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
 """With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -311,9 +310,9 @@ class BridgeSource(ModelSource):
         if whole == names:  # the checkpoint has one tensor for all experts
             block, _, kind = whole[0].rpartition(".")
             expert = re.search(r"\d+$", name)
-            if expert is None or kind not in _PACKED:
+            if expert is None or kind not in PARAMETERS:
                 return []
-            names = [f"{block}.{expert[0]}.{one}" for one in _PACKED[kind]]
+            names = [f"{block}.{expert[0]}.{one}" for one in PARAMETERS[kind]]
         return equal(names, outputs)
 
     @cached_property
