@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,12 +182,17 @@ def read_config(folder: Path) -> AdapterConfig:
         ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
-    rank, alpha, targets = content.get("r"), content.get("lora_alpha"), content.get("target_modules")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or targets is None:
-        raise UserError(f"{folder / CONFIG} lacks r, lora_alpha or target_modules: use a complete adapter")
-    of_experts = peft_entries(rank, alpha)
-    packed = all(content.get(name) == value for name, value in of_experts.items())
-    known = _IGNORED | of_experts.keys() if packed else _IGNORED
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    targets, excluded = (
+        [one] if isinstance(one, str) else one or []
+        for one in (content.get("target_modules"), content.get("exclude_modules"))
+    )
+    known, is_packed = _IGNORED, False
+    if isinstance(rank, int) and isinstance(alpha, int | float):
+        of_experts = peft_entries(rank, alpha)
+        is_packed = all(content.get(name) == value for name, value in of_experts.items())
+        if is_packed:
+            targets, known = [*targets, *FEED_FORWARD], _IGNORED | of_experts.keys()
     others = [name for name, value in content.items() if value and name not in known]
     # Other initialisations change the weights of the base too.
     if content.get("init_lora_weights", True) not in (True, False, "gaussian"):
@@ -197,24 +202,14 @@ def read_config(folder: Path) -> AdapterConfig:
     if others:
         shown = ", ".join(f"{name} {content[name]!r:.80}" for name in others)
         raise UserError(f"{folder / CONFIG}: {shown} is not supported; use a plain LoRA adapter")
-    excluded = content.get("exclude_modules") or []
-    modules: Sequence[str] = FEED_FORWARD if packed else ()
-    if targets or not packed:
-        try:
-            modules = (
-                *modules,
-                *select_modules(*([one] if isinstance(one, str) else one for one in (targets, excluded))),
-            )
-        except UserError as error:
-            raise UserError(f"{folder / CONFIG}: {error}") from error
-    kind = "rslora" if content.get("use_rslora") else "lora"
-    return AdapterConfig(
-        rank,
-        scale_of(rank, alpha, kind),
-        kinds_of(modules),
-        content.get("lora_dropout", 0.0),
-        packs_experts=packed,
-    )
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
+        raise UserError(f"{folder / CONFIG} lacks r, lora_alpha or target_modules: use a complete adapter")
+    try:
+        modules = select_modules(targets, excluded)
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    scale = scale_of(rank, alpha, "rslora" if content.get("use_rslora") else "lora")
+    return AdapterConfig(rank, scale, modules, content.get("lora_dropout", 0.0), packs_experts=is_packed)
 
 
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:

@@ -31,6 +31,7 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 PARAMETERS: Mapping[str, Sequence[str]] = {_GATE_UP: ("gate_proj", "up_proj"), _DOWN: ("down_proj",)}
 """Parameters of all experts of a layer, each with the linear layers of an expert that it has. A checkpoint has a tensor
 for each parameter, or for each linear layer."""
+_PARAMETER_OF = {kind: parameter for parameter, kinds in PARAMETERS.items() for kind in kinds}
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.(lora_[AB]\.weight)")
 _OF_ALL = re.compile(r"(.+\.experts)(\.base_layer)?\.(lora_[AB]\.weight)")
 _A, _B = "lora_A.weight", "lora_B.weight"
@@ -95,8 +96,7 @@ def packed_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
             packed[name] = [rows, columns]
             continue
         block, expert, kind, side = match.groups()
-        parameter = next(parameter for parameter, kinds in PARAMETERS.items() if kind in kinds)
-        whole = packed.setdefault(_packed_name(block, parameter, side), [0, 0])
+        whole = packed.setdefault(_packed_name(block, _PARAMETER_OF[kind], side), [0, 0])
         if side == _A:
             whole[:] = whole[0] + rows, columns
         else:
@@ -144,5 +144,5 @@ def _outputs_of(whole: Tensor, kind: str, config: AdapterConfig) -> Tensor:
 
 def _part_of(whole: Tensor, kind: str, config: AdapterConfig) -> Tensor:
     """Of B [experts, outputs of the parameter, ranks of the parameter], B of one kind of layer."""
-    parameter = next(kinds for kinds in PARAMETERS.values() if kind in kinds)
-    return _outputs_of(whole, kind, config).split(config.rank, 2)[parameter.index(kind)]
+    number = PARAMETERS[_PARAMETER_OF[kind]].index(kind)
+    return _outputs_of(whole, kind, config).split(config.rank, 2)[number]

@@ -1,7 +1,8 @@
 """Adapters of models of Megatron-Bridge have the gradients that transformers gives the merged weights.
 
 With W + s B A in place of W, the gradient of B is s G A^T, and that of A is s B^T G, where G is the gradient of the
-merged weight. PEFT loads what is exported, and computes the same. Run as a script this file is the ranks of the parallel layouts.
+merged weight. PEFT loads what is exported, and computes the same. Run as a script this file is the ranks of the
+parallel layouts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """The family and the settings of each adapter."""
 LIMITS = {"Llama": 1e-5, "gpt-oss": 1e-5}
-"""Greatest relative error of a gradient. Linear attention of transformers and of Megatron differ by more in float32."""
+"""Greatest relative error of a gradient, and of logits in PEFT. Linear attention amplifies the rounding of float32."""
 IN_PARALLEL = [
     ("Llama", "pipeline"),
     ("gpt-oss", "expert"),
@@ -194,23 +195,30 @@ def test_adapters_get_the_gradients_that_transformers_gives_merged_weights(folde
     check(case, folder, folder / "alone")
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_the_adapter_and_computes_what_the_merged_weights_compute(folders: Path, case: str) -> None:
     folder, family = folders / case, FAMILIES[CASES[case][0]]
     model_class, options = class_of(family.architecture), {"dtype": torch.float32, "attn_implementation": "eager"}
     base = model_class.from_pretrained(folder / "checkpoint", **options)
     merged = model_class.from_pretrained(folder / "merged", **options)
-    adapted_base = PeftModel.from_pretrained(base, folder / "adapter")
+    in_peft = PeftModel.from_pretrained(base, folder / "adapter")
+    logprobs = []
     for tokens in SEQUENCES:
         with torch.no_grad():
-            found, expected = (one(torch.tensor([tokens])).logits for one in (adapted_base, merged))
-        assert (found - expected).norm() < 1e-5 * expected.norm()
-    adapted_base.save_pretrained(folder / "saved by peft")
+            found, expected = (one(torch.tensor([tokens])).logits[0] for one in (in_peft, merged))
+        assert (found - expected).norm() < LIMITS.get(case, 1e-4) * expected.norm()
+        logprobs.append(found[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+    in_peft.save_pretrained(folder / "saved by peft")
     with learning(folder / "checkpoint", config(folder, case, lora_load=str(folder / "saved by peft"))) as learner:
         assert different(learner.adapter(), load_file(folder / "drawn.safetensors")) == []
+        assert apart(learner.logprobs(SEQUENCES), logprobs) < 1e-4
+    weights = merged.state_dict()
+    for name, weight in in_peft.merge_and_unload().state_dict().items():
+        assert (weight - weights[name]).norm() <= 1e-6 * weights[name].norm(), name
 
 
-@pytest.mark.parametrize("case", ["gpt-oss", "Qwen3.5-MoE", "Qwen3.5-MoE, images"])
+@pytest.mark.parametrize("case", CASES)
 def test_merged_models_have_the_weights_with_the_adapters(folders: Path, case: str) -> None:
     folder = folders / case
     with learning(folder / "checkpoint", config(folder, case, lora_merge=True)) as learner:

@@ -30,6 +30,7 @@ from miles_async.adapters.megatron.model.cpu import numbered_device, on_cpu, red
 from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage, open_tensors
 from miles_async.adapters.megatron.model.linear_parts import Part, equal, query_key_value, stacked
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
+from miles_async.adapters.megatron.model.lora import adapters_of
 from miles_async.adapters.megatron.model.process_groups import gather_json
 from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, passed_on, run_fields
 from miles_async.adapters.megatron.model.stand_in import stand_in
@@ -327,12 +328,16 @@ class BridgeSource(ModelSource):
         return registry
 
     def _tasks(self, chunks: Sequence[torch.nn.Module], *, load: bool) -> list[Any]:
-        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share."""
+        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share.
+
+        Parameters of adapters are not converted.
+        """
         library, config, registry = self._library, self.config, self._mappings
         models = [unwrap_model(chunk) for chunk in chunks]
         tasks = []
         for stage, model in enumerate(models):
-            parameters = dict(model.named_parameters())
+            trained = {one for adapters in adapters_of([model]) for one in adapters.parameters()}
+            parameters = {name: one for name, one in model.named_parameters() if one not in trained}
             for local in [*parameters, *(name for name, _ in library.persistent_buffers(model))]:
                 name = library.global_name(models, config, local, stage)
                 if not load and name == "embedding.word_embeddings.weight" and not model.pre_process:
