@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from miles_async.adapters.megatron.checkpoint.huggingface import replace_adapter
 from miles_async.adapters.megatron.model.lora import adapter_config
 from miles_async.adapters.megatron.training.learner import MegatronLearner
 from miles_async.adapters.system.network_ports import claim_port
-from miles_async.models.lora import linear_shapes, shared_name, tensor_names
+from miles_async.errors import UserError
+from miles_async.models.lora import linear_shapes, read_config, shared_name, tensor_names
 from miles_async.models.lora_layers import adapted
 from tests.bridge.computing import RESPONSES, SEQUENCES, bridge_config
 from tests.bridge.families import (
@@ -43,8 +45,11 @@ RANK, ALPHA = 4, 8
 SCALE = ALPHA / RANK
 SHARED = {"experts_shared_outer_loras": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CONVERTED = "Qwen3-MoE"
+"""A family for which PEFT converts adapters of single experts."""
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama": ("Llama", {}),
+    CONVERTED: (CONVERTED, {}),
     "gpt-oss": ("gpt-oss", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}),
     "Qwen3.5": ("Qwen3.5", {}),
     "Qwen3.5-MoE": ("Qwen3.5-MoE", {}),
@@ -53,7 +58,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3.5, images": ("Qwen3.5, images", {}),
 }
 """The family and the settings of each adapter."""
-LIMITS = {"Llama": 1e-5, "gpt-oss": 1e-5}
+LIMITS = {"Llama": 1e-5, CONVERTED: 1e-5, "gpt-oss": 1e-5}
 """Greatest relative error of a gradient, and of logits in PEFT. Linear attention amplifies the rounding of float32."""
 IN_PARALLEL = [
     ("Llama", "pipeline"),
@@ -195,27 +200,49 @@ def test_adapters_get_the_gradients_that_transformers_gives_merged_weights(folde
     check(case, folder, folder / "alone")
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def in_transformers(case: str, checkpoint: Path) -> Any:
+    """The model of a checkpoint."""
+    model_class = class_of(FAMILIES[CASES[case][0]].architecture)
+    return model_class.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+
+
+def in_peft(case: str, folder: Path) -> PeftModel:
+    """The model of a case with its adapter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        return PeftModel.from_pretrained(in_transformers(case, folder / "checkpoint"), folder / "adapter")
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_peft_loads_the_adapter_and_computes_what_the_merged_weights_compute(folders: Path, case: str) -> None:
-    folder, family = folders / case, FAMILIES[CASES[case][0]]
-    model_class, options = class_of(family.architecture), {"dtype": torch.float32, "attn_implementation": "eager"}
-    base = model_class.from_pretrained(folder / "checkpoint", **options)
-    merged = model_class.from_pretrained(folder / "merged", **options)
-    in_peft = PeftModel.from_pretrained(base, folder / "adapter")
-    logprobs = []
+def test_peft_computes_from_an_exported_folder_what_merged_weights_and_the_learner_compute(
+    folders: Path, case: str
+) -> None:
+    folder = folders / case
+    model, merged, logprobs = in_peft(case, folder), in_transformers(case, folder / "merged"), []
     for tokens in SEQUENCES:
         with torch.no_grad():
-            found, expected = (one(torch.tensor([tokens])).logits[0] for one in (in_peft, merged))
+            found, expected = (one(torch.tensor([tokens])).logits[0] for one in (model, merged))
         assert (found - expected).norm() < LIMITS.get(case, 1e-4) * expected.norm()
-        logprobs.append(found[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
-    in_peft.save_pretrained(folder / "saved by peft")
-    with learning(folder / "checkpoint", config(folder, case, lora_load=str(folder / "saved by peft"))) as learner:
-        assert different(learner.adapter(), load_file(folder / "drawn.safetensors")) == []
-        assert apart(learner.logprobs(SEQUENCES), logprobs) < 1e-4
+        logprobs.append(found[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+    with learning(folder / "checkpoint", config(folder, case)) as learner:
+        ours = torch.cat([torch.tensor(one) for one in learner.logprobs(SEQUENCES)])
+    assert (torch.cat(logprobs) - ours).norm() < 1e-5 * ours.norm()
     weights = merged.state_dict()
-    for name, weight in in_peft.merge_and_unload().state_dict().items():
+    for name, weight in model.merge_and_unload().state_dict().items():
         assert (weight - weights[name]).norm() <= 1e-6 * weights[name].norm(), name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != CONVERTED])
+def test_a_folder_that_peft_has_saved_again_is_read_exactly(folders: Path, tmp_path: Path, case: str) -> None:
+    in_peft(case, folders / case).save_pretrained(tmp_path)
+    with learning(folders / case / "checkpoint", config(folders / case, case, lora_load=str(tmp_path))) as learner:
+        assert different(learner.adapter(), load_file(folders / case / "drawn.safetensors")) == []
+
+
+def test_adapters_of_experts_that_peft_has_converted_are_refused(folders: Path, tmp_path: Path) -> None:
+    in_peft(CONVERTED, folders / CONVERTED).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"target_parameters .* is not supported"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)
