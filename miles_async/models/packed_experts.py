@@ -49,18 +49,19 @@ def peft_entries(rank: int, alpha: float) -> dict[str, Any]:
 
 def pack(tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
     """Pack the adapters of experts. `tensors` have PEFT's names, and other adapters stay as they are."""
-    import torch
-
     packed = {name: tensor for name, tensor in tensors.items() if not _OF_EXPERT.fullmatch(name)}
     for block, experts in _experts_of(tensors).items():
         for parameter, kinds in PARAMETERS.items():
-            a = [tensors[f"{block}.{expert}.{kind}.{_A}"] for expert in range(experts) for kind in kinds]
-            packed[_packed_name(block, parameter, _A)] = torch.cat(a)
-            b = [torch.stack([tensors[f"{block}.{expert}.{kind}.{_B}"] for expert in range(experts)]) for kind in kinds]
-            whole = b[0].new_zeros(experts, len(kinds) * b[0].shape[1], len(kinds) * config.rank)
-            for kind, one in zip(kinds, b, strict=True):
-                _part_of(whole, kind, config).copy_(one)
-            packed[_packed_name(block, parameter, _B)] = whole.permute(1, 2, 0).flatten(1)
+            of_a, of_b = (tensors[f"{block}.0.{kinds[0]}.{side}"] for side in (_A, _B))
+            a = of_a.new_zeros(experts, len(kinds), *of_a.shape)
+            b = of_b.new_zeros(experts, len(kinds) * len(of_b), len(kinds) * config.rank)
+            for number, kind in enumerate(kinds):
+                part = _part_of(b, kind, config)
+                for expert in range(experts):
+                    a[expert, number] = tensors[f"{block}.{expert}.{kind}.{_A}"]
+                    part[expert] = tensors[f"{block}.{expert}.{kind}.{_B}"]
+            packed[_packed_name(block, parameter, _A)] = a.flatten(0, 2)
+            packed[_packed_name(block, parameter, _B)] = b.permute(1, 2, 0).flatten(1)
     return packed
 
 
@@ -81,10 +82,10 @@ def unpack(tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Te
                 f"lora_load: the gate and up projections of {block.removeprefix('base_model.model.')} have ranks in "
                 "common: use a folder that save_hf has written"
             )
-        for number, kind in enumerate(kinds):
+        for number, (kind, part) in enumerate(zip(kinds, parts, strict=True)):
             for expert in range(len(a)):
                 unpacked[f"{block}.{expert}.{kind}.{_A}"] = a[expert, number]
-                unpacked[f"{block}.{expert}.{kind}.{_B}"] = parts[number][expert]
+                unpacked[f"{block}.{expert}.{kind}.{_B}"] = part[expert]
     return unpacked
 
 
