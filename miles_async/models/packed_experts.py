@@ -146,4 +146,5 @@ def _outputs_of(whole: Tensor, kind: str, config: AdapterConfig) -> Tensor:
 def _part_of(whole: Tensor, kind: str, config: AdapterConfig) -> Tensor:
     """Of B [experts, outputs of the parameter, ranks of the parameter], B of one kind of layer."""
     number = PARAMETERS[_PARAMETER_OF[kind]].index(kind)
-    return _outputs_of(whole, kind, config).split(config.rank, 2)[number]
+    part: Tensor = _outputs_of(whole, kind, config).split(config.rank, 2)[number]
+    return part

@@ -37,7 +37,10 @@ def write_checkpoint(folder: Path, model_type: str) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": HIDDEN}))
     o_proj = {"model.layers.0.self_attn.o_proj.weight": torch.zeros(HIDDEN, HIDDEN)}
-    shapes = {f"{BLOCK}.gate_up_proj": (EXPERTS, 2 * WIDTH, HIDDEN), f"{BLOCK}.down_proj": (EXPERTS, HIDDEN, WIDTH)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{BLOCK}.gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDTH),
+        f"{BLOCK}.down_proj": (EXPERTS, WIDTH, HIDDEN),
+    }
     if model_type == "qwen3_moe":
         layers = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
         shapes = {
