@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from miles_async.errors import UserError
-from miles_async.models.lora_layers import HEAD, LINEAR_ATTENTION, adapted, kinds_of, select_modules
+from miles_async.models.lora_layers import FEED_FORWARD, HEAD, LINEAR_ATTENTION, adapted, kinds_of, select_modules
+from miles_async.models.packed_experts import pack, packed_shapes, peft_entries
 from miles_async.models.text_part import text_config
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _OUTER = re.compile(r"\.experts\.\d+\.((?:gate|up)_proj\.lora_A|down_proj\.lora_B)\.")
 _PACKED = ".experts.gate_up_proj"
+_NOT_CONVERTED_BY_PEFT = ("gpt_oss", "qwen3_5_moe_text")
 _EXPERT_LAYER = re.compile(r"\.experts\.\d+\.(\w+)\.weight$")
 _HASHED_TENSORS, _HASHED_BYTES, _LARGEST_HEADER = 64, 4096, 1 << 28
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -51,6 +53,8 @@ class AdapterConfig:
     dropout: float = 0.0
     alternates: bool = False
     """See `LinearLayers`."""
+    packs_experts: bool = False
+    """Whether the adapters of all experts of a layer are packed, as described in `packed_experts.py`."""
 
 
 def scale_of(rank: int, alpha: float, kind: str) -> float:
@@ -61,7 +65,7 @@ def scale_of(rank: int, alpha: float, kind: str) -> float:
 def untie(weights: dict[str, Tensor]) -> None:
     """Give the output layer its own weight, if it shares the one of the embedding."""
     if _HEAD_WEIGHT not in weights:
-        weights[_HEAD_WEIGHT] = next(weight for name, weight in weights.items() if name.endswith(_TIED_WEIGHT))
+        weights[_HEAD_WEIGHT] = next(weight for name, weight in weights.items() if name.endswith(_TIED_WEIGHT)).clone()
 
 
 def is_untied(weights: Iterable[str], like: Iterable[str]) -> bool:
@@ -82,15 +86,30 @@ def shared_name(name: str) -> str:
     return _OUTER.sub(r".experts.all.\1.", name)
 
 
+def for_peft(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, base: Path
+) -> tuple[Mapping[str, Tensor], AdapterConfig]:
+    """An adapter in the form that PEFT loads on the model in the folder `base`. `tensors` have PEFT's names."""
+    if not packs_experts(base):
+        return tensors, config
+    packed = pack(tensors, config)
+    if packed.keys() == tensors.keys():
+        return tensors, config
+    others = [name.rpartition(".lora_")[0] for name in packed.keys() & tensors.keys()]
+    modules = tuple(entry for entry in config.modules if adapted(others, [entry]))
+    return packed, replace(config, modules=modules, packs_experts=True)
+
+
 def peft_config(config: AdapterConfig, base: str | None = None) -> dict[str, Any]:
     """The content of `adapter_config.json`; `base` is the folder or the name of the base model."""
+    alpha = config.scale * config.rank
     return {
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": config.scale * config.rank,
+        "lora_alpha": alpha,
         "lora_dropout": config.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
@@ -99,6 +118,7 @@ def peft_config(config: AdapterConfig, base: str | None = None) -> dict[str, Any
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
+        **(peft_entries(config.rank, alpha) if config.packs_experts else {}),
     }
 
 
@@ -162,7 +182,18 @@ def read_config(folder: Path) -> AdapterConfig:
         ) from error
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG} does not describe a LoRA adapter: use one whose peft_type is LORA")
-    others = [name for name, value in content.items() if value and name not in _IGNORED]
+    rank, alpha = content.get("r"), content.get("lora_alpha")
+    targets, excluded = (
+        [one] if isinstance(one, str) else one or []
+        for one in (content.get("target_modules"), content.get("exclude_modules"))
+    )
+    known, is_packed = _IGNORED, False
+    if isinstance(rank, int) and isinstance(alpha, int | float):
+        of_experts = peft_entries(rank, alpha)
+        is_packed = all(content.get(name) == value for name, value in of_experts.items())
+        if is_packed:
+            targets, known = [*targets, *FEED_FORWARD], _IGNORED | of_experts.keys()
+    others = [name for name, value in content.items() if value and name not in known]
     # Other initialisations change the weights of the base too.
     if content.get("init_lora_weights", True) not in (True, False, "gaussian"):
         others.append("init_lora_weights")
@@ -171,16 +202,14 @@ def read_config(folder: Path) -> AdapterConfig:
     if others:
         shown = ", ".join(f"{name} {content[name]!r:.80}" for name in others)
         raise UserError(f"{folder / CONFIG}: {shown} is not supported; use a plain LoRA adapter")
-    rank, alpha, targets = content.get("r"), content.get("lora_alpha"), content.get("target_modules")
-    excluded = content.get("exclude_modules") or []
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not targets:
         raise UserError(f"{folder / CONFIG} lacks r, lora_alpha or target_modules: use a complete adapter")
     try:
-        modules = select_modules(*([one] if isinstance(one, str) else one for one in (targets, excluded)))
+        modules = select_modules(targets, excluded)
     except UserError as error:
         raise UserError(f"{folder / CONFIG}: {error}") from error
-    kind = "rslora" if content.get("use_rslora") else "lora"
-    return AdapterConfig(rank, scale_of(rank, alpha, kind), modules, content.get("lora_dropout", 0.0))
+    scale = scale_of(rank, alpha, "rslora" if content.get("use_rslora") else "lora")
+    return AdapterConfig(rank, scale, modules, content.get("lora_dropout", 0.0), packs_experts=is_packed)
 
 
 def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None:
@@ -212,10 +241,16 @@ def check_adapter(folder: Path, wanted: AdapterConfig, checkpoint: Path) -> None
         raise UserError(
             f"the adapter in lora_load {folder} was trained on another model than {checkpoint}: use its own model"
         )
-    missing: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for module in adapted(matrices, wanted.modules):
         (of_a, of_b), shape = tensor_names(module), matrices[module]
-        missing |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
+        shapes |= {of_a: [wanted.rank, shape[1]], of_b: [shape[0], wanted.rank]}
+    missing = packed_shapes(shapes) if packs_experts(checkpoint) else shapes
+    if found.packs_experts != (missing.keys() != shapes.keys()):
+        raise UserError(
+            f"the adapter in lora_load {folder} {'has' if found.packs_experts else 'lacks'} target_parameters, unlike "
+            f"adapters of {checkpoint}: use one that save_hf has written for this model"
+        )
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -253,8 +288,12 @@ def linear_shapes(checkpoint: Path) -> dict[str, list[int]]:
 
 
 def packs_experts(checkpoint: Path) -> bool:
-    """Whether a checkpoint has one tensor for the gate and up projections of all experts of a layer."""
-    return any(name.endswith(_PACKED) for name in tensor_shapes(checkpoint))
+    """Whether PEFT 0.21 loads adapters of experts only in the form of `packed_experts.py`.
+
+    The experts of a layer are parameters of transformers 5. PEFT converts adapters of single experts for some models.
+    """
+    content = json.loads((checkpoint / "config.json").read_text())
+    return text_config(content).get("model_type") in _NOT_CONVERTED_BY_PEFT
 
 
 def base_hash(checkpoint: Path) -> str:

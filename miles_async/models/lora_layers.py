@@ -88,7 +88,8 @@ class LinearLayers:
     experts: int = 0
     """Experts of each layer."""
     alternates: bool = False
-    """Whether rows of the gate and up projections of experts alternate in engines, as in gpt-oss."""
+    """Whether the model has experts like those of gpt-oss: outputs of gate and up projections alternate, and tensors of
+    the checkpoint have the inputs of a layer before its outputs."""
 
     def widest(self) -> Mapping[str, int]:
         """The linear layers that some decoder layer has. Engines have buffers for all of them in every layer."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, linear_layers_of, shape_of
 from miles_async.config.schema import Learner, RunConfig
-from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, packs_experts, read_config
+from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, read_config
 from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHER, LinearLayers
 from miles_async.models.text_part import text_config
 from miles_async.planning.families import ADAPTED
@@ -104,11 +104,6 @@ def _experts(learner: Learner, layers: LinearLayers, checkpoint: Path | None) ->
         yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
     if checkpoint is None or others:
         return
-    if learner.lora_merge and packs_experts(checkpoint):
-        yield (
-            "lora_merge: adapters are not merged into experts that share one tensor of the checkpoint; unset it, to "
-            "export the adapter alone"
-        )
     if foreign := expert_layers(checkpoint) - {*FEED_FORWARD}:
         yield (
             f"lora_target_modules: experts whose layers are {', '.join(sorted(foreign))} get no adapters; set "

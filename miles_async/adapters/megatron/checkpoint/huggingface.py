@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.hf_weights import open_tensors
 from miles_async.atomic_files import atomic_folder, replace_folder, temporary_path
-from miles_async.models.lora import CONFIG, AdapterConfig, base_hash, is_untied, write_adapter
+from miles_async.models.lora import CONFIG, AdapterConfig, base_hash, for_peft, is_untied, write_adapter
 from miles_async.models.text_part import is_of_images
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -34,7 +34,7 @@ def replace_adapter(path: Path, tensors: Mapping[str, Tensor], config: AdapterCo
 
     def write(new: Path) -> None:
         with atomic_folder(new) as draft:
-            write_adapter(draft, tensors, config, base=str(base), hash_of_base=base_hash(base))
+            write_adapter(draft, *for_peft(tensors, config, base), base=str(base), hash_of_base=base_hash(base))
 
     _replace(path, CONFIG, write)
 

@@ -30,12 +30,14 @@ from miles_async.adapters.megatron.model.cpu import numbered_device, on_cpu, red
 from miles_async.adapters.megatron.model.hf_weights import broadcast_from_stage, open_tensors
 from miles_async.adapters.megatron.model.linear_parts import Part, equal, query_key_value, stacked
 from miles_async.adapters.megatron.model.local_layers import uses_local_layers
+from miles_async.adapters.megatron.model.lora import adapters_of
 from miles_async.adapters.megatron.model.process_groups import gather_json
 from miles_async.adapters.megatron.model.source import ModelSource, cpu_fields, passed_on, run_fields
 from miles_async.adapters.megatron.model.stand_in import stand_in
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.mtp_heads import is_of_heads, layers_of_heads
+from miles_async.models.packed_experts import PARAMETERS
 from miles_async.models.plugin import ModelShape
 from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
@@ -65,8 +67,6 @@ _PACKED_PER_LAYER = 4
 """Weights and biases of the two layers of experts."""
 _REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What Megatron and the bridge raise if they do not support a model, or if a checkpoint does not fit its config."""
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors of all experts of a layer, each with the layers of an expert that it has."""
 _NORMS_OF_ALL_HEADS = ("MiniMaxM2ForCausalLM", "OlmoeForCausalLM")
 """With tensor parallelism the bridge does not split these norms (OLMoE), or leaves out a part of their gradient."""
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -311,9 +311,9 @@ class BridgeSource(ModelSource):
         if whole == names:  # the checkpoint has one tensor for all experts
             block, _, kind = whole[0].rpartition(".")
             expert = re.search(r"\d+$", name)
-            if expert is None or kind not in _PACKED:
+            if expert is None or kind not in PARAMETERS:
                 return []
-            names = [f"{block}.{expert[0]}.{one}" for one in _PACKED[kind]]
+            names = [f"{block}.{expert[0]}.{one}" for one in PARAMETERS[kind]]
         return equal(names, outputs)
 
     @cached_property
@@ -328,12 +328,16 @@ class BridgeSource(ModelSource):
         return registry
 
     def _tasks(self, chunks: Sequence[torch.nn.Module], *, load: bool) -> list[Any]:
-        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share."""
+        """The bridge's conversions of this rank's parameters, in an order that all ranks of its stage share.
+
+        Parameters of adapters are not converted.
+        """
         library, config, registry = self._library, self.config, self._mappings
         models = [unwrap_model(chunk) for chunk in chunks]
         tasks = []
         for stage, model in enumerate(models):
-            parameters = dict(model.named_parameters())
+            trained = {one for adapters in adapters_of([model]) for one in adapters.parameters()}
+            parameters = {name: one for name, one in model.named_parameters() if one not in trained}
             for local in [*parameters, *(name for name, _ in library.persistent_buffers(model))]:
                 name = library.global_name(models, config, local, stage)
                 if not load and name == "embedding.word_embeddings.weight" and not model.pre_process:

@@ -55,6 +55,7 @@ from miles_async.config.schema import Learner, Model
 from miles_async.errors import UserError
 from miles_async.models.lora import AdapterConfig, check_adapter, read_tensors, shared_name, tensor_names, untie
 from miles_async.models.lora_layers import FEED_FORWARD, HEAD, adapted
+from miles_async.models.packed_experts import linear_layers_in, unpack
 
 
 class Linear(NamedTuple):
@@ -274,7 +275,7 @@ def attach_adapters(chunks: Sequence[Module], source: ModelSource, settings: Lea
     if settings.lora_load is not None:
         folder = Path(settings.lora_load).expanduser()
         check_adapter(folder, config, checkpoint)
-        loaded = read_tensors(folder)
+        loaded = unpack(read_tensors(folder), config)
         if settings.experts_shared_outer_loras:
             _check_shared(loaded, folder)
     for chunk in chunks:
@@ -558,15 +559,16 @@ def _sharded(
     return ShardedTensorFactory(key, parameter, build, partial(torch.cat, dim=axis), replica)
 
 
-def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> None:
+def merge_adapter(weights: dict[str, Tensor], adapter: Mapping[str, Tensor], config: AdapterConfig) -> None:
     """Add what the adapter computes to weights with Hugging Face names, in float32 and in place.
 
     An output layer with an adapter gets its own weight.
     """
     if tensor_names(HEAD)[0] in adapter:
         untie(weights)
-    for name, weight in weights.items():
-        of_a, of_b = tensor_names(name.removesuffix(".weight"))
-        if of_a in adapter:
-            change = scale * adapter[of_b].float() @ adapter[of_a].float()
-            weights[name] = (weight.float() + change).to(weight.dtype)
+    for name, tensor in weights.items():
+        for layer, weight in linear_layers_in(name, tensor, config):
+            of_a, of_b = tensor_names(layer)
+            if of_a in adapter:
+                change = config.scale * adapter[of_b].float() @ adapter[of_a].float()
+                weight.copy_(weight.float() + change)

@@ -518,7 +518,7 @@ class MegatronLearner:
             return lambda: replace_adapter(path, adapter, config, base=like)
         tensors = self._gather(self.weights())
         if config is not None:
-            merge_adapter(tensors, adapter, config.scale)
+            merge_adapter(tensors, adapter, config)
         return lambda: replace_checkpoint(path, tensors, like=like)
 
     def copy_state(self, folder: str | None, hf_path: str | None = None) -> CheckpointCopy:
