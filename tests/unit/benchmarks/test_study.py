@@ -154,7 +154,7 @@ def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
 
 def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(store: Path) -> None:
     cells = {(cell.schedule, cell.variant): cell for cell in runs.cells(["stale"], 1)}
-    fresh, again = (cells["in turns", variant] for variant in runs.FRESH[:2])
+    fresh, again = (cells["in turns", variant] for variant in runs.FRESH)
     old, new, other = (cells[f"limit {limit}", runs.STALE + "default"] for limit in (4, 2, 1))
     stored = page.by_name(
         (cell, replace(outcome(cell, after), before=before))
@@ -170,7 +170,7 @@ def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(st
     assert found == ["-0.100 (one seed)", "-0.200 (one seed)", "no pair"]
 
 
-def test_the_page_says_whether_the_decoupled_objective_is_better_than_the_naive_one(store: Path) -> None:
+def test_the_page_compares_the_decoupled_objective_with_the_naive_one(store: Path) -> None:
     turns = Cell("in turns", runs.FRESH[0], 1)
     stored = [(turns, outcome(turns, 0.9))]
     for limit, gains in ((16, (0.1, 0.11, 0.12)), (4, (-0.1, 0.0, 0.1))):
@@ -179,8 +179,7 @@ def test_the_page_says_whether_the_decoupled_objective_is_better_than_the_naive_
                 cell = Cell(f"limit {limit}", runs.STALE + name, seed)
                 stored.append((cell, outcome(cell, after)))
     text = page.page(page.by_name([(Cell("in turns", "default", 1), outcome(turns, 0.9)), *stored]), {})
-    assert "+0.110 ± 0.025 with samples that were 1.5 versions old on average (better)" in text
-    assert "+0.000 ± 0.248 with samples that were 1.5 versions old on average (no difference was found)" in text
+    assert "was +0.110 ± 0.025 with samples that were 1.5 versions old on average, and +0.000 ± 0.248 with" in text
 
 
 def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:
