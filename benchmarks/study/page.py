@@ -28,6 +28,13 @@ VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
 STALE_BASES = tuple(("in turns", variant) for variant in FRESH)
 """What the runs with really stale samples are compared with."""
+SUMMARIZED = {
+    "default": "the default correction",
+    "recommended": "`sequence`",
+    "decoupled": "`decoupled`",
+    "naive": "`--use-rollout-logprobs`",
+}
+"""The variants that the first paragraph names."""
 INTRODUCTION = """\
 # What staleness costs
 
@@ -109,6 +116,11 @@ def difference(runs: Runs, name: tuple[str, str]) -> Interval:
     return _gain(runs[name], [runs[base] for base in bases if base in runs])
 
 
+def _stale(runs: Runs, limit: int, variant: str) -> dict[int, Outcome]:
+    """The runs with really stale samples, by seed."""
+    return runs.get((f"limit {limit}", STALE + variant), {})
+
+
 def _gain(found: dict[int, Outcome], bases: Sequence[dict[int, Outcome]]) -> Interval:
     """Accuracy of the runs `found` minus accuracy of `bases`, over pairs with one seed and one warm start."""
     return Interval.of(
@@ -173,26 +185,31 @@ def _summary(runs: Runs, waits: Runs) -> str:
             faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
             found = Interval.of([run.after - base.after for base, run in pairs])
             sentences.append(
-                f"- Where samples wait for tools, a limit of {limit} was {faster} times as fast as training in turns, "
-                f"and accuracy at the same number of samples differed by {found}."
+                f"- Samples that wait for tools: {found} with a limit of {limit}, and {faster} times as fast."
             )
     for limit in LIMITS:
-        for variant, flags in (("default", "the default correction"), ("recommended", "`sequence`")):
-            name = (f"limit {limit}", STALE + variant)
-            # One seed says nothing about a difference.
-            if name in runs and difference(runs, name).size > 1:
-                age = fmean(run.staleness for run in runs[name].values())
-                sentences.append(
-                    f"- With samples that were {age:.1f} versions old on average (limit {limit}, {flags}), accuracy "
-                    f"differed by {difference(runs, name)}."
-                )
+        found = {
+            flags: difference(runs, name)
+            for variant, flags in SUMMARIZED.items()
+            if (name := (f"limit {limit}", STALE + variant)) in runs
+        }
+        # One seed says nothing about a difference.
+        shown = [
+            f"{interval if interval.holds_zero else f'**{interval}**'} with {flags}"
+            for flags, interval in found.items()
+            if interval.size > 1
+        ]
+        if shown:
+            ages = [run.staleness for variant in SUMMARIZED for run in _stale(runs, limit, variant).values()]
+            sentences.append(f"- Limit {limit}, samples {fmean(ages):.1f} versions old on average: {', '.join(shown)}.")
     if not sentences:
         return ""
     return (
         "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
         "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
         "are on average about N / P versions old under any limit that allows so many groups. Measured on a tiny model, "
-        "against training in turns:\n\n" + "\n".join(sentences) + "\n\n"
+        "these are the differences in accuracy to training in turns with as many samples (**bold** if the 95 % "
+        "interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
     )
 
 
@@ -315,7 +332,8 @@ def _keys(runs: Runs) -> str:
     return f"""
 ## Keys and values of older versions
 
-The same job with a limit of 8 and [`--max-kv-staleness K`](weights.md#keys-and-values-of-older-versions). Differences
+The same job with [`--max-kv-staleness K`](weights.md#keys-and-values-of-older-versions) and a limit of 8, or without a
+limit if K is -1. Differences
 and ratios are to the runs with K = 0 and the same seed, on the same machine. The staleness counts the oldest keys of a
 group.
 

@@ -68,7 +68,7 @@ LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
 KEY_LIMITS = (0, 1, 2, -1)
-"""Values of `--max-kv-staleness` that are compared."""
+"""Values of `--max-kv-staleness` that are compared. -1 needs a run without a staleness limit."""
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
 
 
@@ -199,7 +199,8 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
     if "keys" in parts:
         for seed in SEEDS[:seeds]:
             for limit in KEY_LIMITS:
-                yield Cell("limit 8", f"K = {limit}", seed, ("--max-kv-staleness", str(limit)), SLOW_TOOLS)
+                flags = ("--max-kv-staleness", str(limit), *(("--max-weight-staleness", "null") if limit < 0 else ()))
+                yield Cell("limit 8", f"K = {limit}", seed, flags, SLOW_TOOLS)
     if "losses" in parts:
         for seed in SEEDS[:seeds]:
             for limit in (2, 8):

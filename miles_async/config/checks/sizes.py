@@ -139,9 +139,18 @@ def _profiled_steps(config: RunConfig) -> Iterator[str]:
 
 
 def key_age_problem(config: RunConfig, *, overlaps: bool) -> str | None:
-    """Why the limit of staleness leaves no room for keys of older versions, if it does not."""
+    """Why the limit of staleness cannot be kept with keys of older versions, if it cannot."""
     limit, keys = config.rollout.max_weight_staleness, config.weights.max_kv_staleness
-    if limit is None or keys <= 0 or keys + overlaps <= limit:
+    if limit is None or keys == 0:
+        return None
+    if keys < 0:
+        # A group that is dropped for the age of its keys finds the same cached prompt when it is generated again.
+        return (
+            f"max_weight_staleness {limit} drops groups with older keys again and again, because max_kv_staleness "
+            f"{keys} lets new requests go on from cached prompts of any age: set max_kv_staleness to 0 or more, or "
+            "max_weight_staleness to null"
+        )
+    if keys + overlaps <= limit:
         return None
     return (
         f"max_weight_staleness {limit} counts keys that are max_kv_staleness {keys} versions older than the weights, "

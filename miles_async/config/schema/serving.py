@@ -38,7 +38,8 @@ class Weights(Section):
     max_kv_staleness: int = Field(0, ge=-1)
     """How many weight versions older than the weights the keys and values may be that engines go on with after a
     publish. Requests and cached prefixes with older ones are computed again. 0 computes everything again, -1 nothing.
-    Other values than 0 need pause_generation_mode retract. max_weight_staleness counts the age of the keys."""
+    Other values than 0 need pause_generation_mode retract. max_weight_staleness counts the age of the keys, so -1 needs
+    a run without this limit."""
 
     lora_newest_each_turn: bool = False
     """Let each turn of an agent use the newest version of the adapter that lora_rank trains. If off, all turns of a

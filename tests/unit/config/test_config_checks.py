@@ -114,7 +114,8 @@ def test_engines_that_release_their_memory_cannot_keep_keys() -> None:
 def test_keys_of_older_versions_leave_the_staleness_limit_room_for_overlap() -> None:
     assert refusals(max_kv_staleness=1, max_weight_staleness=2) == []
     assert refusals("train.py", max_kv_staleness=2, max_weight_staleness=2) == []
-    assert refusals(max_kv_staleness=-1, max_weight_staleness=1) == []
+    assert refusals(max_kv_staleness=-1, max_weight_staleness=None) == []
+    assert "again and again" in refusal(max_kv_staleness=-1, max_weight_staleness=8)
     assert "set max_weight_staleness to 2 or more" in refusal("train.py", max_kv_staleness=2, max_weight_staleness=1)
 
 
@@ -198,7 +199,11 @@ def test_groups_in_flight_that_make_samples_older_than_was_measured_are_noted() 
     settings = {**ASYNC, "rollout_batch_size": 8, "max_weight_staleness": 16}
     (note,) = notes(config(**settings, over_sampling_batch_size=48), "train_async.py")
     assert "48 groups in flight, samples will be about 6 weight versions old" in note
+    assert "and 13 did" in note
     assert notes(config(**settings, over_sampling_batch_size=24), "train_async.py") == []
+    clipped = {**settings, "use_rollout_logprobs": True, "off_policy_correction": "none"}
+    note = notes(config(**clipped, over_sampling_batch_size=48), "train_async.py")[-1]
+    assert "13 cost 0.07 with use_rollout_logprobs" in note
 
 
 def test_a_window_without_effect_is_noted() -> None:
