@@ -22,7 +22,7 @@ _WORKERS = {
     "CrossThinkQARuleRewardWorker": "roll_choice",
     "GeneralRuleRewardWorker": "roll_ifeval",
     "LLMJudgeRewardWorker": "llm_judge",
-    "MathRuleRewardWorker": "math",
+    "MathRuleRewardWorker": "roll_math",
 }
 """The built-in reward in place of one of ROLL's workers."""
 _ONLY: Mapping[str, Mapping[str, Any]] = {
@@ -40,6 +40,8 @@ _FALLBACK = "math_rule"
 _ROWS_READ = 20
 _PROMPT_LENGTH = 1024
 """ROLL's default of prompt_length."""
+_EVAL_SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
+"""ROLL's defaults of `GeneratingArguments`. They do not depend on those of `actor_infer`."""
 
 
 def trains_agents(keys: CombinedKeys) -> bool:
@@ -235,6 +237,9 @@ def data_and_rewards(keys: CombinedKeys) -> None:
     for name in sorted(shares.keys() - rewards.keys() if rewards else ()):
         keys.refuse(f"{_SHARES}.{name} has no reward: add rewards.{name}, or remove it")
     files = _files(keys, _FILES)
+    if files:
+        # ROLL has no key for the order of rows: each epoch has another one.
+        keys.set("data.rollout_shuffle", True, _FILES)
     if files and not keys.given(_MESSAGES):
         keys.set("data.input_key", "prompt", _FILES)
     if len(files) <= 1 and len(domains) <= 1:
@@ -269,6 +274,12 @@ def _reward(keys: CombinedKeys, name: str, reward: Mapping[str, Any]) -> str | N
         case {"model_args": {"model_name_or_path": model}} if worker == "LLMJudgeRewardWorker":
             why = "is not started: serve it with SGLang, and set rm_url to its chat completions"
             keys.translator.idle[f"{model!s:.200} of rewards.{name}"] = why
+    match reward:
+        case {"query_filter_config": {"type": kind}} if kind != "no_filter":
+            keys.refuse(
+                f"rewards.{name}.query_filter_config {kind!r:.80} has no counterpart: remove it, and set "
+                "dynamic_sampling_filter_path to a function that keeps the same groups"
+            )
     for setting, only in _ONLY.get(worker, {}).items():
         if reward.get(setting, only) != only:
             keys.refuse(
@@ -365,7 +376,7 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
         "input_key": keys.values.get(_MESSAGES),
         "rm_type": kind,
         "n_samples": sampling.get("num_return_sequences"),
-        **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
+        **{name: sampling.get(name, default) for name, default in _EVAL_SAMPLING.items()},
     }
     given = {name: value for name, value in fields.items() if value is not None}
     datasets = {

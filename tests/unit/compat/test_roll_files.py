@@ -83,7 +83,8 @@ def test_rolls_asynchronous_example_has_its_algorithm(tmp_path: Path) -> None:
     rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, learner.global_batch_size) == (64, 8, 64 * 8)
     assert (rollout.rollout_max_prompt_len, rollout.rollout_max_response_len) == (2048, 8192)
-    assert rollout.rm_type == "math"
+    assert rollout.rm_type == "roll_math"
+    assert config.data.rollout_shuffle  # in each epoch, as in ROLL
     assert (config.data.input_key, config.data.label_key) == ("messages", "ground_truth")
     assert rollout.custom_reward_post_process_path == "miles_async.compat.roll.advantages.advantages"
     assert rollout.rollout_sample_filter_path == "miles_async.compat.roll.advantages.mask"
@@ -157,11 +158,11 @@ def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
     assert datasets == {
         "data.datasets.RLVR.prompt_data": str(tmp_path / "data" / "llm_judge_Multi-subject-RLVR_deal_new.jsonl"),
         "data.datasets.RLVR.weight": 0.3,
-        "data.datasets.RLVR.rm_type": "math",
+        "data.datasets.RLVR.rm_type": "roll_math",
         "data.datasets.RLVR.label_key": "ground_truth",
         "data.datasets.b.prompt_data": str(tmp_path / "data" / "math_deepmath_deal.jsonl"),
         "data.datasets.b.weight": 0.7,
-        "data.datasets.b.rm_type": "math",
+        "data.datasets.b.rm_type": "roll_math",
         "data.datasets.b.label_key": "ground_truth",
     }
 
@@ -221,6 +222,15 @@ def test_a_choice_is_scored_softly_or_refused(tmp_path: Path) -> None:
     said = " ".join(translate(content, "ROLL").problems)
     assert "rewards.crossthinkqa.reward_type 'strict' has no counterpart: set it to soft" in said
     assert "rewards.crossthinkqa.response_length_penalty_coef 0.1 has no counterpart: set it to 0" in said
+
+
+def test_a_filter_of_groups_is_refused(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    content["rewards"]["math_rule"]["query_filter_config"] = {"type": "no_filter"}
+    assert translate(content, "ROLL").problems == []
+    content["rewards"]["math_rule"]["query_filter_config"] = {"type": "std_filter", "filter_args": {"std_threshold": 0}}
+    [said] = translate(content, "ROLL").problems
+    assert said.startswith("rewards.math_rule.query_filter_config 'std_filter' has no counterpart: remove it, and set")
 
 
 def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:

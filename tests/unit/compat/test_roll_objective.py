@@ -262,3 +262,14 @@ def test_a_validation_set_is_evaluated_with_its_own_sampling() -> None:
             "top_k": 50,
         }
     }
+    # What it does not set has ROLL's defaults, and not the values of the training.
+    del validation["generating_args"]
+    found = settings(validation=validation, eval_steps=20, actor_infer={"generating_args": {"temperature": 1.0}})
+    evaluated = found["rollout.eval_datasets"]["aime"]
+    assert [evaluated[name] for name in ("temperature", "top_p", "top_k")] == [0.95, 0.7, 50]
+
+
+def test_agents_are_trained_whatever_samples_other_pipelines_leave_out() -> None:
+    found = outcome(**AGENTS, max_len_mask=True, difficulty_mask=True)
+    assert "rollout.rollout_sample_filter_path" not in found.translation
+    assert found.idle["max_len_mask"] == found.idle["difficulty_mask"] == "has no effect in ROLL's agentic pipeline"
