@@ -242,6 +242,7 @@ def data_and_rewards(keys: CombinedKeys) -> None:
         keys.set("data.rollout_shuffle", True, _FILES)
     if files and not keys.given(_MESSAGES):
         keys.set("data.input_key", "prompt", _FILES)
+    domain_of = _domain_of(keys, rewards)
     if len(files) <= 1 and len(domains) <= 1:
         for file in files:
             keys.set("data.prompt_data", file, _FILES)
@@ -257,8 +258,8 @@ def data_and_rewards(keys: CombinedKeys) -> None:
     elif not files:
         keys.refuse(f"rewards has several domains, but {_FILES} is not set: set it to their files")
     else:
-        _several(keys, files, kinds, rewards)
-    evaluation(keys, kinds)
+        _several(keys, files, kinds, domain_of)
+    evaluation(keys, kinds, domain_of)
 
 
 def _reward(keys: CombinedKeys, name: str, reward: Mapping[str, Any]) -> str | None:
@@ -305,24 +306,29 @@ def _files(keys: CombinedKeys, key: str) -> Sequence[str]:
     return ()
 
 
+def _domain_of(keys: CombinedKeys, rewards: Mapping[str, Any]) -> Mapping[str, str]:
+    """The domain of each tag."""
+    found = {}
+    for name, reward in rewards.items():
+        tags = reward.get("tag_included") or []
+        if isinstance(tags, list):
+            found.update({str(tag): name for tag in tags})
+        else:
+            keys.refuse(f"rewards.{name}.tag_included is no list: write it as [tag]")
+    return found
+
+
 def _several(
     keys: CombinedKeys,
     files: Sequence[str],
     kinds: Mapping[str, str | None],
-    rewards: Mapping[str, Any],
+    domain_of: Mapping[str, str],
 ) -> None:
     """Each domain is a data set, whose file is the one with rows of its tags."""
-    domain_of = {}
-    for name, reward in rewards.items():
-        tags = reward.get("tag_included") or []
-        if isinstance(tags, list):
-            domain_of.update({str(tag): name for tag in tags})
-        else:
-            keys.refuse(f"rewards.{name}.tag_included is no list: write it as [tag]")
     shares = keys.section(_SHARES)
     owned: dict[str, list[str]] = {name: [] for name in kinds}
     for file in files:
-        domain = _domain(keys, file, domain_of)
+        domain = _domain(keys, _FILES, file, domain_of)
         if domain in owned:
             owned[domain].append(file)
         elif domain is not None:
@@ -343,45 +349,47 @@ def _several(
             keys.set(f"{dataset}.label_key", _label(kinds[domain]), "rewards")
 
 
-def _domain(keys: CombinedKeys, file: str, domain_of: Mapping[str, str]) -> str | None:
+def _domain(keys: CombinedKeys, key: str, file: str, domain_of: Mapping[str, str]) -> str | None:
     """The domain of the first rows of a file; None after a problem."""
     try:
         with Path(file).expanduser().open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in islice(lines, _ROWS_READ) if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSONL"
-        keys.refuse(f"{_FILES}: {file} cannot be read for the tags of its rows: {reason}")
+        keys.refuse(f"{key}: {file} cannot be read for the tags of its rows: {reason}")
         return None
     found = {
         row.get("domain") or domain_of.get(str(row.get("tag")), _FALLBACK) for row in rows if isinstance(row, Mapping)
     }
     if len(found) != 1:
         shown = ", ".join(sorted(map(str, found))) or "no domain"
-        keys.refuse(f"{_FILES}: {file} has rows of {shown}: write one file for each domain")
+        keys.refuse(f"{key}: {file} has rows of {shown}: write one file for each domain")
         return None
     return str(found.pop())
 
 
-def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
-    """The data sets of `validation`."""
+def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None], domain_of: Mapping[str, str]) -> None:
+    """The data sets of `validation`. With several domains, each file has the reward of the domain of its rows."""
     validation = keys.section("validation")
     data, sampling = (validation.get(name) or {} for name in ("data_args", "generating_args"))
     if not isinstance(data, Mapping) or not isinstance(sampling, Mapping):
         keys.refuse("validation.data_args and validation.generating_args are sections: put keys below them")
         return
     key = "validation.data_args.file_name"
-    kind = kinds.get(_FALLBACK) or next(filter(None, kinds.values()), None)
-    fields = {
-        "label_key": _label(kind),
-        "input_key": keys.values.get(_MESSAGES),
-        "rm_type": kind,
-        "n_samples": sampling.get("num_return_sequences"),
-        **{name: sampling.get(name, default) for name, default in _EVAL_SAMPLING.items()},
-    }
-    given = {name: value for name, value in fields.items() if value is not None}
-    datasets = {
-        Path(file).stem: {"path": file, **given}
-        for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key)
-    }
+    datasets = {}
+    for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key):
+        domain = _domain(keys, key, file, domain_of) if len(kinds) > 1 else next(iter(kinds), None)
+        if domain is not None and domain not in kinds:
+            keys.refuse(f"{key}: {file} has rows of {domain}, which has no reward: add rewards.{domain} and its share")
+        kind = kinds.get(str(domain))
+        fields = {
+            "path": file,
+            "label_key": _label(kind),
+            "input_key": keys.values.get(_MESSAGES),
+            "rm_type": kind,
+            "n_samples": sampling.get("num_return_sequences"),
+            **{name: sampling.get(name, default) for name, default in _EVAL_SAMPLING.items()},
+        }
+        datasets[Path(file).stem] = {name: value for name, value in fields.items() if value is not None}
     if datasets:
         keys.set("rollout.eval_datasets", datasets, "validation")

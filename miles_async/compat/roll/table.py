@@ -207,7 +207,7 @@ _MEGATRON: Table = {
     "apply_rope_fusion": sets("learner.rope_fusion"),
     "bias_activation_fusion": sets("learner.bias_swiglu_fusion"),
     "bf16": converts("learner.precision", {True: "bf16", False: "fp32"}),
-    "max_grad_norm": sets("learner.clip_grad"),
+    "max_grad_norm": Idle("has no effect in ROLL either: max_grad_norm of the pipeline takes its place"),
     "moe_grouped_gemm": Idle("has no effect: Transformer Engine's layers always compute all experts in one product"),
     "moe_aux_loss_coeff": Only((0, 0.0), "no loss that balances the experts is added; set it to 0"),
     "distrib_optim_fully_reshardable": Idle("has no effect: checkpoints can always be resumed under another layout"),

@@ -151,7 +151,8 @@ def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
     data = content["actor_train"]["data_args"]
     data["domain_interleave_probs"] = {"RLVR": 0.3, "b": 0.7}
     data["file_name"] = [path for path in data["file_name"] if "llm_judge" in path or "math" in path]
-    (tmp_path / "data" / "math_deepmath_deal.jsonl").write_text('{"tag": "b"}\n')
+    for rows in ("math_deepmath_deal", "math_benchmarks"):
+        (tmp_path / "data" / f"{rows}.jsonl").write_text('{"tag": "b"}\n')
     outcome = translate(content, "ROLL")
     assert outcome.problems == []
     datasets = {key: one.value for key, one in outcome.translation.items() if key.startswith("data.datasets.")}
@@ -239,6 +240,21 @@ def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:
     mixed.write_text('{"tag": "KodCode"}\n{"tag": "ifeval"}\n')
     said = f"{mixed} has rows of code_sandbox, ifeval: write one file for each domain"
     assert any(said in sentence for sentence in translate(content, "ROLL").problems)
+
+
+def test_an_evaluation_has_the_reward_of_the_domain_of_its_rows(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    [benchmark] = content["validation"]["data_args"]["file_name"]
+    programs, mixed = (tmp_path / f"{name}.jsonl" for name in ("programs", "mixed"))
+    programs.write_text('{"tag": "KodCode"}\n')
+    mixed.write_text('{"tag": "KodCode"}\n{"tag": "ifeval"}\n')
+    content["validation"]["data_args"]["file_name"] = [benchmark, str(programs)]
+    evaluated = translate(content, "ROLL").translation["rollout.eval_datasets"].value
+    found = {name: (one["rm_type"], one["label_key"]) for name, one in evaluated.items()}
+    assert found == {Path(benchmark).stem: ("roll_math", "ground_truth"), "programs": ("code", "test_cases")}
+    content["validation"]["data_args"]["file_name"] = [str(mixed)]
+    [said] = translate(content, "ROLL").problems
+    assert said.endswith("mixed.jsonl has rows of code_sandbox, ifeval: write one file for each domain")
 
 
 def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> None:

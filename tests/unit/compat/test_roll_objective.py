@@ -273,3 +273,9 @@ def test_agents_are_trained_whatever_samples_other_pipelines_leave_out() -> None
     found = outcome(**AGENTS, max_len_mask=True, difficulty_mask=True)
     assert "rollout.rollout_sample_filter_path" not in found.translation
     assert found.idle["max_len_mask"] == found.idle["difficulty_mask"] == "has no effect in ROLL's agentic pipeline"
+
+
+def test_gradients_are_clipped_as_the_pipeline_says_and_not_as_the_strategy_says() -> None:
+    strategy = {"strategy_args": {"strategy_config": {"max_grad_norm": 0.5}}}
+    assert settings(max_grad_norm=2.0, actor_train=strategy) == {"learner.clip_grad": 2.0}
+    assert "learner.clip_grad" not in settings(actor_train=strategy)
