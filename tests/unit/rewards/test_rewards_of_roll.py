@@ -1,4 +1,4 @@
-"""The rewards of ROLL's rows: constraints of RLVR-IFeval, letters of choices, formulas, and what repeated words cost."""
+"""The rewards of ROLL's rows: constraints of RLVR-IFeval, letters of choices, formulas, and repeated words."""
 
 from __future__ import annotations
 
