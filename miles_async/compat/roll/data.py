@@ -15,6 +15,12 @@ from miles_async.config.prompt_files import count_rows
 
 _FILES = "actor_train.data_args.file_name"
 _MESSAGES = "actor_train.data_args.messages"
+_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("native", "qwen2_5", "qwen2-vl"), {}),
+    "qwen3": {"enable_thinking": True},
+}
+"""The arguments with which ROLL's templates call that of the tokenizer. Others change the messages, or render them in
+another way."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _GENERATING = "actor_infer.generating_args"
 _WORKERS = {
@@ -224,6 +230,37 @@ def recordings(keys: CombinedKeys) -> None:
         keys.set(f"debug.{setting}", f"{folder}/{{rollout_id}}.safetensors", "rollout_mock")
     else:
         keys.refuse(f"rollout_mock.mode {mode!r:.80} is unknown: set it to dump or mock")
+
+
+def template(keys: CombinedKeys) -> None:
+    """How prompts are rendered."""
+    of_run, of_training, of_engines = (
+        "global_template",
+        "actor_train.data_args.template",
+        "actor_infer.data_args.template",
+    )
+    if trains_agents(keys):
+        why = "has no effect: chats are always rendered with the template of the tokenizer"
+        keys.note(why, of_run, of_training, of_engines)
+        return
+    key = of_training if keys.values.get(of_run) is None else of_run
+    name = keys.values.get(key)
+    keys.note("has no effect in ROLL either: prompts have the template of actor_train", of_engines)
+    if key == of_run:
+        keys.note("has no effect beside global_template", of_training)
+    else:
+        keys.note("has no effect: it is null", of_run)
+    if name is None:
+        keys.note("has no effect: it is null", of_training)
+    elif isinstance(name, str) and name in _TEMPLATES:
+        keys.set("data.apply_chat_template", True, key)
+        if arguments := _TEMPLATES[name]:
+            keys.set("data.apply_chat_template_kwargs", arguments, key)
+    else:
+        keys.refuse(
+            f"{key} {name!r:.80} has no counterpart: set it to native for the template of the tokenizer, and "
+            "apply_chat_template_kwargs to {chat_template: TEXT} for another one"
+        )
 
 
 def data_and_rewards(keys: CombinedKeys) -> None:

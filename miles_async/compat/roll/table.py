@@ -114,7 +114,7 @@ _TOP: Table = {
     "prompt_length": sets("rollout.rollout_max_prompt_len"),
     "response_length": Combined(),
     "sequence_length": Combined(),
-    "global_template": sets("data.apply_chat_template"),
+    "global_template": Combined(),
     "async_generation_ratio": Combined(),
     # Rewards and advantages.
     **dict.fromkeys(
@@ -242,7 +242,7 @@ _ACTOR_TRAIN: Table = {
     "training_args.warmup_ratio": Combined(),
     "training_args.lr_scheduler_type": converts("learner.lr_decay_style", _DECAYS),
     "training_args.num_train_epochs": Idle("has no effect in ROLL either: max_steps ends the run"),
-    "data_args.template": sets("data.apply_chat_template"),
+    "data_args.template": Combined(),
     "data_args.file_name": Combined(),
     "data_args.messages": sets("data.input_key"),
     "data_args.dataset_dir": _UNREAD,
@@ -291,7 +291,7 @@ _ACTOR_INFER: Table = {
     ),
     "generating_args.num_beams": Only((1,), "engines sample, set it to 1"),
     "generating_args.num_return_sequences": Combined(),
-    "data_args.template": sets("data.apply_chat_template"),
+    "data_args.template": Combined(),
     "strategy_args.strategy_name": Only(("vllm", "sglang"), "the engines run SGLang, set it to sglang or vllm"),
     "strategy_args.strategy_config": Combined(),
     "device_mapping": Combined(),

@@ -328,6 +328,10 @@ def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> Non
         ({"custom_envs": {}}, "custom_envs.FrozenLake is missing, or is no section"),
         ({"train_env_manager.tags": []}, "train_env_manager.tags [] is not a list of different tags"),
         ({"train_env_manager.tags": ["FrozenLake"] * 2}, "is not a list of different tags"),
+        (
+            {"train_env_manager.group_filter_cls": "mine.Filter"},
+            "train_env_manager.group_filter_cls has no counterpart",
+        ),
         ({"val_env_manager.group_size": 0}, "val_env_manager.group_size 0 is not a number of 1 or more"),
         ({"max_actions_per_traj": "ten"}, "custom_envs.FrozenLake.max_steps 'ten' is not a number of 1 or more"),
         ({"train_env_manager.num_groups_partition": [1, 2]}, "needs a number of groups for each of tags"),

@@ -279,3 +279,18 @@ def test_gradients_are_clipped_as_the_pipeline_says_and_not_as_the_strategy_says
     strategy = {"strategy_args": {"strategy_config": {"max_grad_norm": 0.5}}}
     assert settings(max_grad_norm=2.0, actor_train=strategy) == {"learner.clip_grad": 2.0}
     assert "learner.clip_grad" not in settings(actor_train=strategy)
+
+
+def test_prompts_are_rendered_with_the_template_of_the_tokenizer_as_rolls_templates_call_it() -> None:
+    def rendered(template: str | None, **others: Any) -> dict[str, Any]:
+        return settings(actor_train={"data_args": {"template": template}}, **others)
+
+    assert rendered("qwen2_5") == rendered("native") == {"data.apply_chat_template": True}
+    thinking = {"data.apply_chat_template": True, "data.apply_chat_template_kwargs": {"enable_thinking": True}}
+    assert rendered("qwen3") == rendered("native", global_template="qwen3") == thinking
+    assert rendered(None) == {}
+
+
+def test_a_template_that_changes_the_messages_is_refused() -> None:
+    [said] = outcome(global_template="longCOT_qwen2.5", actor_train={"data_args": {"template": "native"}}).problems
+    assert said.startswith("global_template 'longCOT_qwen2.5' has no counterpart: set it to native")
