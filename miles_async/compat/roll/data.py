@@ -16,7 +16,7 @@ from miles_async.config.prompt_files import count_rows
 _FILES = "actor_train.data_args.file_name"
 _MESSAGES = "actor_train.data_args.messages"
 _TEMPLATES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("native", "qwen2_5", "qwen2-vl"), {}),
+    **{name: {} for name in ("native", "qwen2_5", "qwen2-vl")},
     "qwen3": {"enable_thinking": True},
 }
 """The arguments with which ROLL's templates call that of the tokenizer. Others change the messages, or render them in
