@@ -44,6 +44,19 @@ def after_thinking(response: str) -> str | None:
     return None
 
 
+def last_part(response: str) -> str:
+    """Return the text after the reasoning, or else after the last empty line, as ROLL's reward for mathematics does.
+
+    The text is empty if there is neither, if reasoning ends twice, and if it begins later than the response.
+    """
+    if response.count("</think>") > 1 or response.find("<think>") > 0:
+        return ""
+    for mark in ("</think>", "\n\n"):
+        if mark in response:
+            return response.rpartition(mark)[2].strip()
+    return ""
+
+
 _SPECIAL_TOKENS = re.compile(r"<[|\uff5c][^\s<>|\uff5c]+[|\uff5c]>|<pad>|<eos>|<end_of_turn>|</s>\s*\Z")
 """Tokens that end a response, as text; DeepSeek has full-width bars (U+FF5C). `</s>` is also a tag of HTML."""
 

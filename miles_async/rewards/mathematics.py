@@ -18,6 +18,7 @@ from miles_async.rewards.answers import (
     is_text,
     label_of,
     last_boxed,
+    last_part,
     numerals,
     split_modulus,
     split_unit,
@@ -31,6 +32,11 @@ def math(args: Any, sample: Sample) -> float:
     """Return 1 if the final answer equals the label, and 0 otherwise. A boxed answer takes precedence."""
     boxed = last_boxed(sample.response)
     return float(same(sample.response if boxed is None else boxed, label_of(sample), latex=boxed is not None))
+
+
+def roll_math(args: Any, sample: Sample) -> float:
+    """Return what `math` returns for the last part of the response."""
+    return math(args, replace(sample, response=last_part(sample.response)))
 
 
 def deepscaler(args: Any, sample: Sample) -> float:

@@ -71,7 +71,9 @@ _TAGS = {
     "ifeval": "ifeval",
     "CrossThink": "crossthinkqa",
     "mmmath": "mm_math",
+    "test_math": "mm_math",
     "v3det": "v3det_train",
+    "test_detection": "v3det_train",
 }
 """A part of the name of a file of rows, and a tag of its rows. Rows of other files have a tag of `math_rule`."""
 

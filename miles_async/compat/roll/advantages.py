@@ -25,12 +25,27 @@ def advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[
     sets, all of this is done for each of them separately. If a reward is not finite, all advantages are NaN, so that
     the learner skips the step.
     """
-    return _advantages(args, samples, [sample.dataset for sample in samples])
+    raw = [sample.scalar_reward for sample in samples]
+    if not all(map(isfinite, raw)):
+        return raw, [nan] * len(raw)
+    parts = [sample.dataset for sample in samples]
+    found = [0.0] * len(raw)
+    for name in {*parts}:
+        positions = [position for position, part in enumerate(parts) if part == name]
+        members = [samples[position] for position in positions]
+        values = _limited(args, members, _normalized(args, members, [raw[position] for position in positions]))
+        for position, value in zip(positions, values, strict=True):
+            found[position] = value
+    return raw, found
 
 
 def agentic_advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """As `advantages`, but over all data sets together, as in ROLL's agentic pipeline."""
-    return _advantages(args, samples, [""] * len(samples))
+    """As `advantages`, but as in ROLL's agentic pipeline: over all data sets together, and 0 where a deviation is 0."""
+    raw = [sample.scalar_reward for sample in samples]
+    if not all(map(isfinite, raw)):
+        return raw, [nan] * len(raw)
+    values = _compared(raw, _owners(args, samples), args.norm_mean_type, args.norm_std_type)
+    return raw, _limited(args, samples, values)
 
 
 def step_advantages(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
@@ -96,20 +111,6 @@ def _deviation(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-def _advantages(args: Any, samples: Sequence[Sample], parts: Sequence[str]) -> tuple[list[float], list[float]]:
-    raw = [sample.scalar_reward for sample in samples]
-    if not all(map(isfinite, raw)):
-        return raw, [nan] * len(raw)
-    found = [0.0] * len(raw)
-    for name in {*parts}:
-        positions = [position for position, part in enumerate(parts) if part == name]
-        members = [samples[position] for position in positions]
-        values = _limited(args, members, _normalized(args, members, [raw[position] for position in positions]))
-        for position, value in zip(positions, values, strict=True):
-            found[position] = value
-    return raw, found
-
-
 def _limited(args: Any, samples: Sequence[Sample], values: Sequence[float]) -> list[float]:
     """The advantages of samples with these normalized rewards."""
     values = _clipped(values, args.reward_clip)
@@ -160,11 +161,19 @@ def mask(args: Any, groups: Sequence[Group]) -> None:
     """Remove samples from the loss, for `rollout_sample_filter_path`.
 
     With `max_len_mask`, truncated samples are removed. With `difficulty_mask`, all samples of a group are removed whose
-    mean reward is not between `difficulty_low_threshold` and `difficulty_high_threshold`; a single sample stays.
+    mean is not between `difficulty_low_threshold` and `difficulty_high_threshold`; a single sample stays. The mean is
+    that of `acc` if the rewards have this entry, so that penalties do not count, and else that of the rewards.
     """
     for group in groups:
         low, high = args.difficulty_low_threshold, args.difficulty_high_threshold
-        fits = not args.difficulty_mask or len(group) == 1 or low < fmean(group.rewards) < high
+        fits = not args.difficulty_mask or len(group) == 1 or low < fmean(map(_accuracy, group)) < high
         for sample in group:
             truncated = args.max_len_mask and sample.status is SampleStatus.TRUNCATED
             sample.remove_sample = sample.remove_sample or truncated or not fits
+
+
+def _accuracy(sample: Sample) -> float:
+    match sample.reward:
+        case {"acc": float() | int() as accuracy}:
+            return accuracy
+    return sample.scalar_reward

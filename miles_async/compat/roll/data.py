@@ -15,6 +15,12 @@ from miles_async.config.prompt_files import count_rows
 
 _FILES = "actor_train.data_args.file_name"
 _MESSAGES = "actor_train.data_args.messages"
+_TEMPLATES: Mapping[str, Mapping[str, Any]] = {
+    **{name: {} for name in ("native", "qwen2_5", "qwen2-vl")},
+    "qwen3": {"enable_thinking": True},
+}
+"""The arguments with which ROLL's templates call that of the tokenizer. Others change the messages, or render them in
+another way."""
 _SHARES = "actor_train.data_args.domain_interleave_probs"
 _GENERATING = "actor_infer.generating_args"
 _WORKERS = {
@@ -22,7 +28,7 @@ _WORKERS = {
     "CrossThinkQARuleRewardWorker": "roll_choice",
     "GeneralRuleRewardWorker": "roll_ifeval",
     "LLMJudgeRewardWorker": "llm_judge",
-    "MathRuleRewardWorker": "math",
+    "MathRuleRewardWorker": "roll_math",
 }
 """The built-in reward in place of one of ROLL's workers."""
 _ONLY: Mapping[str, Mapping[str, Any]] = {
@@ -40,6 +46,8 @@ _FALLBACK = "math_rule"
 _ROWS_READ = 20
 _PROMPT_LENGTH = 1024
 """ROLL's default of prompt_length."""
+_EVAL_SAMPLING = {"temperature": 0.95, "top_p": 0.7, "top_k": 50}
+"""ROLL's defaults of `GeneratingArguments`. They do not depend on those of `actor_infer`."""
 
 
 def trains_agents(keys: CombinedKeys) -> bool:
@@ -224,6 +232,37 @@ def recordings(keys: CombinedKeys) -> None:
         keys.refuse(f"rollout_mock.mode {mode!r:.80} is unknown: set it to dump or mock")
 
 
+def template(keys: CombinedKeys) -> None:
+    """How prompts are rendered."""
+    of_run, of_training, of_engines = (
+        "global_template",
+        "actor_train.data_args.template",
+        "actor_infer.data_args.template",
+    )
+    if trains_agents(keys):
+        why = "has no effect: chats are always rendered with the template of the tokenizer"
+        keys.note(why, of_run, of_training, of_engines)
+        return
+    key = of_training if keys.values.get(of_run) is None else of_run
+    name = keys.values.get(key)
+    keys.note("has no effect in ROLL either: prompts have the template of actor_train", of_engines)
+    if key == of_run:
+        keys.note("has no effect beside global_template", of_training)
+    else:
+        keys.note("has no effect: it is null", of_run)
+    if name is None:
+        keys.note("has no effect: it is null", of_training)
+    elif isinstance(name, str) and name in _TEMPLATES:
+        keys.set("data.apply_chat_template", True, key)
+        if arguments := _TEMPLATES[name]:
+            keys.set("data.apply_chat_template_kwargs", arguments, key)
+    else:
+        keys.refuse(
+            f"{key} {name!r:.80} has no counterpart: set it to native for the template of the tokenizer, and "
+            "apply_chat_template_kwargs to {chat_template: TEXT} for another one"
+        )
+
+
 def data_and_rewards(keys: CombinedKeys) -> None:
     """The files of each domain, their shares of a batch, and the rewards of the domains."""
     rewards = {name: of if isinstance(of, Mapping) else {} for name, of in keys.section("rewards").items()}
@@ -235,8 +274,12 @@ def data_and_rewards(keys: CombinedKeys) -> None:
     for name in sorted(shares.keys() - rewards.keys() if rewards else ()):
         keys.refuse(f"{_SHARES}.{name} has no reward: add rewards.{name}, or remove it")
     files = _files(keys, _FILES)
+    if files:
+        # ROLL has no key for the order of rows: each epoch has another one.
+        keys.set("data.rollout_shuffle", True, _FILES)
     if files and not keys.given(_MESSAGES):
         keys.set("data.input_key", "prompt", _FILES)
+    domain_of = _domain_of(keys, rewards)
     if len(files) <= 1 and len(domains) <= 1:
         for file in files:
             keys.set("data.prompt_data", file, _FILES)
@@ -252,8 +295,8 @@ def data_and_rewards(keys: CombinedKeys) -> None:
     elif not files:
         keys.refuse(f"rewards has several domains, but {_FILES} is not set: set it to their files")
     else:
-        _several(keys, files, kinds, rewards)
-    evaluation(keys, kinds)
+        _several(keys, files, kinds, domain_of)
+    evaluation(keys, kinds, domain_of)
 
 
 def _reward(keys: CombinedKeys, name: str, reward: Mapping[str, Any]) -> str | None:
@@ -269,6 +312,12 @@ def _reward(keys: CombinedKeys, name: str, reward: Mapping[str, Any]) -> str | N
         case {"model_args": {"model_name_or_path": model}} if worker == "LLMJudgeRewardWorker":
             why = "is not started: serve it with SGLang, and set rm_url to its chat completions"
             keys.translator.idle[f"{model!s:.200} of rewards.{name}"] = why
+    match reward:
+        case {"query_filter_config": {"type": kind}} if kind != "no_filter":
+            keys.refuse(
+                f"rewards.{name}.query_filter_config {kind!r:.80} has no counterpart: remove it, and set "
+                "dynamic_sampling_filter_path to a function that keeps the same groups"
+            )
     for setting, only in _ONLY.get(worker, {}).items():
         if reward.get(setting, only) != only:
             keys.refuse(
@@ -294,24 +343,29 @@ def _files(keys: CombinedKeys, key: str) -> Sequence[str]:
     return ()
 
 
+def _domain_of(keys: CombinedKeys, rewards: Mapping[str, Any]) -> Mapping[str, str]:
+    """The domain of each tag."""
+    found = {}
+    for name, reward in rewards.items():
+        tags = reward.get("tag_included") or []
+        if isinstance(tags, list):
+            found.update({str(tag): name for tag in tags})
+        else:
+            keys.refuse(f"rewards.{name}.tag_included is no list: write it as [tag]")
+    return found
+
+
 def _several(
     keys: CombinedKeys,
     files: Sequence[str],
     kinds: Mapping[str, str | None],
-    rewards: Mapping[str, Any],
+    domain_of: Mapping[str, str],
 ) -> None:
     """Each domain is a data set, whose file is the one with rows of its tags."""
-    domain_of = {}
-    for name, reward in rewards.items():
-        tags = reward.get("tag_included") or []
-        if isinstance(tags, list):
-            domain_of.update({str(tag): name for tag in tags})
-        else:
-            keys.refuse(f"rewards.{name}.tag_included is no list: write it as [tag]")
     shares = keys.section(_SHARES)
     owned: dict[str, list[str]] = {name: [] for name in kinds}
     for file in files:
-        domain = _domain(keys, file, domain_of)
+        domain = _domain(keys, _FILES, file, domain_of)
         if domain in owned:
             owned[domain].append(file)
         elif domain is not None:
@@ -332,45 +386,47 @@ def _several(
             keys.set(f"{dataset}.label_key", _label(kinds[domain]), "rewards")
 
 
-def _domain(keys: CombinedKeys, file: str, domain_of: Mapping[str, str]) -> str | None:
+def _domain(keys: CombinedKeys, key: str, file: str, domain_of: Mapping[str, str]) -> str | None:
     """The domain of the first rows of a file; None after a problem."""
     try:
         with Path(file).expanduser().open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in islice(lines, _ROWS_READ) if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSONL"
-        keys.refuse(f"{_FILES}: {file} cannot be read for the tags of its rows: {reason}")
+        keys.refuse(f"{key}: {file} cannot be read for the tags of its rows: {reason}")
         return None
     found = {
         row.get("domain") or domain_of.get(str(row.get("tag")), _FALLBACK) for row in rows if isinstance(row, Mapping)
     }
     if len(found) != 1:
         shown = ", ".join(sorted(map(str, found))) or "no domain"
-        keys.refuse(f"{_FILES}: {file} has rows of {shown}: write one file for each domain")
+        keys.refuse(f"{key}: {file} has rows of {shown}: write one file for each domain")
         return None
     return str(found.pop())
 
 
-def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None]) -> None:
-    """The data sets of `validation`."""
+def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None], domain_of: Mapping[str, str]) -> None:
+    """The data sets of `validation`. With several domains, each file has the reward of the domain of its rows."""
     validation = keys.section("validation")
     data, sampling = (validation.get(name) or {} for name in ("data_args", "generating_args"))
     if not isinstance(data, Mapping) or not isinstance(sampling, Mapping):
         keys.refuse("validation.data_args and validation.generating_args are sections: put keys below them")
         return
     key = "validation.data_args.file_name"
-    kind = kinds.get(_FALLBACK) or next(filter(None, kinds.values()), None)
-    fields = {
-        "label_key": _label(kind),
-        "input_key": keys.values.get(_MESSAGES),
-        "rm_type": kind,
-        "n_samples": sampling.get("num_return_sequences"),
-        **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k")},
-    }
-    given = {name: value for name, value in fields.items() if value is not None}
-    datasets = {
-        Path(file).stem: {"path": file, **given}
-        for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key)
-    }
+    datasets = {}
+    for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key):
+        domain = _domain(keys, key, file, domain_of) if len(kinds) > 1 else next(iter(kinds), None)
+        if domain is not None and domain not in kinds:
+            keys.refuse(f"{key}: {file} has rows of {domain}, which has no reward: add rewards.{domain} and its share")
+        kind = kinds.get(str(domain))
+        fields = {
+            "path": file,
+            "label_key": _label(kind),
+            "input_key": keys.values.get(_MESSAGES),
+            "rm_type": kind,
+            "n_samples": sampling.get("num_return_sequences"),
+            **{name: sampling.get(name, default) for name, default in _EVAL_SAMPLING.items()},
+        }
+        datasets[Path(file).stem] = {name: value for name, value in fields.items() if value is not None}
     if datasets:
         keys.set("rollout.eval_datasets", datasets, "validation")

@@ -26,6 +26,8 @@ DEFAULTS: Mapping[str, Any] = {
     # roll/pipeline/rlvr/rewards/math_rule_reward_worker.py decodes with special tokens.
     "rollout_skip_special_tokens": False,
     "rollout_seed": 42,
+    # DynamicSamplingScheduler shuffles the rows at the start of each epoch.
+    "rollout_shuffle": True,
     # adv_estimator gae, lambd, whiten_advantages, init_kl_coef without add_token_level_kl, critic_warmup.
     "advantage_estimator": "ppo",
     "normalize_advantages": False,

@@ -62,6 +62,11 @@ def environments(keys: CombinedKeys) -> None:
     for key in (f"{manager}.{name}" for manager in (_TRAIN, _EVAL) for name in keys.section(manager)):
         if key.endswith(".format_penalty"):
             keys.translator.idle[key] = "has no effect in ROLL either: env_config has the penalty"
+        elif key.endswith(".group_filter_cls"):
+            keys.refuse(
+                f"{key} has no counterpart: remove it, and set dynamic_sampling_filter_path to a function that keeps "
+                "the same groups"
+            )
         elif key.rpartition(".")[2] not in _READ:
             keys.translator.idle[key] = "has no effect: one process runs as many environments as the batches need"
 

@@ -178,6 +178,9 @@ def masks(keys: CombinedKeys) -> None:
     """Samples that are not trained."""
     thresholds = ("difficulty_low_threshold", "difficulty_high_threshold")
     names = ("max_len_mask", "difficulty_mask")
+    if trains_agents(keys):
+        keys.note("has no effect in ROLL's agentic pipeline", *names, *thresholds)
+        return
     too_long, difficult = (keys.switch(name) or False for name in names)
     if too_long or difficult:
         keys.set("algorithm.count_removed_samples", False, *keys.given(*names))

@@ -11,11 +11,10 @@ from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.hydra import References, Unresolved
 from miles_async.config.translation import Idle, Outcome, Refused, Translator, entries
 
-_TEMPLATES = frozenset(key for key in TABLE if key.endswith((".data_args.template", "global_template")))
 _STEPS = (
     *(layout.environment, layout.devices, layout.stages, layout.batch_sizes, layout.recomputation, layout.engine),
     adapters.adapters,
-    *(data.sizes, data.schedule, data.downloads, data.tracking, data.recordings, data.data_and_rewards),
+    *(data.sizes, data.schedule, data.downloads, data.tracking, data.recordings, data.template, data.data_and_rewards),
     environments.environments,
     *(objective.advantages, objective.masks, objective.loss, objective.coefficients, objective.divergence),
     *(objective.correction, objective.tokens),
@@ -44,11 +43,7 @@ def translate(content: Mapping[str, Any]) -> Outcome:
             translator.problems.append(f"{key} {error}")
     keys = CombinedKeys(translator, values)
     for key, value in values.items():
-        if key in _TEMPLATES and data.trains_agents(keys):
-            translator.idle[key] = "has no effect: chats are always rendered with the template of the tokenizer"
-        else:
-            # A template of ROLL has a name; the tokenizer of a checkpoint has at most one.
-            translator.apply(key, value is not None if key in _TEMPLATES else value)
+        translator.apply(key, value)
     for combine in _STEPS:
         combine(keys)
     return translator

@@ -133,9 +133,9 @@ class Rollout(Section):
     """Key of the number to train on if the reward is a dictionary. With rm_type code, dapo, roll_choice
     or roll_ifeval, score if unset."""
     reward_processes: int = Field(2, ge=1, le=1024)
-    """Maximum number of processes for each reward that may hang: rm_type code, reasoning_gym, math, dapo and
-    deepscaler, confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that hangs
-    occupies one of them for reward_timeout_seconds."""
+    """Maximum number of processes for each reward that may hang: rm_type code, reasoning_gym, math, roll_math, dapo
+    and deepscaler, confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that
+    hangs occupies one of them for reward_timeout_seconds."""
     reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
     """Memory limit in GB for each process of a confined reward, such as rm_type code, reasoning_gym, math, dapo or
     deepscaler. A response that needs more memory counts as wrong. The limit applies to address space."""

@@ -1,4 +1,4 @@
-"""The rewards `math`, `dapo` and `deepscaler`; `rewards/mathematics.py` computes them."""
+"""The rewards `math`, `roll_math`, `dapo` and `deepscaler`; `rewards/mathematics.py` computes them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ class Math(_Mathematics):
 
     name = "math"
     reads_box = True
+
+
+class RollMath(_Mathematics):
+    """As `math`, but only the text after `</think>` counts, or else after the last empty line.
+
+    A response with neither is wrong, and so is one with several `</think>` or with a `<think>` after its beginning.
+    """
+
+    name = "roll_math"
 
 
 class Dapo(_Mathematics):

@@ -92,6 +92,20 @@ def test_groups_that_are_too_easy_or_too_hard_are_not_trained() -> None:
     ]
 
 
+def test_penalties_make_no_group_harder_or_easier() -> None:
+    """As in ROLL, a group is as difficult as its answers are wrong, whatever wrong answers and repetition cost."""
+
+    def group(*rewards: tuple[float, float]) -> Group:
+        samples = batch(*(0.0 for _ in rewards))
+        for sample, (score, acc) in zip(samples, rewards, strict=True):
+            sample.reward, sample.reward_key = {"score": score, "acc": acc}, "score"
+        return Group(samples)
+
+    hard, easy = group((1.0, 1.0), (-1.0, 0.0)), group((0.9, 1.0), (0.8, 1.0))
+    mask(settings(difficulty_mask=True), [hard, easy])
+    assert [[sample.remove_sample for sample in one] for one in (hard, easy)] == [[False, False], [True, True]]
+
+
 def test_truncated_samples_are_not_trained() -> None:
     group = Group(batch(0, 1))
     group[0].status = SampleStatus.TRUNCATED
@@ -106,6 +120,13 @@ def test_data_sets_of_agents_are_normalized_together() -> None:
     by_batch = settings(norm_mean_type="batch")
     assert agentic_advantages(by_batch, samples)[1] == [-1.75, -0.75, -0.75, 3.25]
     assert advantages(by_batch, samples)[1] == [-0.5, 0.5, -2, 2]
+
+
+def test_agents_of_a_group_with_equal_rewards_have_no_advantage_whatever_the_batch_has() -> None:
+    """The deviation of the group is 0, and ROLL's agentic pipeline divides by no such number."""
+    of_group = settings(norm_mean_type="batch", norm_std_type="group")
+    found = agentic_advantages(of_group, batch(3, 3, 0, 2))[1]
+    assert found == pytest.approx([0, 0, -(2**0.5), 0], rel=1e-5)
 
 
 def trajectories(*of: list[tuple[float, str]]) -> list[Sample]:

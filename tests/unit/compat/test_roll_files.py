@@ -83,7 +83,8 @@ def test_rolls_asynchronous_example_has_its_algorithm(tmp_path: Path) -> None:
     rollout, algorithm, learner = config.rollout, config.algorithm, config.learner
     assert (rollout.rollout_batch_size, rollout.n_samples_per_prompt, learner.global_batch_size) == (64, 8, 64 * 8)
     assert (rollout.rollout_max_prompt_len, rollout.rollout_max_response_len) == (2048, 8192)
-    assert rollout.rm_type == "math"
+    assert rollout.rm_type == "roll_math"
+    assert config.data.rollout_shuffle  # in each epoch, as in ROLL
     assert (config.data.input_key, config.data.label_key) == ("messages", "ground_truth")
     assert rollout.custom_reward_post_process_path == "miles_async.compat.roll.advantages.advantages"
     assert rollout.rollout_sample_filter_path == "miles_async.compat.roll.advantages.mask"
@@ -150,18 +151,19 @@ def test_domains_become_data_sets_with_their_shares(tmp_path: Path) -> None:
     data = content["actor_train"]["data_args"]
     data["domain_interleave_probs"] = {"RLVR": 0.3, "b": 0.7}
     data["file_name"] = [path for path in data["file_name"] if "llm_judge" in path or "math" in path]
-    (tmp_path / "data" / "math_deepmath_deal.jsonl").write_text('{"tag": "b"}\n')
+    for rows in ("math_deepmath_deal", "math_benchmarks"):
+        (tmp_path / "data" / f"{rows}.jsonl").write_text('{"tag": "b"}\n')
     outcome = translate(content, "ROLL")
     assert outcome.problems == []
     datasets = {key: one.value for key, one in outcome.translation.items() if key.startswith("data.datasets.")}
     assert datasets == {
         "data.datasets.RLVR.prompt_data": str(tmp_path / "data" / "llm_judge_Multi-subject-RLVR_deal_new.jsonl"),
         "data.datasets.RLVR.weight": 0.3,
-        "data.datasets.RLVR.rm_type": "math",
+        "data.datasets.RLVR.rm_type": "roll_math",
         "data.datasets.RLVR.label_key": "ground_truth",
         "data.datasets.b.prompt_data": str(tmp_path / "data" / "math_deepmath_deal.jsonl"),
         "data.datasets.b.weight": 0.7,
-        "data.datasets.b.rm_type": "math",
+        "data.datasets.b.rm_type": "roll_math",
         "data.datasets.b.label_key": "ground_truth",
     }
 
@@ -223,12 +225,36 @@ def test_a_choice_is_scored_softly_or_refused(tmp_path: Path) -> None:
     assert "rewards.crossthinkqa.response_length_penalty_coef 0.1 has no counterpart: set it to 0" in said
 
 
+def test_a_filter_of_groups_is_refused(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    content["rewards"]["math_rule"]["query_filter_config"] = {"type": "no_filter"}
+    assert translate(content, "ROLL").problems == []
+    content["rewards"]["math_rule"]["query_filter_config"] = {"type": "std_filter", "filter_args": {"std_threshold": 0}}
+    [said] = translate(content, "ROLL").problems
+    assert said.startswith("rewards.math_rule.query_filter_config 'std_filter' has no counterpart: remove it, and set")
+
+
 def test_a_file_with_rows_of_two_domains_is_refused(tmp_path: Path) -> None:
     content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
     mixed = tmp_path / "data" / "code_KodCode_data.jsonl"
     mixed.write_text('{"tag": "KodCode"}\n{"tag": "ifeval"}\n')
     said = f"{mixed} has rows of code_sandbox, ifeval: write one file for each domain"
     assert any(said in sentence for sentence in translate(content, "ROLL").problems)
+
+
+def test_an_evaluation_has_the_reward_of_the_domain_of_its_rows(tmp_path: Path) -> None:
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    [benchmark] = content["validation"]["data_args"]["file_name"]
+    programs, mixed = (tmp_path / f"{name}.jsonl" for name in ("programs", "mixed"))
+    programs.write_text('{"tag": "KodCode"}\n')
+    mixed.write_text('{"tag": "KodCode"}\n{"tag": "ifeval"}\n')
+    content["validation"]["data_args"]["file_name"] = [benchmark, str(programs)]
+    evaluated = translate(content, "ROLL").translation["rollout.eval_datasets"].value
+    found = {name: (one["rm_type"], one["label_key"]) for name, one in evaluated.items()}
+    assert found == {Path(benchmark).stem: ("roll_math", "ground_truth"), "programs": ("code", "test_cases")}
+    content["validation"]["data_args"]["file_name"] = [str(mixed)]
+    [said] = translate(content, "ROLL").problems
+    assert said.endswith("mixed.jsonl has rows of code_sandbox, ifeval: write one file for each domain")
 
 
 def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> None:
@@ -302,6 +328,10 @@ def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> Non
         ({"custom_envs": {}}, "custom_envs.FrozenLake is missing, or is no section"),
         ({"train_env_manager.tags": []}, "train_env_manager.tags [] is not a list of different tags"),
         ({"train_env_manager.tags": ["FrozenLake"] * 2}, "is not a list of different tags"),
+        (
+            {"train_env_manager.group_filter_cls": "mine.Filter"},
+            "train_env_manager.group_filter_cls has no counterpart",
+        ),
         ({"val_env_manager.group_size": 0}, "val_env_manager.group_size 0 is not a number of 1 or more"),
         ({"max_actions_per_traj": "ten"}, "custom_envs.FrozenLake.max_steps 'ten' is not a number of 1 or more"),
         ({"train_env_manager.num_groups_partition": [1, 2]}, "needs a number of groups for each of tags"),

@@ -262,3 +262,35 @@ def test_a_validation_set_is_evaluated_with_its_own_sampling() -> None:
             "top_k": 50,
         }
     }
+    # What it does not set has ROLL's defaults, and not the values of the training.
+    del validation["generating_args"]
+    found = settings(validation=validation, eval_steps=20, actor_infer={"generating_args": {"temperature": 1.0}})
+    evaluated = found["rollout.eval_datasets"]["aime"]
+    assert [evaluated[name] for name in ("temperature", "top_p", "top_k")] == [0.95, 0.7, 50]
+
+
+def test_agents_are_trained_whatever_samples_other_pipelines_leave_out() -> None:
+    found = outcome(**AGENTS, max_len_mask=True, difficulty_mask=True)
+    assert "rollout.rollout_sample_filter_path" not in found.translation
+    assert found.idle["max_len_mask"] == found.idle["difficulty_mask"] == "has no effect in ROLL's agentic pipeline"
+
+
+def test_gradients_are_clipped_as_the_pipeline_says_and_not_as_the_strategy_says() -> None:
+    strategy = {"strategy_args": {"strategy_config": {"max_grad_norm": 0.5}}}
+    assert settings(max_grad_norm=2.0, actor_train=strategy) == {"learner.clip_grad": 2.0}
+    assert "learner.clip_grad" not in settings(actor_train=strategy)
+
+
+def test_prompts_are_rendered_with_the_template_of_the_tokenizer_as_rolls_templates_call_it() -> None:
+    def rendered(template: str | None, **others: Any) -> dict[str, Any]:
+        return settings(actor_train={"data_args": {"template": template}}, **others)
+
+    assert rendered("qwen2_5") == rendered("native") == {"data.apply_chat_template": True}
+    thinking = {"data.apply_chat_template": True, "data.apply_chat_template_kwargs": {"enable_thinking": True}}
+    assert rendered("qwen3") == rendered("native", global_template="qwen3") == thinking
+    assert rendered(None) == {}
+
+
+def test_a_template_that_changes_the_messages_is_refused() -> None:
+    [said] = outcome(global_template="longCOT_qwen2.5", actor_train={"data_args": {"template": "native"}}).problems
+    assert said.startswith("global_template 'longCOT_qwen2.5' has no counterpart: set it to native")

@@ -250,6 +250,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
         "rollout.rollout_max_response_len": 4096,
         "algorithm.advantage_estimator": "grpo",
         "data.prompt_data": "math.jsonl",
+        "data.rollout_shuffle": True,
         "data.input_key": "messages",
         "engine.sglang_server_args.mem_fraction_static": 0.7,
     }

@@ -1,4 +1,4 @@
-"""The rewards of ROLL's rows: constraints of RLVR-IFeval, letters of choices, and what repeated words cost."""
+"""The rewards of ROLL's rows: constraints of RLVR-IFeval, letters of choices, formulas, and repeated words."""
 
 from __future__ import annotations
 
@@ -105,6 +105,22 @@ async def test_repeated_words_cost_the_share_of_repeated_triples(rm_type: str, l
     fresh, repeated = await scored(r"\boxed{A} a b c d e", r"\boxed{A} x x x x x", label=label, rm_type=rm_type)
     assert (fresh["score"], repeated["score"]) == (1.0, 0.75)
     assert repeated["acc"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "response, reward",
+    [
+        ("Hm.</think>The answer is \\boxed{5}.<|im_end|>", 1.0),
+        ("<think>Hm, \\boxed{6}.</think>$5$", 1.0),
+        ("2 + 3\n\n\\boxed{5}", 1.0),
+        ("So \\boxed{5}.\n\nI hope this helps.", 0.0),
+        ("\\boxed{5}", 0.0),
+        ("Hm.</think>\\boxed{5}</think>", 0.0),
+        ("I <think>hm</think>\\boxed{5}", 0.0),
+    ],
+)
+async def test_an_answer_counts_only_after_the_reasoning_or_in_the_last_paragraph(response: str, reward: float) -> None:
+    assert await scored(response, label="5", rm_type="roll_math") == [reward]
 
 
 def test_text_without_reasoning_is_read_as_a_whole() -> None:
