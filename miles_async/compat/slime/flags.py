@@ -259,7 +259,7 @@ def _custom_config(path: Path, translator: Translator) -> None:
             file.set(SETTINGS[name].dotted, value, source)
             continue
         file.set(f"rollout.custom_args.{name}", value, source)
-        if (found := guest_flags.GuestFlags().find(name)) is None:
+        if (found := guest_flags.find_flag(name)) is None:
             continue
         if value is False:
             translator.turned_off[guest_flags.shown(name)] = source
