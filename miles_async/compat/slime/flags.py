@@ -18,6 +18,18 @@ _OFFLOAD = Idle(
     "has no effect: colocate lets learner and engines release their devices in turns, and nothing else does"
 )
 
+EVAL_FIELDS = {
+    "eval_input_key": "input_key",
+    "eval_label_key": "label_key",
+    "eval_temperature": "temperature",
+    "eval_top_p": "top_p",
+    "eval_top_k": "top_k",
+    "eval_max_response_len": "max_response_len",
+    "n_samples_per_eval_prompt": "n_samples",
+    "eval_reward_key": "reward_key",
+    "eval_tool_key": "tool_key",
+}
+"""Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _SWITCHES: Mapping[str, Rule] = {
     "disable_grpo_std_normalization": converts("algorithm.grpo_std_normalization", {True: False}),
     "disable_rewards_normalization": converts("algorithm.rewards_normalization", {True: False}),
@@ -113,13 +125,7 @@ _VALUES: Mapping[str, Rule] = {
         "a publish is written, verified and made live without a step for functions: set save_hf for files with weights"
     ),
     # The evaluation, which `_evaluation` reads.
-    **dict.fromkeys(
-        (
-            *("eval_config", "eval_input_key", "eval_label_key", "eval_temperature", "eval_top_p", "eval_top_k"),
-            *("eval_max_response_len", "n_samples_per_eval_prompt", "eval_reward_key", "eval_tool_key"),
-        ),
-        Combined(),
-    ),
+    **dict.fromkeys(("eval_config", *EVAL_FIELDS), Combined()),
     "eval_max_prompt_len": Refused("prompts of an evaluation may have any length: remove it"),
     "eval_min_new_tokens": Refused("responses may end at any token: remove it"),
     "eval_max_context_len": Combined(),
@@ -142,18 +148,6 @@ FLAGS: Mapping[str, Flag] = {
 }
 """All flags by name."""
 
-EVAL_FIELDS = {
-    "eval_input_key": "input_key",
-    "eval_label_key": "label_key",
-    "eval_temperature": "temperature",
-    "eval_top_p": "top_p",
-    "eval_top_k": "top_k",
-    "eval_max_response_len": "max_response_len",
-    "n_samples_per_eval_prompt": "n_samples",
-    "eval_reward_key": "reward_key",
-    "eval_tool_key": "tool_key",
-}
-"""Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _DATASET_FIELDS = {
     **{field: field for field in (*EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
     **{field: field for field in ("metadata_key", "metadata_overrides", "apply_chat_template_kwargs")},
