@@ -13,7 +13,6 @@ from typing import Any
 
 import structlog
 
-from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
@@ -256,9 +255,13 @@ class RolloutWorker:
         """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
         loop = asyncio.get_running_loop()
 
+        # A rollout function may take prompts from its own thread.
         def warn(sentence: str) -> None:
-            """Warn from any thread: a rollout function may take prompts from its own."""
             loop.call_soon_threadsafe(self._journal.warn, sentence)
+
+        def report(reason: str, sentence: str) -> None:
+            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
+            loop.call_soon_threadsafe(self._journal.emit, event)
 
         # In a thread, because this scans the file and imports transformers if prompts are chats.
         data = await asyncio.to_thread(
@@ -266,7 +269,7 @@ class RolloutWorker:
             self._config,
             tokenizer=generators.tokenizer,
             args=generators.args,
-            report=self._reporter(),
+            report=report,
             warn=warn,
             create=data_source(self._config, generators.args),
         )
@@ -373,16 +376,6 @@ class RolloutWorker:
         """Remove the engines from an external router, which would otherwise keep them after the run."""
         for engine in self._fleet.routed():
             await self._fleet.fence(engine, "the run has ended")
-
-    def _reporter(self) -> Report:
-        """Report rows that the data source skips as events. A rollout function may call this from its own thread."""
-        loop = asyncio.get_running_loop()
-
-        def report(reason: str, sentence: str) -> None:
-            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
-            loop.call_soon_threadsafe(self._journal.emit, event)
-
-        return report
 
     async def events(self, received: int) -> list[EventBatch]:
         """Return the batches of events after number `received`; waits up to half a second for the first one."""
