@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Translator, converts, sets
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.yaml_text import read_keys
+from miles_async.errors import collected
 from miles_async.json_values import shown
 
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
@@ -268,16 +269,9 @@ def _custom_config(path: Path, translator: Translator) -> None:
 
 def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:
     """The content of a YAML file; empty after a problem."""
-    try:
-        content = parse_yaml(_text_of(path))
-    except (OSError, ValueError, YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        translator.problems.append(f"{key} cannot be read: {reason}")
-        return {}
-    if not isinstance(content, Mapping):
-        translator.problems.append(f"{key} holds no keys with values: write name: value")
-        return {}
-    return content
+    with collected(translator.problems):
+        return read_keys(key, lambda: _text_of(path))
+    return {}
 
 
 def _text_of(path: Path) -> str:
