@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from miles_async.errors import TrajectoryError
 
 T = TypeVar("T")
+Natural = Annotated[int, Meta(ge=0, lt=2**62)]
+"""A number from 0 on. It fits into 64 bits, and so does the sum of two."""
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 def parse(value: Any, schema: type[T], name: str) -> T:

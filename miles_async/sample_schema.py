@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from miles_async.columns.column import COLUMNS, SampleLimits, columns_of, set_column
@@ -32,12 +32,10 @@ from miles_async.json_values import (
     shown,
     shown_error,
 )
-from miles_async.parsing import parse
+from miles_async.parsing import Natural, TokenId, parse
 from miles_async.types import Group, Prompt, Sample, SampleStatus
 
 T = TypeVar("T")
-_Natural = Annotated[int, Meta(ge=0, lt=2**62)]
-_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class FinishReason(Struct):
@@ -52,8 +50,8 @@ class ReportedSpan(Struct):
     """The weight version that sampled the output tokens `[start, end)`, as SGLang reports it."""
 
     version: str
-    start: _Natural
-    end: _Natural
+    start: Natural
+    end: Natural
     oldest_keys: str | None = None
     """The oldest version whose keys and values they were sampled with (`adapters/sglang/key_versions.py`)."""
 
@@ -71,9 +69,9 @@ class AnswerMeta(Struct):
     output_token_logprobs: list[OutputToken] | bytes
     """As float32 in base64 if the engine packs them (`adapters/sglang/plugin.py`)."""
     weight_versions: list[ReportedSpan] | None = None
-    cached_tokens: _Natural = 0
+    cached_tokens: Natural = 0
     """Number of tokens of the request that were in the prefix cache when it began."""
-    output_token_sampling_mask: list[list[_TokenId]] | None = None
+    output_token_sampling_mask: list[list[TokenId]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
 
     @property
@@ -88,7 +86,7 @@ class AnswerMeta(Struct):
 class EngineAnswer(Struct):
     """SGLang's answer for one sample."""
 
-    output_ids: list[_TokenId]
+    output_ids: list[TokenId]
     meta_info: AnswerMeta
     text: str = ""
 
@@ -99,7 +97,7 @@ _ANSWERS = msgspec.json.Decoder(list[EngineAnswer])
 class PromptMeta(Struct):
     """The part of `meta_info` that is read if an engine scores given tokens."""
 
-    input_token_logprobs: list[tuple[float | None, _Natural, str | None]]
+    input_token_logprobs: list[tuple[float | None, Natural, str | None]]
     """The first token of a sequence has no log-probability."""
 
 
@@ -113,8 +111,8 @@ class PostedSpan(Struct):
     """The weight version that sampled the response tokens `[start, end)`, as an external generator posts it."""
 
     version: int | str
-    start: _Natural
-    end: _Natural
+    start: Natural
+    end: Natural
     oldest_keys: int | str | None = None
 
 
@@ -124,12 +122,12 @@ class PostedSample(Struct, kw_only=True):
     reward: float | bool | None = None
     metadata: dict[str, Any] = {}
     session: str | None = None
-    tokens: list[_TokenId] = []
+    tokens: list[TokenId] = []
     response: str = ""
-    response_length: _Natural = 0
+    response_length: Natural = 0
     rollout_log_probs: list[float] = []
     loss_mask: list[int] | None = None
-    sampling_mask: list[list[_TokenId]] | None = None
+    sampling_mask: list[list[TokenId]] | None = None
     weight_versions: list[PostedSpan] = []
     columns: dict[str, list[Any]] = {}
     """Columns of plug-ins, by name."""
@@ -268,7 +266,7 @@ def _accept_columns(sample: Sample) -> None:
         length = json_value(sample.response_length)
     except UnrepresentableError as error:
         raise TrajectoryError(f"{name}: response_length {error}") from None
-    sample.response_length = parse(length, _Natural, f"{name}: response_length")
+    sample.response_length = parse(length, Natural, f"{name}: response_length")
     if not isinstance(sample.columns, Mapping):
         raise TrajectoryError(f"{name}: its columns are {shown(sample.columns)} and not a dictionary")
     sample.columns = {str(key): value for key, value in sample.columns.items() if value is not None}

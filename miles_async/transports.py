@@ -25,6 +25,9 @@ AUTO = "auto"
 """The value of `weight_transfer` that measures transports and uses the fastest one."""
 ADAPTER = "adapter"
 """The transport of a run that trains an adapter: engines load it from a file."""
+LOAD_ONLY = {"flush_cache": False, "abort_all_requests": False}
+"""Fields of each request with which an engine loads weights. `SGLangFleet.commit` flushes the cache: SGLang's scheduler
+exits if a flush inside this request is refused."""
 ADVANTAGE = 1.2
 """A transport must be faster than p2p by this factor for `auto` to prefer it: smaller differences are noise."""
 

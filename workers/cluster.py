@@ -238,7 +238,7 @@ class Cluster:
         needed = None if not debug.debug_rollout_only else 0 if started else 1
 
         def create_rank(rank: int, name: str) -> ActorHandle[Any]:
-            options = _learner_options(placement, rank)
+            options = placement.actor_options(_learner_device(placement, rank), LEARNER_GPU_FRACTION)
             world_size = self._config.learner.ranks
             actor = self._actor(LearnerRank, name, self._config, rank, world_size, self._folder.path, **options)
             # Ray executes the calls to an actor in order: no need to wait.
@@ -246,8 +246,8 @@ class Cluster:
             self.probes[f"learner-{rank}"] = actor.heartbeat.remote
             return actor
 
-        first = placement.plan.learner[0] if placement.plan.learner else placement.plan.engines[0][0]
-        self.learner = LearnerRanks(self._config, self._folder.path.name, create_rank, placement.host(first))
+        host = placement.host(_learner_device(placement, 0))
+        self.learner = LearnerRanks(self._config, self._folder.path.name, create_rank, host)
         self.learner.create(needed)
         self.rollout.start()
         if started is None:
@@ -543,13 +543,13 @@ class Cluster:
             raise
 
 
-def _learner_options(placement: Placement, rank: int) -> dict[str, Any]:
-    """Return the Ray options of a learner rank.
+def _learner_device(placement: Placement, rank: int) -> Bundle:
+    """Return the device of a learner rank.
 
     A run without a learner runs its warm start on the first device of the first engine.
     """
     plan = placement.plan
-    return placement.actor_options(plan.learner[rank] if plan.learner else plan.engines[0][0], LEARNER_GPU_FRACTION)
+    return plan.learner[rank] if plan.learner else plan.engines[0][0]
 
 
 def _head_node_answers() -> bool:

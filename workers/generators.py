@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from miles_async.adapters.agents.endpoint import AgentEndpoint, Agents
 from miles_async.adapters.agents.messages import AnswerParser
 from miles_async.adapters.agents.trajectories import TrajectoryBuffer
 from miles_async.adapters.environments.process import EnvironmentProcess
-from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.generator import EVALUATION_PRIORITY, SamplingParams, SGLangGenerator, TokenLimits
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
@@ -39,47 +37,10 @@ from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
 from miles_async.types import DropReason, Group, Sample
 
-from .specs import ClusterHandles, answer_parsers, greedy_of, sample_limits, sampling_of, seed_of_requests
+from .specs import ClusterHandles, greedy_of, sampling_of, seed_of_requests
 
 RunGenerator = SGLangGenerator | FunctionGenerator | HookedGenerator
 """A generator of a run; it takes sampling parameters."""
-
-
-@asynccontextmanager
-async def open_generators(
-    config: RunConfig,
-    handles: ClusterHandles,
-    fleet: SGLangFleet,
-    *,
-    journal: Journal,
-    stored: StoredRun | None,
-    live_version: Callable[[], int],
-    adapters: AdapterVersions | None,
-    agent_key_file: Path,
-) -> AsyncIterator[GeneratorFactory]:
-    """Yield the generators of a run, with the tokenizer of its checkpoint and the parser of answers to agents."""
-    tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
-    parser: AnswerParser | None = None
-    async with AsyncExitStack() as stack:
-        if serves_agents(config):
-            # Otherwise the first request of an agent would stop the event loop while transformers is imported.
-            await asyncio.to_thread(getattr, tokenizer, "transformers")
-            choice = answer_parsers(config, handles.checkpoint)
-            parser = await stack.enter_async_context(AnswerParserProcess(choice))
-        generators = GeneratorFactory(
-            config,
-            handles,
-            fleet,
-            tokenizer,
-            parser,
-            journal=journal,
-            stored=stored,
-            live_version=live_version,
-            adapters=adapters,
-            limits=sample_limits(config, handles.checkpoint),
-            agent_key_file=agent_key_file,
-        )
-        yield await stack.enter_async_context(generators)
 
 
 @dataclass(eq=False, repr=False)

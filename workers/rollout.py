@@ -13,11 +13,11 @@ from typing import Any
 
 import structlog
 
-from miles_async.adapters.datasets.buffer import Report
 from miles_async.adapters.datasets.factory import eval_groups, open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.adapters.ray.learner import RayLearner, RayRanks
 from miles_async.adapters.ray.servers import RayServers
+from miles_async.adapters.sglang.answer_parser import AnswerParserProcess
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.sglang.tokenizer import CheckpointTokenizer
 from miles_async.adapters.storage.checkpoints import LoadedCheckpoint, checkpoint_name, read_progress
@@ -49,16 +49,17 @@ from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.service import Service
 from miles_async.rewards.factory import RunRewards
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.scheduling.bounds import Schedule
 from miles_async.stored_run import StoredRun
 
 from .debugging import dump_tokenizer, replace_unused_ports, without_staleness_limit
 from .faults import FaultInjector
 from .functions import conversion, data_source, dynamic_filter, packs_ahead, reward_post_process, run_functions
-from .generators import GeneratorFactory, open_generators
+from .generators import GeneratorFactory
 from .heartbeats import Heartbeat, heartbeat
 from .rollout_logs import RolloutLogs
-from .specs import ClusterHandles, eval_sampling_of, greedy_of, store_folder
+from .specs import ClusterHandles, answer_parsers, eval_sampling_of, greedy_of, sample_limits, store_folder
 
 log = structlog.get_logger(__name__)
 
@@ -144,18 +145,7 @@ class RolloutWorker:
             fleet = await self._connect(handles, taking_over=stored is not None)
             if handles.router_actor is None:
                 cleanup.push_async_callback(self._leave_router)
-            generators = await cleanup.enter_async_context(
-                open_generators(
-                    config,
-                    handles,
-                    fleet,
-                    journal=self._journal,
-                    stored=stored,
-                    live_version=self._live_version,
-                    adapters=adapters,
-                    agent_key_file=self._folder.agent_key,
-                )
-            )
+            generators = await self._open_generators(handles, fleet, stored, adapters, cleanup)
             ranks = faults.port("ranks", RayRanks(handles.learner_ranks))
             channel = Channel(handles.weight_transports, ranks, fleet.address)
             if stored is not None:
@@ -230,13 +220,48 @@ class RolloutWorker:
             self._outbox.put(number, events)
         return stored
 
+    async def _open_generators(
+        self,
+        handles: ClusterHandles,
+        fleet: SGLangFleet,
+        stored: StoredRun | None,
+        adapters: AdapterVersions | None,
+        cleanup: AsyncExitStack,
+    ) -> GeneratorFactory:
+        """Open the generators, with the tokenizer of the checkpoint and the parser of answers to agents."""
+        config = self._config
+        parser: AnswerParserProcess | None = None
+        tokenizer = CheckpointTokenizer.of_run(config.data, handles.checkpoint)
+        if serves_agents(config):
+            # Otherwise the first request of an agent would stop the event loop while transformers is imported.
+            await asyncio.to_thread(getattr, tokenizer, "transformers")
+            parser = await cleanup.enter_async_context(AnswerParserProcess(answer_parsers(config, handles.checkpoint)))
+        generators = GeneratorFactory(
+            config,
+            handles,
+            fleet,
+            tokenizer,
+            parser,
+            journal=self._journal,
+            stored=stored,
+            live_version=self._live_version,
+            adapters=adapters,
+            limits=sample_limits(config, handles.checkpoint),
+            agent_key_file=self._folder.agent_key,
+        )
+        return await cleanup.enter_async_context(generators)
+
     async def _open_data(self, generators: GeneratorFactory, began_with: LoadedCheckpoint | None) -> BufferedSource:
         """Open the data source. It continues from `began_with`, the checkpoint of another run, if there is one."""
         loop = asyncio.get_running_loop()
 
+        # A rollout function may take prompts from its own thread.
         def warn(sentence: str) -> None:
-            """Warn from any thread: a rollout function may take prompts from its own."""
             loop.call_soon_threadsafe(self._journal.warn, sentence)
+
+        def report(reason: str, sentence: str) -> None:
+            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
+            loop.call_soon_threadsafe(self._journal.emit, event)
 
         # In a thread, because this scans the file and imports transformers if prompts are chats.
         data = await asyncio.to_thread(
@@ -244,7 +269,7 @@ class RolloutWorker:
             self._config,
             tokenizer=generators.tokenizer,
             args=generators.args,
-            report=self._reporter(),
+            report=report,
             warn=warn,
             create=data_source(self._config, generators.args),
         )
@@ -351,16 +376,6 @@ class RolloutWorker:
         """Remove the engines from an external router, which would otherwise keep them after the run."""
         for engine in self._fleet.routed():
             await self._fleet.fence(engine, "the run has ended")
-
-    def _reporter(self) -> Report:
-        """Report rows that the data source skips as events. A rollout function may call this from its own thread."""
-        loop = asyncio.get_running_loop()
-
-        def report(reason: str, sentence: str) -> None:
-            event = DataSkipped(time=time.time(), reason=reason, sentence=sentence)
-            loop.call_soon_threadsafe(self._journal.emit, event)
-
-        return report
 
     async def events(self, received: int) -> list[EventBatch]:
         """Return the batches of events after number `received`; waits up to half a second for the first one."""

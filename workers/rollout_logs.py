@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -10,14 +9,12 @@ from typing import Any
 
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
-from miles_async.errors import UserError
-from miles_async.json_values import shown
 from miles_async.pipeline.evaluate import Scores
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
-from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
+from miles_async.user_code import call_in_thread
 
 BATCHES = "custom_rollout_log_function_path"
 EVALUATIONS = "custom_eval_rollout_log_function_path"
@@ -67,13 +64,5 @@ def _loaded(setting: str, path: str | None) -> tuple[str, Callable[..., Any]] | 
 
 
 async def _call(named: tuple[str, Callable[..., Any]] | None, *arguments: Any) -> None:
-    if named is None:
-        return
-    name, function = named
-    try:
-        # In a thread, because the function may write files.
-        await asyncio.to_thread(function, *arguments)
-    except USER_CODE_ERRORS as error:
-        if is_cancellation(error):
-            raise
-        raise UserError(f"{name} raised {shown(error)}: correct the function") from error
+    if named is not None:
+        await call_in_thread(*named, *arguments)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
 
 from miles_async.columns.column import Column, SampleLimits
 from miles_async.errors import TrajectoryError
 from miles_async.json_values import UnrepresentableError, json_value
-from miles_async.parsing import parse
+from miles_async.parsing import TokenId, parse
 from miles_async.sampling_mask import SamplingMask
 from miles_async.types import Sample
 
@@ -38,7 +37,7 @@ class KeptTokenIds(Column):
                 rows = json_value(given)
             except UnrepresentableError as error:
                 raise TrajectoryError(f"{name} {error}") from None
-            mask = SamplingMask.from_rows(parse(rows, list[list[Annotated[int, Meta(ge=0, lt=2**31)]]], name))
+            mask = SamplingMask.from_rows(parse(rows, list[list[TokenId]], name))
         if mask is not None and mask.has_duplicates():
             raise TrajectoryError(f"{name} names a token twice; name each kept token once")
         return mask

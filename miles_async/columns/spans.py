@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from miles_async.columns.column import Column, SampleLimits
 from miles_async.errors import TrajectoryError
-from miles_async.parsing import parse
+from miles_async.parsing import Natural, parse
 from miles_async.types import Sample, VersionSpan
 
 NO_VERSION = -1
 """Version of a token that no span covers."""
-_Natural = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 class _Span(Struct):
-    version: _Natural
-    start: _Natural
-    end: _Natural
-    oldest_keys: _Natural | None = None
-    reused: _Natural = 0
+    version: Natural
+    start: Natural
+    end: Natural
+    oldest_keys: Natural | None = None
+    reused: Natural = 0
 
 
 @dataclass(frozen=True, slots=True)

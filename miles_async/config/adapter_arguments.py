@@ -43,7 +43,7 @@ def arguments_of_engines(config: RunConfig) -> Mapping[str, Any]:
     return {name: given[name] for name in given if not (name in _SET_BY_THE_RUN and _fits(config, name))}
 
 
-def adapter_notes(config: RunConfig, entry: str) -> Iterator[str]:
+def adapter_notes(config: RunConfig) -> Iterator[str]:
     """One sentence for the arguments that have no effect, and one for those that are passed on."""
     fitting = [name for name in config.engine.sglang_server_args if _fits(config, name)]
     if idle := _flags(name for name in fitting if name in _SET_BY_THE_RUN):

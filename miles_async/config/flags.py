@@ -25,7 +25,7 @@ from itertools import chain, takewhile
 from typing import Any
 
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
-from miles_async.config.guest_flags import GuestFlags, aliased, flags_of_guests, value_of
+from miles_async.config.guest_flags import GuestFlags, aliased, find_flag, flags_of_guests, value_of
 from miles_async.config.translation import Outcome, Translation, translate
 from miles_async.config.yaml_text import YAMLError, parse_yaml
 from miles_async.errors import UserError
@@ -195,7 +195,7 @@ def _read_flag(flags: Flags, word: str, values: Sequence[str]) -> int:
     else:
         used = _read_setting(flags, flag, list(values))
         if equals and not used:
-            raise UserError(_not_a_switch(flags, flag, text))
+            raise UserError(_not_a_switch(flag, text))
     return 0 if equals else used
 
 
@@ -231,19 +231,19 @@ def _read_suggestion(flags: Flags, flag: str, values: Sequence[str]) -> None:
         flags.gpus = int(values[0])
 
 
-def _not_a_switch(flags: Flags, flag: str, text: str) -> str:
+def _not_a_switch(flag: str, text: str) -> str:
     name = flag[2:].replace("_", "-").removeprefix("no-")
     sentence = f"{flag} does not take the value {text!r}"
-    if not (_is_flag(flags, name) and _is_flag(flags, f"no-{name}")):
+    if not (_is_flag(name) and _is_flag(f"no-{name}")):
         return f"{sentence}: write {flag} without a value, or remove it"
     return f"{sentence}: write --{name} to turn it on, or --no-{name} to turn it off"
 
 
-def _is_flag(flags: Flags, name: str) -> bool:
+def _is_flag(name: str) -> bool:
     """Whether a flag of this name exists here or in another project."""
     name = name.replace("-", "_")
     switched = SETTINGS.get(name.removeprefix("no_"))
-    return (switched is not None and bool in switched.kinds) or flags.guests.find(name) is not None
+    return (switched is not None and bool in switched.kinds) or find_flag(name) is not None
 
 
 def _is_value(word: str) -> bool:
@@ -276,12 +276,12 @@ def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
         if negated is not None and bool in negated.kinds:
             flags.assignments.append(Assignment(negated.path, False, flag))
             return 0
-        if (found := flags.guests.find(name)) is None:
+        if (found := find_flag(name)) is None:
             flags.assignments.append(_parse_server_argument(name, flag, values))
             return len(values)
         setting = aliased(found[1])
     if setting is not None:
-        value, used = _setting_value(flags, setting, flag, values)
+        value, used = _setting_value(setting, flag, values)
         if found is not None:
             flags.guests.aliases.add(flag)
         if setting.name in _ADDED_UP and isinstance(value, list):
@@ -295,10 +295,10 @@ def _read_setting(flags: Flags, flag: str, values: list[str]) -> int:
     return used
 
 
-def _setting_value(flags: Flags, setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
+def _setting_value(setting: Setting, flag: str, values: list[str]) -> tuple[Any, int]:
     if bool in setting.kinds:
         if values and values[0].lower() in ("yes", "no", "on", "off", "1", "0"):
-            raise UserError(_not_a_switch(flags, flag, values[0]))
+            raise UserError(_not_a_switch(flag, values[0]))
         explicit = bool(values) and values[0].lower() in ("true", "false")
         return (values[0].lower() == "true" if explicit else True), int(explicit)
     if not values:

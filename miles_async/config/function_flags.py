@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles_async.config.fields import SETTINGS, values_of
 from miles_async.config.flags import Assignment, Flags
+from miles_async.config.guest_flags import find_flag
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import install_guests, is_defined_here, load_named
 from miles_async.errors import UserError, collected
@@ -44,7 +45,7 @@ def take_flags_of_functions(flags: Flags, config: RunConfig) -> bool:
         line = [word for words in flags.unknown.values() for word in words]
         found, rest = parser.parse_known_args(line)
         known = [sentence for sentence, (flag, *_) in flags.unknown.items() if flag not in rest]
-        own = {name: value for name, value in vars(found).items() if not _is_ours(flags, name)}
+        own = {name: value for name, value in vars(found).items() if not _is_ours(name)}
         # A default gives way to every other source, and a flag only to those that come after it.
         given = _given(parser, line, found)
         later = {assignment.path for assignment in flags.assignments}
@@ -104,6 +105,6 @@ def _ask(function: Any, name: str, parser: ArgumentParser) -> None:
         raise UserError(f"{name}: its add_arguments failed: {shown_error(error)}") from error
 
 
-def _is_ours(flags: Flags, name: str) -> bool:
+def _is_ours(name: str) -> bool:
     """Whether a flag has a meaning here, whether or not a function adds it."""
-    return name in SETTINGS or flags.guests.find(name) is not None
+    return name in SETTINGS or find_flag(name) is not None

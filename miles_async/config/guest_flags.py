@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +30,6 @@ class GuestFlags:
     aliases: set[str] = field(default_factory=set)
     """The flags on the command line that are other names of settings, as the user wrote them."""
 
-    def find(self, name: str) -> tuple[str, Flag] | None:
-        """The first guest that has a flag, which is given with underscores, and its rule; None if no guest has it."""
-        known = GUESTS.ask("name its flags", lambda guest: guest.flags())
-        return next(((guest, flags[name]) for guest, flags in known.items() if name in flags), None)
-
     def add(self, guest: str, name: str, value: Any) -> None:
         """Note the value of a flag. If a flag is repeated, the last value counts, as with argparse."""
         self._values.setdefault(guest, {})[name] = value
@@ -52,10 +47,19 @@ class GuestFlags:
             yield translator
 
 
+def find_flag(name: str) -> tuple[str, Flag] | None:
+    """The first guest that has a flag, which is given with underscores, and its rule; None if no guest has it."""
+    return next(((guest, flags[name]) for guest, flags in _known_flags().items() if name in flags), None)
+
+
 def flags_of_guests() -> list[str]:
     """The flags of all guests, as users write them."""
-    known = GUESTS.ask("name its flags", lambda guest: guest.flags())
-    return [shown(name) for flags in known.values() for name in flags]
+    return [shown(name) for flags in _known_flags().values() for name in flags]
+
+
+def _known_flags() -> Mapping[str, Mapping[str, Flag]]:
+    """The flags of each guest, by its name."""
+    return GUESTS.ask("name its flags", lambda guest: guest.flags())
 
 
 def shown(name: str) -> str:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.yaml_text import read_keys
 from miles_async.errors import UserError
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
@@ -36,19 +36,9 @@ def composed(content: Mapping[str, Any], path: Path, including: Sequence[Path] =
         file = (path.parent / f"{name.removesuffix('.yaml')}.yaml").resolve()
         if file in including:
             raise UserError(f"{path}: defaults {entry} includes itself: remove it")
-        merged = _merged(merged, composed(_read(file, f"{path}: defaults {entry}"), file, (*including, file)))
+        content_of_file = read_keys(f"{path}: defaults {entry}: {file}", file.read_text)
+        merged = _merged(merged, composed(content_of_file, file, (*including, file)))
     return _merged(merged, own)
-
-
-def _read(file: Path, where: str) -> Mapping[str, Any]:
-    try:
-        content = parse_yaml(file.read_text())
-    except (OSError, ValueError, YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        raise UserError(f"{where}: {file} cannot be read: {reason}") from None
-    if not isinstance(content, Mapping):
-        raise UserError(f"{where}: {file} has no keys with values: write name: value")
-    return content
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

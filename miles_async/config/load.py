@@ -18,7 +18,7 @@ from miles_async.config.checks import problems
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, is_skip_role, nearest, with_settings
 from miles_async.config.flags import PASSED_ON, Assignment, Flags, parse_flags
 from miles_async.config.generation import schedule_of
-from miles_async.config.guest_flags import GuestFlags, shown
+from miles_async.config.guest_flags import find_flag, shown
 from miles_async.config.hydra import composed
 from miles_async.config.losses import objective_of
 from miles_async.config.memory import longest_sample
@@ -277,9 +277,9 @@ def _hint(path: tuple[str, ...]) -> str:
     argument that is passed on, or the most similar name."""
     if (setting := SETTINGS.get(path[-1])) is not None:
         return f"; write it as {setting.dotted}"
-    if len(path) == 1 and GuestFlags().find(f"{path[0]}_config") is not None:
+    if len(path) == 1 and find_flag(f"{path[0]}_config") is not None:
         return f"; pass a file that begins with {path[0]}: as --{path[0]}-config"
-    if len(path) == 1 and (found := GuestFlags().find(path[0])) is not None:
+    if len(path) == 1 and (found := find_flag(path[0])) is not None:
         return f"; it is a flag of {found[0]}: pass {shown(path[0])} on the command line"
     siblings = {known[-1] for known in BY_PATH if known[:-1] == path[:-1]}
     sections = {section.rpartition(".")[2] for section in SECTIONS if section.split(".")[:-1] == list(path[:-1])}

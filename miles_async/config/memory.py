@@ -15,7 +15,7 @@ from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
 from miles_async.planning.adapters import elements_in_engine, elements_of_head, elements_of_layer
 from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture, Experts, Split, Weights, parts_of
+from miles_async.planning.layers import Architecture, Split, Weights, parts_of
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -263,12 +263,6 @@ def _tokens(config: RunConfig) -> int:
         limit = learner.micro_batch_size * longest
     padded = samples * (longest + -longest % learner.pack_unit)
     return -(-min(limit, padded) // learner.context_parallel_size)
-
-
-def shares_biases(model: Architecture, learner: Learner) -> bool:
-    """Whether ranks share experts with biases, which Megatron refuses."""
-    has_biases = any(isinstance(kind.feed_forward, Experts) and kind.feed_forward.has_biases for kind in model.kinds)
-    return has_biases and (learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size) > 1
 
 
 def _recomputation(learner: Learner, layers: int) -> Recomputation:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from miles_async.models.plugin import experts_of
 from miles_async.models.text_part import text_config
 
 Config = Mapping[str, Any]
@@ -44,7 +45,7 @@ def _head_width(config: Config) -> Any:
 
 def _layers_with_experts(config: Config) -> Any:
     """Megatron's `--moe-layer-freq`: 1 for each layer with experts, 0 for each other one."""
-    if not _EXPERTS(config):
+    if not experts_of(config):
         return None
     dense, step = config.get("first_k_dense_replace") or 0, config.get("decoder_sparse_step") or 1
     layers = config["num_hidden_layers"]
@@ -88,7 +89,7 @@ def _without_biases(config: Config) -> bool | None:
 
 def _router_score(config: Config) -> Any:
     """The function of the router's scores, which configurations of these types do not name."""
-    if (named := config.get("scoring_func")) is not None or not _EXPERTS(config):
+    if (named := config.get("scoring_func")) is not None or not experts_of(config):
         return named
     return "softmax" if str(config.get("model_type")).startswith(("qwen", "mixtral")) else None
 
@@ -104,7 +105,6 @@ def _qk_norm(config: Config) -> bool | None:
 
 
 _WITHOUT_BIASES = ("qwen2", "qwen3", "mistral", "mixtral")
-_EXPERTS = _first("num_experts", "n_routed_experts", "num_local_experts")
 
 COMPARED: Mapping[str, _Reader] = {
     "num_layers": _first("num_hidden_layers"),
@@ -134,9 +134,9 @@ COMPARED: Mapping[str, _Reader] = {
     "rotary_scaling_factor": lambda config: (config.get("rope_scaling") or {}).get("factor"),
     "mscale": lambda config: (config.get("rope_scaling") or {}).get("mscale"),
     "mscale_all_dim": lambda config: (config.get("rope_scaling") or {}).get("mscale_all_dim"),
-    "num_experts": lambda config: _EXPERTS(config) or 0,
-    "moe_ffn_hidden_size": lambda config: config.get("moe_intermediate_size") if _EXPERTS(config) else None,
-    "moe_router_topk": lambda config: config.get("num_experts_per_tok") if _EXPERTS(config) else None,
+    "num_experts": lambda config: experts_of(config) or 0,
+    "moe_ffn_hidden_size": lambda config: config.get("moe_intermediate_size") if experts_of(config) else None,
+    "moe_router_topk": lambda config: config.get("num_experts_per_tok") if experts_of(config) else None,
     "moe_layer_freq": _layers_with_experts,
     "moe_shared_expert_intermediate_size": _shared_experts,
     "moe_router_score_function": _router_score,

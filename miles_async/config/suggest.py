@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from miles_async.config.checks.layouts import layout_problems
+from miles_async.config.checks.layouts import trains_with_layout
 from miles_async.config.fields import SETTINGS, with_settings
-from miles_async.config.memory import longest_sample, plan_of, planned_model, shares_biases
+from miles_async.config.memory import longest_sample, plan_of, planned_model
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import memory_table
 from miles_async.errors import UserError
@@ -108,10 +108,7 @@ def _learner(config: RunConfig, model: Architecture, card: int) -> dict[str, Any
     """The layout that fits at the lowest cost."""
     for _, settings in sorted(_layouts(config), key=lambda priced: priced[0]):
         changed = with_settings(config, **settings)
-        learner = changed.learner
-        if changed.samples_per_step < learner.data_parallel_ranks(learner.ranks) or shares_biases(model, learner):
-            continue
-        if not any(layout_problems(changed)) and plan_of(changed, model, card).learner_fits:
+        if trains_with_layout(changed, model) and plan_of(changed, model, card).learner_fits:
             return settings
     return None
 

@@ -169,7 +169,7 @@ def weight_transport(config: RunConfig, *, on_gpus: bool) -> str:
     return "disk" if colocated else "broadcast"
 
 
-def noted_arguments(config: RunConfig, entry: str) -> Iterator[str]:
+def noted_arguments(config: RunConfig) -> Iterator[str]:
     """One sentence for each group whose arguments are passed on with a note."""
     for name, flags in _others(config):
         untested = UNTESTED[name]

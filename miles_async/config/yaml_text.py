@@ -10,14 +10,16 @@ which cannot be octal, is a string as in YAML 1.1. A key that a mapping repeats 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
 from yaml import YAMLError
 
+from miles_async.errors import UserError
 from miles_async.identity import IdentityMap
 
-__all__ = ["YAMLError", "dump_yaml", "parse_yaml"]
+__all__ = ["YAMLError", "dump_yaml", "parse_yaml", "read_keys"]
 
 _CORE_SCHEMA = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -59,6 +61,21 @@ class _Loader(yaml.SafeLoader):
 
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+
+
+def read_keys(name: str, read: Callable[[], str]) -> Mapping[str, Any]:
+    """The keys and values of a YAML file, whose text `read` returns.
+
+    Raises UserError, which begins with `name`, if the file cannot be read or has no keys with values.
+    """
+    try:
+        content = parse_yaml(read())
+    except (OSError, ValueError, YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise UserError(f"{name} cannot be read: {reason}") from None
+    if not isinstance(content, Mapping):
+        raise UserError(f"{name} has no keys with values: write name: value")
+    return content
 
 
 def parse_yaml(text: str) -> Any:

@@ -107,6 +107,12 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
 
 
+def experts_of(config: HfConfig) -> int | None:
+    """The number of experts of a layer, for which model types have different keys; None for a model without experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[name] for name in names if config.get(name)), None)
+
+
 class ModelPlugin(Plugin):
     """Describes the models of one `model_type`. A plug-in overrides what differs from Llama.
 
@@ -120,8 +126,7 @@ class ModelPlugin(Plugin):
     def shape(self, config: HfConfig) -> ModelShape:
         """Return the dimensions of the model, for checks of the layout, batch sizes and Megatron's configuration."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((config[name] for name in names if config.get(name)), None)
+        experts = experts_of(config)
         return ModelShape(
             layers=config["num_hidden_layers"],
             hidden=hidden,

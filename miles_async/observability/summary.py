@@ -212,7 +212,7 @@ def summarize(view: RunView, expected_end: RunEnded | None = None) -> Summary:
         "undone_groups": view.steps.undone.groups,
         "undone_tokens": view.steps.undone.tokens,
         "lost_learner_seconds": view.steps.lost_seconds,
-        "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
+        "restarts": dict(view.uptime.restarts),
         "interrupted_seconds": {str(cause): seconds for cause, seconds in view.uptime.seconds.items()},
         "weight_transfer": cluster.weight_transfer if cluster is not None else None,
         "versions": view.publishes.version,

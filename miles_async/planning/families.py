@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from miles_async.models.plugin import ModelShape
+from miles_async.models.plugin import ModelShape, experts_of
 from miles_async.models.text_part import text_config
 from miles_async.planning.layers import (
     Architecture,
@@ -80,9 +80,7 @@ def _dense(config: HfConfig, *, is_fused: bool = True) -> FeedForward:
 
 
 def _experts(config: HfConfig, **features: Any) -> Experts:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((config[name] for name in names if config.get(name)), None)
-    if count is None:
+    if (count := experts_of(config)) is None:
         raise KeyError("num_experts")
     return Experts(
         hidden=config["hidden_size"],

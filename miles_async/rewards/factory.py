@@ -17,8 +17,9 @@ from miles_async.plugins import errors_of
 from miles_async.rewards.functions.exact import Exact
 from miles_async.rewards.grader_pool import GraderPool
 from miles_async.rewards.plugin import BOXED, REWARDS, Reward, RunsIn, complaints, row_reward
-from miles_async.rewards.rewarder import Rewarder, is_async, raise_first
+from miles_async.rewards.rewarder import Rewarder, raise_first
 from miles_async.types import Group, Sample
+from miles_async.user_code import is_async
 
 
 class RunRewards:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from miles_async.rewards.threads import Threads
 from miles_async.sample_schema import accept_group, accept_values
 from miles_async.time_limit import TimeLimit
 from miles_async.types import FROM_DATASET, REWARD_ERROR, Group, Sample
-from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
+from miles_async.user_code import USER_CODE_ERRORS, is_async, is_cancellation
 
 RewardFunction = Callable[..., Any]
 """`fn(args, sample)`, plain or async, as in slime; it returns a number or a dictionary.
@@ -335,11 +334,6 @@ def raise_first(errors: Sequence[TrajectoryError]) -> None:
         if chosen := [error for error in errors if isinstance(error, InfrastructureError) is kind]:
             chosen[0].samples = [sample for error in chosen for sample in error.samples]
             raise chosen[0]
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether a reward function, or the call of such an object, is a coroutine function."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _failure(error: BaseException) -> str:

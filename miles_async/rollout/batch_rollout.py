@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any
 
 from miles_async.config.user_functions import load_function
-from miles_async.errors import UserError
-from miles_async.json_values import shown
 from miles_async.modes.shipped import Batch, Windowed
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
-from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
+from miles_async.user_code import call_in_thread
 
 
 @Batch()
@@ -37,13 +34,7 @@ async def generate_rollout(
     process, rejected = load_function(path, setting=setting), list[Group]()
     groups = await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling, choose, rejected)
     all_groups = sorted([*groups, *rejected], key=lambda group: group[0].index or 0)
-    try:
-        # In a thread, because the function may write files.
-        await asyncio.to_thread(process, args, all_groups, data_source)
-    except USER_CODE_ERRORS as error:
-        if is_cancellation(error):
-            raise
-        raise UserError(f"{setting} {path} raised {shown(error)}: correct the function") from error
+    await call_in_thread(f"{setting} {path}", process, args, all_groups, data_source)
     return groups
 
 

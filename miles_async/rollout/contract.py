@@ -8,7 +8,6 @@ place where the configuration is flattened; all other code takes typed sections.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
@@ -32,7 +31,7 @@ from miles_async.ports import DataSource
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import accept_values, check_columns, check_reward
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
-from miles_async.user_code import is_cancellation
+from miles_async.user_code import call_plain_or_async, is_cancellation
 
 log = structlog.get_logger(__name__)
 
@@ -285,10 +284,7 @@ async def _call(
     function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, evaluation: bool
 ) -> Any:
     try:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await function(args, rollout_id, data_source, evaluation=evaluation)
-        result = await asyncio.to_thread(function, args, rollout_id, data_source, evaluation=evaluation)
-        return await result if inspect.isawaitable(result) else result
+        return await call_plain_or_async(function, args, rollout_id, data_source, evaluation=evaluation)
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         if is_cancellation(error):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.sample_schema import accept_values, check_columns
 from miles_async.types import Group, Sample
-from miles_async.user_code import USER_CODE_ERRORS, is_cancellation
+from miles_async.user_code import USER_CODE_ERRORS, call_plain_or_async, is_cancellation
 
 SETTING = "rollout_sample_hook_path"
 
@@ -87,9 +86,7 @@ class HookedGenerator:
 
     async def _call(self, path: str, hook: Callable[..., Any], hooked: Sample, sample: Sample) -> Any:
         try:
-            # A plain function runs in a thread, because it may block.
-            result = await asyncio.to_thread(hook, self._args, hooked)
-            return await result if inspect.isawaitable(result) else result
+            return await call_plain_or_async(hook, self._args, hooked)
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise

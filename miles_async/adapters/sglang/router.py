@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -17,6 +17,9 @@ from miles_async.adapters.sglang.server_key import authorization, new_key
 from miles_async.adapters.system.network_ports import ClaimedPort, claim_port
 from miles_async.errors import FatalError, UserError
 
+START_SECONDS = 60.0
+"""Time limit for the router to become healthy, and for an engine that is added to it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
@@ -26,10 +29,8 @@ class RouterSpec:
     """Port on loopback; None for any free port."""
     request_timeout: float = 600.0
     """Seconds after which the router gives up a request."""
-    start_timeout: float = 60.0
     further: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `RouterArgs`, which override those that the run does not need."""
-    cpus: Sequence[int] | None = None
     key: str = field(default_factory=new_key, repr=False)
     """API key that every request to the router has to carry."""
 
@@ -78,7 +79,7 @@ class RouterServer:
         words = [json.dumps(arguments(self.spec, port, metrics_port))]
         module = "miles_async.adapters.sglang.router_process"
         self._process = ServerProcess("sglang-router", module, words, f"{self.url}/liveness", self.spec.log_path)
-        self._process.start({"NO_PROXY": "127.0.0.1"}, self.spec.cpus, self.spec.start_timeout, self.spec.key)
+        self._process.start({"NO_PROXY": "127.0.0.1"}, None, START_SECONDS, self.spec.key)
         return self.url
 
     @property
@@ -143,7 +144,7 @@ def arguments(spec: RouterSpec, port: int, metrics_port: int) -> dict[str, Any]:
         "cors_allowed_origins": ["http://none.invalid"],
         "disable_retries": True,
         "disable_circuit_breaker": True,
-        "worker_startup_timeout_secs": int(spec.start_timeout),
+        "worker_startup_timeout_secs": int(START_SECONDS),
         "worker_startup_check_interval": 1,
         "health_check_interval_secs": 5,
         "prometheus_host": "127.0.0.1",

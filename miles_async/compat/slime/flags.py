@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Translator, converts, sets
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.yaml_text import read_keys
+from miles_async.errors import collected
 from miles_async.json_values import shown
 
 _DISTILLATION = Refused("on-policy distillation is not supported: remove it")
@@ -18,6 +19,18 @@ _OFFLOAD = Idle(
     "has no effect: colocate lets learner and engines release their devices in turns, and nothing else does"
 )
 
+EVAL_FIELDS = {
+    "eval_input_key": "input_key",
+    "eval_label_key": "label_key",
+    "eval_temperature": "temperature",
+    "eval_top_p": "top_p",
+    "eval_top_k": "top_k",
+    "eval_max_response_len": "max_response_len",
+    "n_samples_per_eval_prompt": "n_samples",
+    "eval_reward_key": "reward_key",
+    "eval_tool_key": "tool_key",
+}
+"""Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _SWITCHES: Mapping[str, Rule] = {
     "disable_grpo_std_normalization": converts("algorithm.grpo_std_normalization", {True: False}),
     "disable_rewards_normalization": converts("algorithm.rewards_normalization", {True: False}),
@@ -113,13 +126,7 @@ _VALUES: Mapping[str, Rule] = {
         "a publish is written, verified and made live without a step for functions: set save_hf for files with weights"
     ),
     # The evaluation, which `_evaluation` reads.
-    **dict.fromkeys(
-        (
-            *("eval_config", "eval_input_key", "eval_label_key", "eval_temperature", "eval_top_p", "eval_top_k"),
-            *("eval_max_response_len", "n_samples_per_eval_prompt", "eval_reward_key", "eval_tool_key"),
-        ),
-        Combined(),
-    ),
+    **dict.fromkeys(("eval_config", *EVAL_FIELDS), Combined()),
     "eval_max_prompt_len": Refused("prompts of an evaluation may have any length: remove it"),
     "eval_min_new_tokens": Refused("responses may end at any token: remove it"),
     "eval_max_context_len": Combined(),
@@ -142,18 +149,6 @@ FLAGS: Mapping[str, Flag] = {
 }
 """All flags by name."""
 
-EVAL_FIELDS = {
-    "eval_input_key": "input_key",
-    "eval_label_key": "label_key",
-    "eval_temperature": "temperature",
-    "eval_top_p": "top_p",
-    "eval_top_k": "top_k",
-    "eval_max_response_len": "max_response_len",
-    "n_samples_per_eval_prompt": "n_samples",
-    "eval_reward_key": "reward_key",
-    "eval_tool_key": "tool_key",
-}
-"""Flags of all data sets, and the fields of `eval_datasets` that they set."""
 _DATASET_FIELDS = {
     **{field: field for field in (*EVAL_FIELDS.values(), "path", "rm_type", "custom_rm_path")},
     **{field: field for field in ("metadata_key", "metadata_overrides", "apply_chat_template_kwargs")},
@@ -259,7 +254,7 @@ def _custom_config(path: Path, translator: Translator) -> None:
             file.set(SETTINGS[name].dotted, value, source)
             continue
         file.set(f"rollout.custom_args.{name}", value, source)
-        if (found := guest_flags.GuestFlags().find(name)) is None:
+        if (found := guest_flags.find_flag(name)) is None:
             continue
         if value is False:
             translator.turned_off[guest_flags.shown(name)] = source
@@ -274,16 +269,9 @@ def _custom_config(path: Path, translator: Translator) -> None:
 
 def _read(path: Path, key: str, translator: Translator) -> Mapping[str, Any]:
     """The content of a YAML file; empty after a problem."""
-    try:
-        content = parse_yaml(_text_of(path))
-    except (OSError, ValueError, YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-        translator.problems.append(f"{key} cannot be read: {reason}")
-        return {}
-    if not isinstance(content, Mapping):
-        translator.problems.append(f"{key} holds no keys with values: write name: value")
-        return {}
-    return content
+    with collected(translator.problems):
+        return read_keys(key, lambda: _text_of(path))
+    return {}
 
 
 def _text_of(path: Path) -> str:

@@ -137,7 +137,8 @@ class _Keys(CombinedKeys):
 
     def __init__(self, translator: Translator, values: Mapping[str, Any]) -> None:
         super().__init__(translator, values)
-        self._is_async = any(key.startswith("async_training.") for key in values)
+        self._async_keys = [key for key in values if key.startswith("async_training.")]
+        self._is_async = bool(self._async_keys)
         self._syncs = self._number("async_training.trigger_parameter_sync_step", 4) if self._is_async else 1
         """Batches between two publishes. verl's fully asynchronous trainer counts in them."""
         self._steps = 1
@@ -199,8 +200,7 @@ class _Keys(CombinedKeys):
         steps_key, epochs_key = "trainer.total_training_steps", "trainer.total_epochs"
         prompts_key = "rollout.total_rollout_steps"
         if prompts_key in self.values:
-            prompts = self.translator.translation.get("rollout.rollout_batch_size")
-            batches = self._number(prompts_key, 1) // (prompts.value if prompts else 1)
+            batches = self._number(prompts_key, 1) // self.size("rollout.rollout_batch_size")
             keys = (prompts_key, f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
             self.set("rollout.num_rollout", max(1, batches), *keys)
             self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
@@ -242,8 +242,7 @@ class _Keys(CombinedKeys):
         """The fully asynchronous schedule, which a section of verl's configuration selects."""
         if not self._is_async:
             return
-        keys = [key for key in self.values if key.startswith("async_training.")]
-        self.set("rollout.rollout_function_path", _FULLY_ASYNC, *keys)
+        self.set("rollout.rollout_function_path", _FULLY_ASYNC, *self._async_keys)
         trigger, staleness = "async_training.trigger_parameter_sync_step", "async_training.staleness_threshold"
         self.set("weights.update_weights_interval", self._syncs, trigger)
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
@@ -252,10 +251,8 @@ class _Keys(CombinedKeys):
             self.refuse(f"{staleness} {share!r} is not a number of 0 or more: write a share, such as 0.5")
         elif prompts is not None:
             capacity = int(prompts.value * (1 + share) * self._syncs)
-            self.set("rollout.queue_capacity", capacity, staleness, trigger, *self._mini_keys())
-
-    def _mini_keys(self) -> Sequence[str]:
-        return self.given(f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
+            mini_keys = self.given(f"{_ACTOR}.ppo_mini_batch_size", "async_training.require_batches")
+            self.set("rollout.queue_capacity", capacity, staleness, trigger, *mini_keys)
 
     def _devices(self) -> None:
         """GPUs of the learner and the engines, which share GPUs unless the engines have their own."""
@@ -408,8 +405,7 @@ class _Keys(CombinedKeys):
             self.set("algorithm.off_policy_correction", "tis", bypass_key, f"{prefix}.rollout_rs")
             self.note("has no effect beside rollout_rs: the ratio is a weight, off_policy_correction tis", bypass_key)
         elif bypass_key in self.values or bypass is True:
-            keys = self.given(bypass_key) or [key for key in self.values if key.startswith("async_training.")]
-            self.set("algorithm.use_rollout_logprobs", bypass, *keys)
+            self.set("algorithm.use_rollout_logprobs", bypass, *(self.given(bypass_key) or self._async_keys))
         level, threshold = self.values.get(level_key), self.values.get(threshold_key, 2.0)
         corrections = {"token": "tis", "sequence": "sequence"}
         if bypass is True:

@@ -19,7 +19,7 @@ from miles_async.config.checks import (
     sizes,
     switches,
 )
-from miles_async.config.checks.notes import NOTES
+from miles_async.config.checks.notes import NOTES, NOTES_ON_SCHEDULE
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue
 from miles_async.config.schema import RunConfig
 from miles_async.errors import collected
@@ -67,7 +67,8 @@ def problems(config: RunConfig, entry: str) -> list[str]:
 
 def notes(config: RunConfig, entry: str) -> list[str]:
     """Warnings about settings that have no effect in this run, or an effect that users may not expect."""
-    return [sentence for note in NOTES for sentence in note(config, entry)]
+    on_schedule = [sentence for note in NOTES_ON_SCHEDULE for sentence in note(config, entry)]
+    return [*on_schedule, *(sentence for note in NOTES for sentence in note(config))]
 
 
 _MODULES = (plugins, sizes, placeholders, rollouts, models, adapters, switches, layouts, memory, serving, untested)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.models.plugin import ModelShape
-from miles_async.planning.layers import parts_of
+from miles_async.planning.layers import Architecture, Experts, parts_of
 
 _ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Arguments of Megatron with which embedding and loss take the place of a layer."""
@@ -34,6 +34,20 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
     if shape is not None:
         yield from _heads_and_layers(learner, shape)
         yield from _experts(learner, shape)
+
+
+def trains_with_layout(config: RunConfig, model: Architecture) -> bool:
+    """Whether Megatron accepts the layout, and each data-parallel rank has a sample in every optimizer step."""
+    learner = config.learner
+    if config.samples_per_step < learner.data_parallel_ranks(learner.ranks) or _shares_biases(model, learner):
+        return False
+    return not any(layout_problems(config))
+
+
+def _shares_biases(model: Architecture, learner: Learner) -> bool:
+    """Whether ranks share experts with biases, which Megatron refuses."""
+    has_biases = any(isinstance(kind.feed_forward, Experts) and kind.feed_forward.has_biases for kind in model.kinds)
+    return has_biases and (learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size) > 1
 
 
 def _ranks(learner: Learner, ranks: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_async.config.checks.layouts import layout_problems
+from miles_async.config.checks.layouts import layout_problems, trains_with_layout
 from miles_async.config.fields import with_settings
 from miles_async.config.memory import (
     MemoryPlan,
@@ -15,7 +15,6 @@ from miles_async.config.memory import (
     memory_plan,
     plan_of,
     planned_model,
-    shares_biases,
     split_of,
 )
 from miles_async.config.schema import RunConfig
@@ -101,9 +100,7 @@ def _advice(config: RunConfig, model: Architecture, card: int, changes: list[Cha
 def _fits(config: RunConfig, model: Architecture, card: int, change: Change, *, of_learner: bool) -> bool:
     changed = with_settings(config, **change)
     learner = changed.learner
-    if learner.micro_batch_tokens < longest_sample(changed) or any(layout_problems(changed)):
-        return False
-    if changed.samples_per_step < learner.data_parallel_ranks(learner.ranks) or shares_biases(model, learner):
+    if learner.micro_batch_tokens < longest_sample(changed) or not trains_with_layout(changed, model):
         return False
     plan, host = plan_of(changed, model, card), config.cluster.host_memory_gib
     if not of_learner:

@@ -52,7 +52,7 @@ def _old_samples(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _reference(config: RunConfig, entry: str) -> Iterator[str]:
+def _reference(config: RunConfig) -> Iterator[str]:
     folder = config.algorithm.ref_load
     if folder is not None and not config.keeps_reference:
         yield "ref_load has no effect, because no reference model is used: set use_kl_loss or kl_coef, or unset it"
@@ -63,7 +63,7 @@ def _reference(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _flags_not_compared(config: RunConfig, entry: str) -> Iterator[str]:
+def _flags_not_compared(config: RunConfig) -> Iterator[str]:
     flags, checkpoint = config.model.megatron_model_flags, config.model.hf_checkpoint
     if checkpoint is None or not (content := hf_config(checkpoint)):
         return
@@ -74,7 +74,7 @@ def _flags_not_compared(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _kl_loss(config: RunConfig, entry: str) -> Iterator[str]:
+def _kl_loss(config: RunConfig) -> Iterator[str]:
     if config.algorithm.use_kl_loss and not config.algorithm.kl_loss_coef and config.learner.loss_type == "policy_loss":
         yield (
             "use_kl_loss measures the KL divergence and does not train on it, because kl_loss_coef is 0: set "
@@ -92,7 +92,7 @@ def lost_model(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _drafts(config: RunConfig, entry: str) -> Iterator[str]:
+def _drafts(config: RunConfig) -> Iterator[str]:
     if not config.learner.enable_mtp_training or "speculative_algorithm" not in config.engine.sglang_server_args:
         return
     if drafts_from_heads(config):
@@ -107,7 +107,7 @@ def _drafts(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _whole_texts(config: RunConfig, entry: str) -> Iterator[str]:
+def _whole_texts(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
     if rollout.rm_type in _COMPARE_WHOLE_TEXTS and not rollout.rollout_skip_special_tokens:
         yield (
@@ -116,12 +116,12 @@ def _whole_texts(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _unlike_the_paper(config: RunConfig, entry: str) -> Iterator[str]:
+def _unlike_the_paper(config: RunConfig) -> Iterator[str]:
     if config.learner.loss_type == "policy_loss":
         yield from differences(config.algorithm)
 
 
-def _unused_with_worker(config: RunConfig, entry: str) -> Iterator[str]:
+def _unused_with_worker(config: RunConfig) -> Iterator[str]:
     """Settings of the pipeline's producer, which does not run beside the worker of a rollout function."""
     if not rollout_mode(config).keeps_groups:
         return
@@ -202,7 +202,7 @@ def _unused_skip(config: RunConfig, entry: str) -> list[str]:
     return found
 
 
-def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
+def _router_notes(config: RunConfig) -> Iterator[str]:
     policy = config.engine.sglang_router_policy
     if policy in ("consistent_hashing", "prefix_hash") and config.engine.count > 1:
         yield (
@@ -211,7 +211,7 @@ def _router_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
+def _training_notes(config: RunConfig) -> Iterator[str]:
     rollout, debug = config.rollout, config.debug
     trains = config.learner.loss_type != "sft_loss" and not trains_only(config) and not debug.debug_rollout_only
     if rollout.rollout_temperature == 0 and trains:
@@ -236,7 +236,7 @@ def _training_notes(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _texts_like_switches(config: RunConfig, entry: str) -> Iterator[str]:
+def _texts_like_switches(config: RunConfig) -> Iterator[str]:
     """`no` is false in YAML 1.1 and a text here, which a template or an environment takes for true."""
     data = config.data
     for name, values in (
@@ -250,7 +250,7 @@ def _texts_like_switches(config: RunConfig, entry: str) -> Iterator[str]:
                 yield f"{name} sets {key} to the text {value!r}: for a switch, write true or false"
 
 
-def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
+def _saved_format(config: RunConfig) -> Iterator[str]:
     template = config.debug.save_debug_rollout_data
     if template is not None and template.endswith((".pt", ".pth")):
         yield (
@@ -259,7 +259,7 @@ def _saved_format(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _bridge_with_adapters(config: RunConfig, entry: str) -> Iterator[str]:
+def _bridge_with_adapters(config: RunConfig) -> Iterator[str]:
     learner, checkpoint = config.learner, config.model.hf_checkpoint
     asks_for_bridge = learner.lora_rank and learner.megatron_to_hf_mode == "bridge"
     if asks_for_bridge and checkpoint is not None and has_plugin(checkpoint):
@@ -269,18 +269,21 @@ def _bridge_with_adapters(config: RunConfig, entry: str) -> Iterator[str]:
         )
 
 
-def _plugins(config: RunConfig, entry: str) -> Iterator[str]:
+def _plugins(config: RunConfig) -> Iterator[str]:
     yield from plugin_problems()
 
 
-NOTES = (
-    _unused_with_worker,
+NOTES_ON_SCHEDULE = (
     _unused_window,
     _unused_over_sampling_filter,
     _unused_all_samples_function,
     _unused_skip,
     _policy_notes,
     _old_samples,
+)
+"""These also get the entry script, which determines the schedule."""
+NOTES = (
+    _unused_with_worker,
     _reference,
     _flags_not_compared,
     _kl_loss,

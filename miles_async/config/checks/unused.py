@@ -223,7 +223,7 @@ NEEDS = (
 )
 
 
-def unused_settings(config: RunConfig, entry: str) -> Iterator[str]:
+def unused_settings(config: RunConfig) -> Iterator[str]:
     """One sentence for the settings that lack the same thing."""
     for needs in NEEDS:
         names = [name for name in needs.settings.split() if _is_changed(config, name)]

@@ -91,6 +91,11 @@ class MegatronSwitches(Section):
         return self.use_precision_aware_optimizer or self.optimizer_cpu_offload
 
     @property
+    def has_adam_of_transformer_engine(self) -> bool:
+        """Whether the optimizer is that of Transformer Engine, whose states may have 16 bits."""
+        return self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
+
+    @property
     def of_transformer_engine(self) -> list[str]:
         """The settings that only the layers of Transformer Engine can follow."""
         modules = [one for one in self.recompute_modules or () if one in ("layernorm", "mla_up_proj", "moe_act")]

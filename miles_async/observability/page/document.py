@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent / "html"
 
 
 def document(template: str, data: Any) -> bytes:
-    """Return `html/<template>` with its style, its scripts and `data` (as JSON) embedded."""
+    """Return `html/<template>` with the parts of pages that it names, its style, its scripts and `data` (as JSON)."""
     before, after = _frame(template)
     # Without `<`, the data cannot end a script element or begin a comment.
     return before + encode_json(data).replace(b"<", b"\\u003c") + after
@@ -33,7 +33,7 @@ def document(template: str, data: Any) -> bytes:
 def _frame(template: str) -> tuple[bytes, bytes]:
     """Return the parts of the document before and after its data."""
     text = (SOURCES / template).read_text()
-    text = re.sub(r"\{\{([\w.]+\.(?:js|css))\}\}", lambda match: (SOURCES / match[1]).read_text(), text)
+    text = re.sub(r"\{\{(\w+\.(?:html|js|css))\}\}", lambda match: (SOURCES / match[1]).read_text(), text)
     # The policy names each script by its hash, so that a script which slips into the page some other way cannot run.
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)

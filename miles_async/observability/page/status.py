@@ -69,7 +69,7 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "staleness": {str(age): count for age, count in sorted(view.staleness.trained.items())},
         "step": _with_defaults(step),
         "undone": msgspec.to_builtins(view.steps.undone),
-        "restarts": {process: count for process, count in view.uptime.restarts.items() if count},
+        "restarts": dict(view.uptime.restarts),
         "interrupted": dict(view.uptime.seconds),
         "publish": _with_defaults(view.last(events.PublishEnded)),
         "publishing": publishing and publishing.version,

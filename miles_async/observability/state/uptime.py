@@ -77,7 +77,7 @@ class Uptime:
         elif self._since is None:
             self.restarts[cause] += 1
         elif (self._cause, cause) == (Interruption.ROLLOUT_WORKER, Interruption.LEARNER):
-            self.restarts.subtract([self._cause])
+            self.restarts -= Counter([self._cause])  # `-=` removes counts of 0
             self.restarts[cause] += 1
         else:
             return

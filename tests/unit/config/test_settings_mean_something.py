@@ -283,4 +283,4 @@ def test_each_setting_of_the_table_is_noted_where_it_is_not_used(needs: unused.N
     base = SUPERVISED if supervised else {"hf_checkpoint": "x"} if tiny else WHERE_UNUSED.get(needs.settings, {})
     for name in needs.settings.split():
         run = config(**base | {name: another_value(name)})
-        assert any(note.startswith(f"{name} has no effect") for note in unused.unused_settings(run, "train.py")), name
+        assert any(note.startswith(f"{name} has no effect") for note in unused.unused_settings(run)), name

@@ -18,8 +18,9 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.filters import check_reward_nonzero_std
 from miles_async.rewards.factory import RunRewards
 from miles_async.rewards.grader import grade
-from miles_async.rewards.rewarder import Rewarder, is_async
+from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import FROM_DATASET, Group, Sample
+from miles_async.user_code import is_async
 from tests.configuration import run_config
 
 

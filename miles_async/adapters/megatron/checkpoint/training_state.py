@@ -206,7 +206,7 @@ def create_moments(model: TrainedModel) -> None:
 
 
 def _create_state(model: TrainedModel, optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    if model.settings.use_precision_aware_optimizer and not model.settings.optimizer_cpu_offload:
+    if model.settings.has_adam_of_transformer_engine:
         optimizer.initialize_state(parameter, store_param_remainders=False)
         return
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -219,7 +219,7 @@ def _refuse_optimizer(settings: Learner) -> None:
             "optimizer_cpu_offload moves the optimizer's state from GPUs to main memory, but this learner runs on "
             "CPUs: unset it"
         )
-    if settings.use_precision_aware_optimizer and not settings.optimizer_cpu_offload and (on_cpu() or not HAVE_TE):
+    if settings.has_adam_of_transformer_engine and (on_cpu() or not HAVE_TE):
         lack = "needs a GPU" if on_cpu() else "is not installed (make setup-gpu installs it)"
         raise UserError(
             f"use_precision_aware_optimizer needs the Adam of Transformer Engine, which {lack}: unset it, or set "

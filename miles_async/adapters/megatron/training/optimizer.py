@@ -121,7 +121,7 @@ def model_tensors(model: TrainedModel, *, frozen: bool = True) -> Iterator[Tenso
             yield from group["params"]
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-        if model.settings.use_precision_aware_optimizer and not model.settings.optimizer_cpu_offload:
+        if model.settings.has_adam_of_transformer_engine:
             # The factors of states in fp16.
             for scales in optimizer._scales.values():  # type: ignore[attr-defined]
                 yield from scales.values()

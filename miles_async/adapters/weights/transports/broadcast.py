@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from miles_async.adapters.system.environment import variables_set
 from miles_async.errors import EngineLostError
-from miles_async.transports import SourceOptions, Transport
+from miles_async.transports import LOAD_ONLY, SourceOptions, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -162,9 +162,7 @@ class BroadcastTransport(Transport):
             "shapes": [list(plan.shape) for plan in bucket],
             "group_name": group.name,
             "load_format": "flattened_bucket",
-            # `SGLangFleet.commit` flushes. SGLang's scheduler exits if a flush inside this call is refused.
-            "flush_cache": False,
-            "abort_all_requests": False,
+            **LOAD_ONLY,
         }
         with self._turn, torch.cuda.stream(self._stream):
             # One collective per bucket instead of one per tensor.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from miles_async.atomic_files import atomic_folder
 from miles_async.errors import FatalError
-from miles_async.transports import Transport
+from miles_async.transports import LOAD_ONLY, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +68,6 @@ class DiskTransport(Transport):
     def _load(self, engine: EngineMemory, path: Path, load_format: str) -> int:
         from miles_async.adapters.weights.engine import call_engine
 
-        request = {
-            "model_path": str(path),
-            "load_format": load_format,
-            # `SGLangFleet.commit` flushes. SGLang's scheduler exits if a flush inside this call is refused.
-            "flush_cache": False,
-            "abort_all_requests": False,
-        }
+        request = {"model_path": str(path), "load_format": load_format, **LOAD_ONLY}
         call_engine(engine.info, "/update_weights_from_disk", request, timeout=self.source.timeout)
         return sum(file.stat().st_size for file in path.iterdir())

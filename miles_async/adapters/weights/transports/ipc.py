@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.adapters.sglang.engine_weights import machine_id
 from miles_async.errors import EngineLostError
-from miles_async.transports import SourceOptions, Transport
+from miles_async.transports import LOAD_ONLY, SourceOptions, Transport
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +94,7 @@ class IPCTransport(Transport):
                     for rank in engine.ranks
                 ],
                 "load_format": "flattened_bucket",
-                # `SGLangFleet.commit` flushes. SGLang's scheduler exits if a flush inside this call is refused.
-                "flush_cache": False,
-                "abort_all_requests": False,
+                **LOAD_ONLY,
             }
             call_engine(engine.info, "/update_weights_from_tensor", request, timeout=self.source.timeout)
         return size

@@ -1,4 +1,4 @@
-/* The live page: requests the state once a second and draws it, or reports that the run does not response. */
+/* The live page: requests the state once a second and draws it, or reports that the run does not respond. */
 
 const PERIOD = 1000;
 const { state: first, earlier: earlierRuns } = JSON.parse($("state").textContent);
