@@ -188,7 +188,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
                 f"- Samples that wait for tools: {found} with a limit of {limit}, and {faster} times as fast."
             )
     for limit in LIMITS:
-        found = {
+        differences = {
             flags: difference(runs, name)
             for variant, flags in SUMMARIZED.items()
             if (name := (f"limit {limit}", STALE + variant)) in runs
@@ -196,7 +196,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
         # One seed says nothing about a difference.
         shown = [
             f"{interval if interval.holds_zero else f'**{interval}**'} with {flags}"
-            for flags, interval in found.items()
+            for flags, interval in differences.items()
             if interval.size > 1
         ]
         if shown:
