@@ -32,10 +32,11 @@ OF_ANOTHER_ENVIRONMENT = {
     ENVIRONMENTS / "server.py",
     ENVIRONMENTS / "harness/miles_chat.py",
     ROOT / "miles_async/rewards/functions/ifbench.py",
+    ROOT / "tests/bridge/test_lora.py",
     ROOT / "tests/stack/miles_functions.py",
 }
-"""Run in `.venv-peers`, `.venv-verifiers`, `.venv-openenv` and `.venv-roll`, which have locks or installations of their
-packages; after `make setup-ifbench`; or with the names that `--slime-imports` installs."""
+"""Run in `.venv-peers`, `.venv-bridge`, `.venv-verifiers`, `.venv-openenv` and `.venv-roll`, which have locks or
+installations of their packages; after `make setup-ifbench`; or with the names that `--slime-imports` installs."""
 OTHER_BUILDS = {"mooncake": ["mooncake_transfer_engine_cuda13"]}
 """Packages whose build for CPU machines, which is installed here, is another distribution than the declared one."""
 

@@ -113,7 +113,8 @@ class Job:
 
     def process(self, command: str) -> int:
         """The pid of its only process whose command contains `command`."""
-        [pid] = [pid for pid, line in self.left_running().items() if command in line.split()[0]]
+        # A process that is just starting has no command line yet.
+        [pid] = [pid for pid, line in self.left_running().items() if command in line.partition(" ")[0]]
         return pid
 
     def left_running(self, patience: float = 0.0) -> dict[int, str]:
