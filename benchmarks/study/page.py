@@ -108,12 +108,9 @@ def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
 
 
 def difference(runs: Runs, name: tuple[str, str]) -> Interval:
-    """Accuracy of `name` minus accuracy in turns, over pairs with one seed and one warm start.
-
-    Another machine makes another model of the same seed. Its accuracy before training tells it.
-    """
+    """Accuracy of `name` minus accuracy in turns, over the pairs of `_pairs`."""
     bases = STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)
-    return _gain(runs[name], [runs[base] for base in bases if base in runs])
+    return _gain([pair for base in bases if base in runs for pair in _pairs(runs[base], runs[name])])
 
 
 def _stale(runs: Runs, limit: int, variant: str) -> dict[int, Outcome]:
@@ -121,16 +118,9 @@ def _stale(runs: Runs, limit: int, variant: str) -> dict[int, Outcome]:
     return runs.get((f"limit {limit}", STALE + variant), {})
 
 
-def _gain(found: dict[int, Outcome], bases: Sequence[dict[int, Outcome]]) -> Interval:
-    """Accuracy of the runs `found` minus accuracy of `bases`, over pairs with one seed and one warm start."""
-    return Interval.of(
-        [
-            run.after - base[seed].after
-            for seed, run in found.items()
-            for base in bases
-            if seed in base and base[seed].before == run.before
-        ]
-    )
+def _gain(pairs: Iterable[tuple[Outcome, Outcome]]) -> Interval:
+    """Accuracy of the second run of each pair minus that of the first."""
+    return Interval.of([run.after - base.after for base, run in pairs])
 
 
 def seconds_to(accuracy: float, runs: Iterable[Outcome]) -> float | None:
@@ -183,7 +173,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
         if IN_TURNS in waits and (name := (f"limit {limit}", "default")) in waits:
             pairs = _pairs(waits[IN_TURNS], waits[name])
             faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
-            found = Interval.of([run.after - base.after for base, run in pairs])
+            found = _gain(pairs)
             sentences.append(
                 f"- Samples that wait for tools: {found} with a limit of {limit}, and {faster} times as fast."
             )
@@ -243,8 +233,8 @@ def _claim(runs: Runs) -> str:
     """How much better AReaL's decoupled objective is than the naive one with stale samples."""
     sentences = []
     for limit in reversed(LIMITS):
-        naive, decoupled = (runs.get((f"limit {limit}", STALE + name), {}) for name in CLAIM)
-        if (found := _gain(decoupled, [naive])).size:
+        naive, decoupled = (_stale(runs, limit, name) for name in CLAIM)
+        if (found := _gain(_pairs(naive, decoupled))).size:
             age = fmean(run.staleness for run in naive.values())
             sentences.append(f"{found} with samples that were {age:.1f} versions old on average")
     if not sentences:
@@ -326,7 +316,7 @@ def _keys(runs: Runs) -> str:
         found = list(runs[name].values())
         pairs = _pairs(runs[names[0]], runs[name]) if name != names[0] else []
         columns = [name[1].removeprefix("K = "), str(len(found)), _spread([run.after for run in found])]
-        columns.append(str(Interval.of([run.after - zero.after for zero, run in pairs])) if pairs else "")
+        columns.append(str(_gain(pairs)) if pairs else "")
         columns.append(_ratio([zero.seconds / run.seconds for zero, run in pairs]))
         rows.append("| " + " | ".join([*columns, f"{fmean(run.staleness for run in found):.2f}"]) + " |")
     return f"""
@@ -347,7 +337,7 @@ def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) 
     runs = list(found.values())
     columns = [str(len(runs)), _spread([run.after for run in runs])]
     pairs = _pairs(turns, found) if found is not turns else []
-    columns.append(str(Interval.of([run.after - base.after for base, run in pairs])) if pairs else "")
+    columns.append(str(_gain(pairs)) if pairs else "")
     columns += [f"{fmean(run.staleness for run in runs):.2f}", str(max(run.max_staleness for run in runs))]
     seconds = [_training_seconds(run) if found is turns else run.seconds for run in runs]
     columns.append(f"{fmean(seconds):.0f}")
@@ -367,7 +357,11 @@ def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) 
 
 
 def _pairs(turns: dict[int, Outcome], found: dict[int, Outcome]) -> list[tuple[Outcome, Outcome]]:
-    return [(turns[seed], found[seed]) for seed in found if seed in turns]
+    """The runs with one seed and one warm start.
+
+    Another machine may make another model of the same seed, which its accuracy before training shows.
+    """
+    return [(turns[seed], run) for seed, run in found.items() if seed in turns and turns[seed].before == run.before]
 
 
 def _training_seconds(run: Outcome) -> float:

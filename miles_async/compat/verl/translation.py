@@ -206,9 +206,10 @@ class _Keys(CombinedKeys):
             self.note(f"has no effect beside {prompts_key}, even if it is reached earlier", epochs_key, steps_key)
         elif steps_key in self.values:
             steps, files = self._number(steps_key, 1), self._train_files()
-            passes = self._passes() if epochs_key in self.values and files and all(map(_is_file, files)) else None
-            if passes is not None and passes < steps:
-                self.set("rollout.num_rollout", passes, epochs_key, "data.train_files", "data.train_batch_size")
+            counts_rows = epochs_key in self.values and files and all(map(_is_file, files))
+            whole = self._batches_of_all_epochs() if counts_rows else None
+            if whole is not None and whole < steps:
+                self.set("rollout.num_rollout", whole, epochs_key, "data.train_files", "data.train_batch_size")
                 self.note(f"has no effect: {epochs_key} ends the run earlier", steps_key)
             else:
                 self.set("rollout.num_rollout", steps, steps_key)
@@ -218,14 +219,14 @@ class _Keys(CombinedKeys):
 
     def _epochs(self, key: str, files_key: str) -> None:
         """Passes over the data. Those over several files are a number of batches."""
-        batches = self._passes()
+        batches = self._batches_of_all_epochs()
         if len(self._train_files()) > 1 and batches is not None:
             self.set("rollout.num_rollout", batches, key, files_key, "data.train_batch_size")
         else:
             self.set("rollout.num_epoch", self._number(key, 1), key)
 
-    def _passes(self) -> int | None:
-        """The batches in all passes over the data; None if the size of a batch is not known."""
+    def _batches_of_all_epochs(self) -> int | None:
+        """The number of batches in all epochs; None if the size of a batch is not known."""
         prompts = self.translator.translation.get("rollout.rollout_batch_size")
         if prompts is None:
             return None

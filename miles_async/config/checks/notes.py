@@ -41,12 +41,13 @@ def _old_samples(config: RunConfig, entry: str) -> Iterator[str]:
     groups = min(bounds.generation_batch, bounds.room)
     age = groups / bounds.publish_groups
     if schedule_of(config, entry) is Schedule.FULLY_ASYNC and age > HARMLESS_AGE:
-        # The policy ratio then corrects for the age itself, and is clipped.
-        clips = config.algorithm.use_rollout_logprobs
-        cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
+        cost = "13 did"
+        if config.algorithm.use_rollout_logprobs:
+            # The policy ratio, which is clipped, then corrects for the age too.
+            cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
         yield (
             f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are "
-            f"trained; {HARMLESS_AGE} cost no visible accuracy, and {cost if clips else '13 did'} "
+            f"trained; {HARMLESS_AGE} cost no visible accuracy, and {cost} "
             "(docs/explanation/staleness.md): lower over_sampling_batch_size unless the engines or tools need so many "
             "groups"
         )
