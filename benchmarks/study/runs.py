@@ -233,9 +233,12 @@ def stored_or_run(cell: Cell) -> Outcome:
     return outcome
 
 
-def run_to_its_end(command: Sequence[str]) -> None:
-    """Run a command without showing its output. Raises SystemExit with the end of its errors if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run_to_its_end(command: Sequence[str], folder: Path | None = None) -> None:
+    """Run a command, in `folder` if given, without showing its output.
+
+    Raises SystemExit with the end of its errors if it fails.
+    """
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
