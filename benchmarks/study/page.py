@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -16,6 +16,7 @@ from benchmarks.study.runs import (
     LEAST_SHARE,
     SEEDS,
     STALE,
+    STALE_FLAGS,
     WINDOW,
     Cell,
     Outcome,
@@ -192,6 +193,7 @@ def _summary(runs: Runs, waits: Runs) -> str:
         if shown:
             ages = [run.staleness for variant in SUMMARIZED for run in _stale(runs, limit, variant).values()]
             sentences.append(f"- Limit {limit}, samples {fmean(ages):.1f} versions old on average: {', '.join(shown)}.")
+    sentences += _collapses(runs)
     if not sentences:
         return ""
     return (
@@ -201,6 +203,20 @@ def _summary(runs: Runs, waits: Runs) -> str:
         "these are the differences in accuracy to training in turns with as many samples (**bold** if the 95 % "
         "interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
     )
+
+
+def _collapses(runs: Runs) -> Iterator[str]:
+    """In how many runs with really stale samples the reward collapsed, for each limit."""
+    for limit in LIMITS:
+        found = {flags: _stale(runs, limit, variant).values() for variant, flags in STALE_FLAGS.items()}
+        collapsed = {flags: sum(_collapsed(run) for run in several) for flags, several in found.items()}
+        shown = [
+            f"in {number} of {len(found[flags])} runs with `{' '.join(flags)}`"
+            for flags, number in collapsed.items()
+            if number
+        ]
+        if shown:
+            yield f"- Limit {limit}: the reward collapsed {', '.join(shown)}."
 
 
 def _really_stale(runs: Runs) -> str:
@@ -217,7 +233,10 @@ run whose samples are on average less than {LEAST_SHARE:.0%} as old as the limit
 machine. The tables below have the same job without the waits, where generation is the bottleneck and the mean staleness
 is about 1 at every limit. The runs in turns of this table have no surplus of over-sampling, so that their staleness is
 0. The warm start of a seed differs between machines. A difference is that of runs with one seed and one warm start;
-the runs in turns were repeated on each machine.
+the runs in turns were repeated on each machine. Names are those of the [table without waits](#limits-and-corrections).
+`gspo` and `gmpo` have one policy ratio per sequence, and here also one weight (`--off-policy-correction sequence`).
+`gspo, tis` and `gmpo, tis` have the default correction, which weights each token by itself. All objectives average the
+loss over tokens, and a batch is one step, so their clip ranges have no effect.
 
 | run | seeds | accuracy | difference to in turns, 95 % | mean staleness | oldest | seconds |
 {"|---" * 7}|
@@ -249,7 +268,7 @@ def _claim(runs: Runs) -> str:
 
 def _warnings(found: Sequence[Outcome]) -> str:
     """How many collapses the collapse warning announced in the runs, and how often it was wrong."""
-    collapsed = [run for run in found if _collapsed([point["reward"] for point in run.points])]
+    collapsed = [run for run in found if _collapsed(run)]
     foreseen = sum(bool(run.announced) for run in collapsed)
     warned = sum(bool(run.announced) for run in found)
     return (
@@ -260,7 +279,8 @@ def _warnings(found: Sequence[Outcome]) -> str:
     )
 
 
-def _collapsed(rewards: Sequence[float]) -> bool:
+def _collapsed(run: Outcome) -> bool:
+    rewards = [point["reward"] for point in run.points]
     highest = itertools.accumulate(rewards, max)
     return any(reward < before / 2 for reward, before in zip(rewards, highest, strict=True))
 

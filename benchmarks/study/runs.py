@@ -49,9 +49,12 @@ LOSSES = {
     "none": CORRECTIONS["none"],
     "decoupled": CLAIM["decoupled"],
     "icepop": ("--off-policy-correction", "icepop"),
-    "gspo": ("--policy-objective", "gspo", *TOKEN_MEAN),
+    "gspo": ("--policy-objective", "gspo", *TOKEN_MEAN, "--off-policy-correction", "sequence"),
+    "gspo, tis": ("--policy-objective", "gspo", *TOKEN_MEAN, "--off-policy-correction", "tis"),
+    "gspo, geometric": ("--policy-objective", "gspo", *TOKEN_MEAN, "--off-policy-correction", "geometric"),
     "cispo": ("--policy-objective", "cispo"),
-    "gmpo": ("--policy-objective", "gmpo", *TOKEN_MEAN),
+    "gmpo": ("--policy-objective", "gmpo", *TOKEN_MEAN, "--off-policy-correction", "sequence"),
+    "gmpo, tis": ("--policy-objective", "gmpo", *TOKEN_MEAN, "--off-policy-correction", "tis"),
     "sapo": ("--policy-objective", "sapo", *TOKEN_MEAN),
     "dppo": ("--policy-objective", "dppo", "--off-policy-correction", "none"),
     "m2po": ("--policy-objective", "m2po", "--off-policy-correction", "none"),
@@ -67,6 +70,8 @@ STALE_RATIO = {8: 0.1, 16: 0.1}
 LEAST_SHARE = 0.6
 """Of the staleness limit, the mean age of the samples that are really stale."""
 RATES = {"a third of the rate": ("--lr", "1e-4"), "three times the rate": ("--lr", "9e-4")}
+STALE_FLAGS = CORRECTIONS | CLAIM | LOSSES | RATES
+"""What is compared with really stale samples."""
 KEY_LIMITS = (0, 1, 2, -1)
 """Values of `--max-kv-staleness` that are compared. -1 needs a run without a staleness limit."""
 METRICS = ("ess", "importance_weight", "logprob_gap_mean", "grad_norm", "entropy")
@@ -213,7 +218,7 @@ def _stale(limit: int, name: str, seed: int) -> Cell:
     if limit in STALE_RATIO:
         flags += ["--windowed-fifo-ratio", str(STALE_RATIO[limit])]
     flags += ["--rollout-sample-hook-path", "benchmarks.study.slow_grader.wait"]
-    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *(CORRECTIONS | CLAIM | LOSSES | RATES)[name]))
+    return Cell(f"limit {limit}", STALE + name, seed, (*flags, *STALE_FLAGS[name]))
 
 
 def stored(cell: Cell) -> Outcome | None:

@@ -8,7 +8,7 @@ from miles_async.config.adapter_arguments import adapter_notes
 from miles_async.config.checks.unused import unused_settings
 from miles_async.config.generation import bounds_of, rollout_mode, schedule_of, takes_from_queue, trains_only
 from miles_async.config.guest_flags import shown
-from miles_async.config.losses import corrects, differences, objective_of
+from miles_async.config.losses import corrects, differences, objective_name, objective_of
 from miles_async.config.model_flags import incomparable
 from miles_async.config.model_shape import hf_config, is_of_megatron
 from miles_async.config.model_source import has_plugin
@@ -37,20 +37,26 @@ def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
 
 
 def _old_samples(config: RunConfig, entry: str) -> Iterator[str]:
-    bounds = bounds_of(config, entry)
+    algorithm, bounds = config.algorithm, bounds_of(config, entry)
+    objective, correction = objective_of(algorithm), algorithm.off_policy_correction
     groups = min(bounds.generation_batch, bounds.room)
     age = groups / bounds.publish_groups
-    if schedule_of(config, entry) is Schedule.FULLY_ASYNC and age > HARMLESS_AGE:
-        cost = "13 did"
-        if config.algorithm.use_rollout_logprobs:
-            # The policy ratio, which is clipped, then corrects for the age too.
-            cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
-        yield (
-            f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are "
-            f"trained; {HARMLESS_AGE} cost no visible accuracy, and {cost} "
-            "(docs/explanation/staleness.md): lower over_sampling_batch_size unless the engines or tools need so many "
-            "groups"
-        )
+    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC or age <= HARMLESS_AGE:
+        return
+    cost, advice = "13 cost 0.01 to 0.03", ""
+    if algorithm.use_rollout_logprobs:
+        # The policy ratio, which is clipped, then corrects for the age too.
+        cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
+    elif not (corrects(algorithm) or objective.corrects):
+        cost, advice = "with 13 the reward collapsed without a correction", "set off_policy_correction to tis, or "
+    elif objective.ratio_of_sequence and correction != "sequence" and algorithm.custom_tis_function_path is None:
+        cost = f"with 13 the reward collapsed if tokens of {objective_name(algorithm)} had weights of their own"
+        advice = "set off_policy_correction to sequence, or "
+    yield (
+        f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are trained; "
+        f"{HARMLESS_AGE} cost no visible accuracy, and {cost} (docs/explanation/staleness.md): {advice}lower "
+        "over_sampling_batch_size unless the engines or tools need so many groups"
+    )
 
 
 def _reference(config: RunConfig) -> Iterator[str]:

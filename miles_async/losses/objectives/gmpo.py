@@ -19,6 +19,7 @@ class Gmpo(Objective):
     aggregation = "sequence_mean"
     clip = (0.4, 0.4)
     clips_log_ratios = True
+    ratio_of_sequence = True
     scales_with_advantage = True
 
     def compute(self, tokens: PolicyTokens, settings: Any) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ class Gspo(Objective):
     paper = "arXiv 2507.18071, equation 5 and section 5.1"
     aggregation = "sequence_mean"
     clip = (3e-4, 4e-4)
+    ratio_of_sequence = True
     scales_with_advantage = True
     Settings = Ppo.Settings
 

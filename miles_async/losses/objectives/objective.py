@@ -77,6 +77,8 @@ class Objective(Plugin):
     """Whether the clip range is one of log-ratios instead of ratios."""
     corrects: ClassVar[bool] = False
     """Whether the ratio is to the policy that sampled, so that an off-policy correction would count it twice."""
+    ratio_of_sequence: ClassVar[bool] = False
+    """Whether a sequence has one ratio, so that every token moves all tokens of its sequence."""
     scales_with_advantage: ClassVar[bool] = False
     """Whether a token without an advantage has neither an objective nor any influence on other tokens. Samples without
     an advantage then need no pass through the model."""
