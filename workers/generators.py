@@ -23,7 +23,7 @@ from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function, with_keywords
-from miles_async.events import AgentSessionExpired, SampleDiscarded
+from miles_async.events import AgentSessionExpired
 from miles_async.guests import GUESTS
 from miles_async.pipeline.journal import Journal
 from miles_async.ports import Generator, Rewarder
@@ -35,7 +35,6 @@ from miles_async.rollout.sample_hooks import HookedGenerator
 from miles_async.rollout.sample_service import SampleService
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
-from miles_async.types import DropReason, Group, Sample
 
 from .specs import ClusterHandles, greedy_of, sampling_of, seed_of_requests
 
@@ -149,7 +148,7 @@ class GeneratorFactory:
     def training(self) -> RunGenerator:
         """The generator of the training data."""
         generator = self._with_user_function(
-            self.engine_client, self.limits, evaluation=False, on_discarded=self._report_discarded
+            self.engine_client, self.limits, evaluation=False, on_discarded=self.journal.report_discarded
         )
         return self._with_hooks(generator, self.limits, evaluation=False)
 
@@ -221,18 +220,6 @@ class GeneratorFactory:
             seed=seed_of_requests(self.config),
             limits=limits,
             on_discarded=on_discarded,
-        )
-
-    def _report_discarded(self, group: Group, sample: Sample, reason: DropReason, tokens: int, error: str) -> None:
-        self.journal.emit(
-            SampleDiscarded(
-                time=time.time(),
-                sequence=group.sequence,
-                sample=sample.index,
-                reason=reason,
-                tokens=tokens,
-                error=error,
-            )
         )
 
     def _max_requests(self, per_engine: int) -> int:
