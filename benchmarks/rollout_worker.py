@@ -117,8 +117,6 @@ class EndlessPrompts:
 class Instant:
     """Stand-in for learner, weight channel, fleet and dead letters. All calls return at once."""
 
-    name = "instant"
-
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         return StepReport(seconds=0.0, tokens=0, finite=True)
 

@@ -219,11 +219,6 @@ class WeightChannel(Protocol):
     Staging and sending are two phases so that only sending has to happen while the engines are paused.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the preferred transport, such as `p2p`."""
-        ...
-
     async def connect(self, engines: Sequence[str]) -> None:
         """Connect to exactly these engines; all others are disconnected. The staged version stays staged.
 
