@@ -141,7 +141,7 @@ def test_a_sample_without_weight_versions_is_as_old_as_its_prompt_was_taken() ->
 def test_the_producer_does_not_generate_beside_a_worker(keeps_groups: bool | None) -> None:
     world = WithWorker(config=config(), keeps_groups=keeps_groups).run()
     assert all(event.by_worker for event in world.trace.of(GroupGenerated))
-    assert world.service._producer.in_flight == 0
+    assert world.service.lifecycle.ledger.in_flight == 0
 
 
 def test_a_worker_gets_no_more_prompts_than_the_slots_allow() -> None:
