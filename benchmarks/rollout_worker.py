@@ -113,17 +113,9 @@ class EndlessPrompts:
     def returned(self) -> Sequence[Group]:
         return self._returned
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError("this benchmark cannot be resumed")
-
 
 class Instant:
     """Stand-in for learner, weight channel, fleet and dead letters. All calls return at once."""
-
-    name = "instant"
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:
         return StepReport(seconds=0.0, tokens=0, finite=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 from miles_async.ports import (
     Clock,
+    DataSource,
     DeadLetters,
     Fleet,
     Generator,
     Learner,
     Rewarder,
     RunStore,
-    SeekableSource,
     WeightChannel,
 )
 
@@ -29,7 +29,7 @@ SYNCHRONOUS = frozenset({"outbox.put", "data.get_samples", "data.add_samples", "
 _PORTS: Mapping[str, type] = {
     "clock": Clock,
     "store": RunStore,
-    "data": SeekableSource,
+    "data": DataSource,
     "generator": Generator,
     "evaluator": Generator,
     "rewarder": Rewarder,

@@ -37,10 +37,16 @@ class Clock(Protocol):
 
 
 class DataSource(Protocol):
-    """Prompts in feed order, recycled ones first (slime's `RolloutDataSourceWithBuffer`)."""
+    """Prompts in feed order, recycled ones first (slime's `RolloutDataSourceWithBuffer`).
 
-    def get_samples(self, num_samples: int) -> list[Group]:
-        """Take up to `num_samples` groups of pending samples; fewer are returned only if the data is exhausted."""
+    Its position is stored apart from the groups that were returned to it.
+    """
+
+    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
+        """Take up to `num_samples` groups of pending samples; fewer are returned only if the data is exhausted.
+
+        They are for `adapter` if the run trains several.
+        """
         ...
 
     def add_samples(self, samples: Sequence[Group]) -> None:
@@ -49,22 +55,6 @@ class DataSource(Protocol):
         A group may be a plain list of samples. Samples that a group left out return to the group. Raises UserError for
         a group of another size than new groups have; no group is returned then.
         """
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data and the returned groups, ready for JSON."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned."""
-        ...
-
-
-class SeekableSource(DataSource, Protocol):
-    """A data source whose position can be stored apart from the groups that were returned to it."""
-
-    def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
-        """The same, for `adapter` if the run trains several."""
         ...
 
     @property
@@ -77,7 +67,7 @@ class SeekableSource(DataSource, Protocol):
         ...
 
     def position(self) -> dict[str, Any]:
-        """The position in the data without the returned groups, ready for JSON."""
+        """The position in the data, ready for JSON."""
         ...
 
     def seek(self, position: Mapping[str, Any]) -> None:
@@ -228,11 +218,6 @@ class WeightChannel(Protocol):
 
     Staging and sending are two phases so that only sending has to happen while the engines are paused.
     """
-
-    @property
-    def name(self) -> str:
-        """Name of the preferred transport, such as `p2p`."""
-        ...
 
     async def connect(self, engines: Sequence[str]) -> None:
         """Connect to exactly these engines; all others are disconnected. The staged version stays staged.

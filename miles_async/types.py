@@ -84,6 +84,11 @@ class VersionSpan:
         return self.version if self.oldest_keys is None else self.oldest_keys
 
 
+def versions_of(samples: Iterable[Iterable[VersionSpan]]) -> set[int]:
+    """The weight versions that sampled tokens, and those of the oldest keys that they used. A sample is its spans."""
+    return {version for spans in samples for span in spans for version in (span.version, span.oldest)}
+
+
 class Turn(NamedTuple):
     """Response tokens `[start, end)` of one chat turn."""
 
@@ -432,17 +437,6 @@ class Group(list[Sample]):
         group.missing += map(Sample.from_prompt_dict, values["missing"])
         return group
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result of `header`, and `samples` (see `Sample.to_dict`)."""
-        return {**self.header(), "samples": [sample.to_dict() for sample in self]}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Group:
-        """The inverse of `to_dict`. Raises KeyError for a missing field."""
-        group = Group.of_header(values)
-        group += map(Sample.from_dict, values["samples"])
-        return group
-
     @property
     def prompts(self) -> list[Sample]:
         """One sample of each trajectory of the complete group, including `missing`."""
@@ -515,7 +509,7 @@ class Group(list[Sample]):
                 "the generator must record the version that sampled each token",
                 [sample for sample in self if not sample.spans],
             )
-        return {version for sample in self for span in sample.spans for version in (span.version, span.oldest)}
+        return versions_of(sample.spans for sample in self)
 
     @property
     def oldest_version(self) -> int:

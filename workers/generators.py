@@ -23,19 +23,18 @@ from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import rollout_mode, serves_agents
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function, with_keywords
-from miles_async.events import AgentSessionExpired, SampleDiscarded
+from miles_async.events import AgentSessionExpired
 from miles_async.guests import GUESTS
 from miles_async.pipeline.journal import Journal
 from miles_async.ports import Generator, Rewarder
 from miles_async.rollout.contract import Arguments, flat_args
-from miles_async.rollout.generate import FunctionGenerator, OnDiscarded
+from miles_async.rollout.generate import FunctionGenerator
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.rollout.recordings import RecordingContext, identity_of
 from miles_async.rollout.sample_hooks import HookedGenerator
 from miles_async.rollout.sample_service import SampleService
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.stored_run import StoredRun
-from miles_async.types import DropReason, Group, Sample
 
 from .specs import ClusterHandles, greedy_of, sampling_of, seed_of_requests
 
@@ -148,17 +147,13 @@ class GeneratorFactory:
 
     def training(self) -> RunGenerator:
         """The generator of the training data."""
-        generator = self._with_user_function(
-            self.engine_client, self.limits, evaluation=False, on_discarded=self._report_discarded
-        )
-        return self._with_hooks(generator, self.limits, evaluation=False)
+        return self._generator(self.engine_client, self.limits, evaluation=False)
 
     def evaluation(self, sampling: SamplingParams) -> RunGenerator:
         """A generator for evaluations with the given sampling settings."""
         # Responses of evaluations are not trained, so they have no sampling masks, and any log-probabilities suffice.
         limits = replace(self.limits, sampling_masks=None, scores_missing=True)
-        engine = self._evaluation.with_sampling(sampling)
-        return self._with_hooks(self._with_user_function(engine, limits, evaluation=True), limits, evaluation=True)
+        return self._generator(self._evaluation.with_sampling(sampling), limits, evaluation=True)
 
     def connect(self, live: RunGenerator, rewarder: Rewarder) -> None:
         """Let users' functions generate and score samples. `live` is the generator of `training`."""
@@ -187,25 +182,21 @@ class GeneratorFactory:
             live_version=self.live_version,
         )
 
-    def _with_hooks(
-        self, generator: SGLangGenerator | FunctionGenerator, limits: SampleLimits, *, evaluation: bool
-    ) -> RunGenerator:
-        """Call the hooks of `rollout_sample_hook_path` with each sample that the generator finishes."""
+    def _generator(self, engine: SGLangGenerator, limits: SampleLimits, *, evaluation: bool) -> RunGenerator:
+        """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set.
+
+        The hooks of `rollout_sample_hook_path` are called with each finished sample.
+        """
+        generator = self._user_function(engine, limits, evaluation=evaluation) or engine
         paths = self.config.rollout.rollout_sample_hook_path
         return HookedGenerator(generator, paths, self.args, limits, evaluation=evaluation) if paths else generator
 
-    def _with_user_function(
-        self,
-        engine: SGLangGenerator,
-        limits: SampleLimits,
-        *,
-        evaluation: bool,
-        on_discarded: OnDiscarded | None = None,
-    ) -> SGLangGenerator | FunctionGenerator:
-        """Sample whole groups from the engines, or each sample through `custom_generate_function_path` if it is set."""
+    def _user_function(
+        self, engine: SGLangGenerator, limits: SampleLimits, *, evaluation: bool
+    ) -> FunctionGenerator | None:
         path = self.config.rollout.custom_generate_function_path
         if path is None:
-            return engine
+            return None
         turns = MultiTurnSampler(engine, self.tokenizer)
         agents = Agents(self._endpoint, turns, prompts_are_rendered=self.config.data.apply_chat_template)
         return FunctionGenerator(
@@ -220,19 +211,7 @@ class GeneratorFactory:
             engines_abort=self.config.weights.pause_generation_mode == "abort",
             seed=seed_of_requests(self.config),
             limits=limits,
-            on_discarded=on_discarded,
-        )
-
-    def _report_discarded(self, group: Group, sample: Sample, reason: DropReason, tokens: int, error: str) -> None:
-        self.journal.emit(
-            SampleDiscarded(
-                time=time.time(),
-                sequence=group.sequence,
-                sample=sample.index,
-                reason=reason,
-                tokens=tokens,
-                error=error,
-            )
+            on_discarded=None if evaluation else self.journal.report_discarded,
         )
 
     def _max_requests(self, per_engine: int) -> int:

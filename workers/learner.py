@@ -245,14 +245,10 @@ class LearnerRank:
         source = self._connected_source
 
         def stage() -> list[float] | None:
-            from miles_async.adapters.weights.adapters import AdapterSource
             from miles_async.adapters.weights.engine import TOKENS
 
             self._learner.adapters.select(adapter)
-            if isinstance(source, AdapterSource):
-                source.stage(version, self._learner.engine_weights(), transports, adapter)
-            else:
-                source.stage(version, self._learner.engine_weights(), transports)
+            source.stage(version, self._learner.engine_weights(), transports, adapter)
             return self._learner.logprobs([TOKENS])[0] if source.compared else None
 
         self._logprobs = await self._run(self._model_thread, stage)

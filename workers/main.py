@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import NoReturn
 
 import miles_async
@@ -32,44 +33,20 @@ def train(argv: Sequence[str]) -> NoReturn:
     leave(drive(config, argv, entry="train_async.py"))
 
 
-def report(argv: Sequence[str]) -> int:
-    """Write one HTML file about a run, or about two."""
-    from miles_async.observability.page.report import main
-
-    return main(argv)
-
-
-def groups(argv: Sequence[str]) -> int:
-    """Show where the groups of a run are, or the life of one group."""
-    from miles_async.observability.trace.groups import main
-
-    return main(argv)
-
-
-def inspect(argv: Sequence[str]) -> int:
-    """Show a batch that a run saved."""
-    from .inspect_rollout import main
-
-    return main(list(argv))
-
-
-def doctor(argv: Sequence[str]) -> int:
-    """Show what this machine has, what works on it, and what to set."""
-    from .doctor import main
-
-    return main(argv)
-
-
-def recordings(argv: Sequence[str]) -> int:
-    """List or remove recordings that --skip-rollout-enable or --skip-async-rollout-enable made."""
-    from miles_async.adapters.storage.recordings_command import main
-
-    return main(argv)
-
-
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    command.__name__: command for command in (train, report, groups, inspect, recordings, doctor)
+OTHERS: Mapping[str, tuple[str, str]] = {
+    "report": ("miles_async.observability.page.report", "Write one HTML file about a run, or about two."),
+    "groups": (
+        "miles_async.observability.trace.groups",
+        "Show where the groups of a run are, or the life of one group.",
+    ),
+    "inspect": (".inspect_rollout", "Show a batch that a run saved."),
+    "recordings": (
+        "miles_async.adapters.storage.recordings_command",
+        "List or remove recordings that --skip-rollout-enable or --skip-async-rollout-enable made.",
+    ),
+    "doctor": (".doctor", "Show what this machine has, what works on it, and what to set."),
 }
+"""The other subcommands by name: the module whose `main` runs it, which is imported only then, and its help."""
 
 
 def main() -> int:
@@ -80,8 +57,11 @@ def main() -> int:
             print(f"miles-async {miles_async.__version__}")
         case ["-h" | "--help"]:
             print(_usage())
-        case [name, *argv] if name in COMMANDS:
-            return COMMANDS[name](argv)
+        case ["train", *argv]:
+            train(argv)
+        case [name, *argv] if name in OTHERS:
+            module, _ = OTHERS[name]
+            return int(import_module(module, __package__).main(argv))
         case _:
             print(_usage(), file=sys.stderr)
             return 2
@@ -89,7 +69,8 @@ def main() -> int:
 
 
 def _usage() -> str:
-    commands = (f"  {name:<12}{command.__doc__}" for name, command in COMMANDS.items())
+    helps = {"train": train.__doc__, **{name: text for name, (_, text) in OTHERS.items()}}
+    commands = (f"  {name:<12}{text}" for name, text in helps.items())
     return "\n".join(
         [
             "usage: miles-async COMMAND [ARGUMENT]...",

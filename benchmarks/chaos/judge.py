@@ -114,7 +114,7 @@ def violations(parts: Sequence[RunPart], progress: dict[str, Any] | None, rollou
     if progress is None:
         found.append("the lineage has no checkpoint at its end")
         return found
-    owed = {group["feed_index"] for group in [*progress["owed"], *progress["data"].get("buffer", [])]}
+    owed = {group["feed_index"] for group in progress["owed"]}
     data = progress["data"]
     position = data["epoch_id"], data["sample_index"] // SAMPLES_PER_PROMPT
     unaccounted = fed - trained.keys() - owed - named

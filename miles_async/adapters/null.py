@@ -18,8 +18,6 @@ from miles_async.types import EngineLoad, Group, LearnerProgress, SendOutcome, S
 class NullLearner:
     """Implements the `Learner` and `WeightChannel` ports without a learner."""
 
-    name = "none"
-
     def pack(self, groups: Sequence[Group]) -> None: ...
 
     async def train(self, rollout_id: int, groups: Sequence[Group]) -> StepReport:

@@ -171,7 +171,8 @@ class Attempts:
             if not self.partial_rollout:
                 for sample in group:
                     if sample.status is SampleStatus.ABORTED:
-                        self.grading.report_discarded(group, sample, "publish", "a publish aborted the request")
+                        tokens, cause = sample.response_length, "a publish aborted the request"
+                        run_state.journal.report_discarded(group, sample, "publish", tokens, cause)
                         sample.reset()
 
     async def _fail(self, group: Group, error: TrajectoryError | EngineLostError) -> None:

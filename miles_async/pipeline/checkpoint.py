@@ -18,12 +18,12 @@ from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
-from miles_async.ports import Learner, SeekableSource
+from miles_async.ports import DataSource, Learner
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group
 
 Snapshot = Callable[[], tuple[dict[str, Any], Sequence[Group]]]
-"""Returns the state of the data source, and the groups that a rollout function has taken from it."""
+"""Returns the position in the data, and the groups before it that wait or that a rollout function has taken."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -73,26 +73,28 @@ def progress_of(rollout_id: int, run_state: RunState, lifecycle: GroupLifecycle,
 
     This runs on the event loop, so it leaves generated tokens out and does not encode anything.
     """
-    data, taken = snapshot()
+    position, taken = snapshot()
     untrained = [group for group in lifecycle.live_groups if lifecycle.state_of(group) is not GroupState.TRAINED]
     return {
         "rollout": rollout_id,
         "version": run_state.trainer_version,
         "changed": run_state.changed_adapter,
-        "data": data,
-        "owed": [group.tracked or group.prompt_dict() for group in (*untrained, *taken, *lifecycle.quarantine.waiting)],
+        "data": position,
+        "owed": [group.tracked or group.prompt_dict() for group in (*taken, *untrained, *lifecycle.quarantine.waiting)],
     }
 
 
-def resume(progress: Mapping[str, Any], data: SeekableSource, journal: Journal) -> None:
+def resume(progress: Mapping[str, Any], data: DataSource, journal: Journal) -> None:
     """Restore the position in the data, and put the prompts that were not trained first in line.
 
     The store of this run is new, so all prompts that wait are recorded in the journal. Raises UserError if the progress
     is incomplete, or if it belongs to other data.
     """
     try:
-        data.load_state_dict(progress["data"])
-        data.add_samples([Group.from_prompt_dict(values) for values in progress["owed"]])
+        data.seek(progress["data"])
+        # Checkpoints of earlier versions have some of the prompts beside the position.
+        owed = [*progress["data"].get("buffer", ()), *progress["owed"]]
+        data.add_samples([Group.from_prompt_dict(values) for values in owed])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"

@@ -112,7 +112,7 @@ class BatchCollector:
         groups: list[Group] = []
 
         def found() -> bool:
-            fresh = (group for group in line.queue if not self._too_old_at_next_version(group))
+            fresh = (group for group in line.queue if not self._must_be_recycled(group, later=1))
             groups[:] = islice(fresh, size)
             return len(groups) == size
 
@@ -204,11 +204,9 @@ class BatchCollector:
                 rejected.append(groups[position])
         return [groups[position] for position in kept]
 
-    def _must_be_recycled(self, group: Group) -> bool:
-        return self.gate.too_old(self.run_state.age_of(group))
-
-    def _too_old_at_next_version(self, group: Group) -> bool:
-        return self.gate.too_old(self.run_state.age_of(group) + 1)
+    def _must_be_recycled(self, group: Group, later: int = 0) -> bool:
+        """Whether a group is too old now, or so many versions later."""
+        return self.gate.too_old(self.run_state.age_of(group) + later)
 
     def _recycle(self, group: Group) -> None:
         self.lifecycle.retry(

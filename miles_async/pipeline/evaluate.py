@@ -16,7 +16,7 @@ from miles_async.pipeline.grading import score
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.tasks import TaskSupervisor
 from miles_async.ports import Generator, Rewarder
-from miles_async.types import Group, Sample, SampleStatus, trajectories_of
+from miles_async.types import Group, Sample, SampleStatus, trajectories_of, versions_of
 
 CORRECT = 0.999
 """A sample is correct from this reward on; partial credit does not count."""
@@ -129,12 +129,11 @@ class Evaluator:
         self._report_failures(name, groups, failures, missing, len(rewards))
         if not rewards:
             return None
-        spans = [span for group in groups for sample in group for span in sample.spans]
         return {
             "rewards": rewards,
             "truncated": [float(truncated) for group in groups for truncated in group.truncated],
             "missing": missing,
-            "versions": sorted({version for span in spans for version in (span.version, span.oldest)}),
+            "versions": sorted(versions_of(sample.spans for group in groups for sample in group)),
             "samples": [sample for group in groups for sample in group],
         }
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from miles_async.columns.column import SampleLimits
 from miles_async.errors import InfrastructureError
-from miles_async.events import GroupGenerated, SampleDiscarded
+from miles_async.events import GroupGenerated
 from miles_async.pipeline.lifecycle import sequence_of
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import mean_reward
 from miles_async.ports import Rewarder
 from miles_async.sample_schema import check_group
 from miles_async.scheduling.admission import Candidates
-from miles_async.types import DropReason, Group, Sample, Verdict, trajectories_of
+from miles_async.types import DropReason, Group, Verdict, trajectories_of
 
 REWARD_PAUSE_SECONDS = 1.0
 """Delay before samples are scored again whose reward failed; it doubles with each failure."""
@@ -79,26 +79,14 @@ class Grading:
         if error is not None:
             self.leave_out(group, error)
             for sample in error.samples:
-                self.report_discarded(group, sample, DropReason.FAILED, str(error))
+                tokens = sample.response_length
+                self.run_state.journal.report_discarded(group, sample, DropReason.FAILED, tokens, str(error))
 
     def leave_out(self, group: Group, error: InfrastructureError) -> None:
         """Continue without the failed samples. Raises the error if too few would be left."""
         if len(group.trajectories) - len(trajectories_of(error.samples)) < self.min_samples:
             raise error
         group.leave_out(error.samples)
-
-    def report_discarded(self, group: Group, sample: Sample, reason: str, error: str) -> None:
-        """Report that the response of a sample will not be trained, while its group goes on."""
-        self.run_state.journal.emit(
-            SampleDiscarded(
-                time=self.run_state.clock.time(),
-                sequence=group.sequence,
-                sample=sample.index,
-                reason=reason,
-                tokens=sample.response_length,
-                error=error,
-            )
-        )
 
     def filter(self, group: Group) -> Verdict:
         """The verdict of the dynamic filter. A batch that has too few groups keeps a group that the filter rejects."""

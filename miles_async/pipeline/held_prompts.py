@@ -31,7 +31,7 @@ from miles_async.identity import IdentityMap, WeakIdentityMap
 from miles_async.pipeline.grading import generated_event
 from miles_async.pipeline.lifecycle import GroupLifecycle, sequence_of
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import SeekableSource
+from miles_async.ports import DataSource
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason, Group, Sample
 
@@ -143,7 +143,7 @@ class HeldPrompts:
 
     run_state: RunState
     lifecycle: GroupLifecycle
-    data: SeekableSource
+    data: DataSource
     skip: Callable[[int], None]
     """Lets the window pass a sequence number."""
     samples_per_group: int
@@ -288,10 +288,13 @@ class HeldPrompts:
             self._given_back.clear()
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
-        """The state of the data source, and the taken groups. No prompt is in both, and none is in neither."""
+        """The position in the data, and the groups before it that the data source or the function has.
+
+        No prompt is in both of them, and none is in neither.
+        """
         with self._journal.data_lock:
             self.end_given_back()
-            return self.data.state_dict(), self.taken.copies
+            return self.data.position(), [*self.data.returned(), *self.taken.copies]
 
     def refuse(self, group: Group, error: str) -> None:
         """Dead-letter a group that the function returned and that cannot be trained."""

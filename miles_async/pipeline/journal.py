@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any, Protocol
 
 from miles_async.errors import StoreError
-from miles_async.events import Event, WarningRaised
+from miles_async.events import Event, SampleDiscarded, WarningRaised
 from miles_async.json_values import shown_error
 from miles_async.ports import Clock, RunStore
 from miles_async.scheduling.ledger import LIVE, GroupState, Transition
@@ -267,6 +267,19 @@ class Journal:
         if stored and self._failed_at is not None:
             self._failed_at = None
             self.warn("the store is written again")
+
+    def report_discarded(self, group: Group, sample: Sample, reason: str, tokens: int, error: str) -> None:
+        """Report that a response of `tokens` tokens will not be trained, while its group goes on."""
+        self.emit(
+            SampleDiscarded(
+                time=self._clock.time(),
+                sequence=group.sequence,
+                sample=sample.index,
+                reason=reason,
+                tokens=tokens,
+                error=error,
+            )
+        )
 
     def warn(self, text: str) -> None:
         """Warn the user of a problem; the run continues."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from miles_async.errors import LedgerError, UserError
 from miles_async.events import GroupFiltered, GroupMoved
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import DeadLetters, SeekableSource
+from miles_async.ports import DataSource, DeadLetters
 from miles_async.scheduling.ledger import LIVE, GroupState, Ledger, Transition
 from miles_async.scheduling.quarantine import ALONE_LOSSES, CULPRIT_LOSSES, Quarantine
 from miles_async.types import DropReason, Group, Sample, SampleStatus
@@ -42,7 +42,7 @@ class GroupLifecycle:
     """
 
     run_state: RunState
-    data: SeekableSource
+    data: DataSource
     dead_letters: DeadLetters
     max_attempts: int
     first_attempts: int

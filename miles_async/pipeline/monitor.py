@@ -21,7 +21,7 @@ from miles_async.pipeline.run_state import RunState
 from miles_async.ports import Fleet, Generator, Learner
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.scheduling.concurrency import AdaptiveConcurrency
-from miles_async.scheduling.ledger import GroupState, Ledger
+from miles_async.scheduling.ledger import Ledger
 from miles_async.scheduling.stall import StallClock
 
 TICK_SECONDS = 0.5
@@ -199,7 +199,6 @@ async def follow_engine_load(
     numbers again or nothing, so its requests end in a stall. A group that an external generator has posted is progress,
     too. `limit` is None without `--adaptive-concurrency`.
     """
-    counts = ledger.counts
     tokens: dict[str, tuple[int, int]] = {}
     posted = run_state.journal.posted
     while True:
@@ -217,8 +216,7 @@ async def follow_engine_load(
         if posted > before:
             run_state.mark_progress()
         if limit is not None:
-            in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
             # A group that left the engines made room there, whatever its outcome.
-            limit.observe(loads, in_flight, ended=ledger.fed - in_flight)
+            limit.observe(loads, ledger.in_flight, ended=ledger.fed - ledger.in_flight)
             # A higher limit may unblock the feed.
             run_state.changed.notify()

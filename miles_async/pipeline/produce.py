@@ -82,12 +82,6 @@ class Producer:
         """Groups that were kept since `close`."""
 
     @property
-    def in_flight(self) -> int:
-        """Number of groups that are admitted and not yet finished or dropped."""
-        counts = self.lifecycle.ledger.counts
-        return counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
-
-    @property
     def queued(self) -> int:
         """Number of groups in the queues."""
         return sum(len(line.queue) for line in self.lines.values())
@@ -238,7 +232,7 @@ class Producer:
         return []
 
     def _engines_in_use(self) -> bool:
-        return bool(self.in_flight or self.run_state.evaluation_requests)
+        return bool(self.lifecycle.ledger.in_flight or self.run_state.evaluation_requests)
 
     async def _enforce_head_deadline(self, window: FIFOWindow[Group]) -> None:
         """Abort each head of a window that stays at the engines past its deadline."""

@@ -35,7 +35,7 @@ from miles_async.pipeline.produce import Producer
 from miles_async.pipeline.run_ports import Ports
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.training import Training
-from miles_async.ports import SeekableSource
+from miles_async.ports import DataSource
 from miles_async.scheduling.ledger import LIVE, GroupState
 from miles_async.scheduling.lineage import Lineage
 from miles_async.stored_run import StoredGroup, StoredRun
@@ -68,7 +68,7 @@ class RestoredRun:
 def progress_values(
     run_state: RunState,
     lifecycle: GroupLifecycle,
-    data: SeekableSource,
+    data: DataSource,
     *,
     next_rollout: int,
     evaluated: int,

@@ -12,7 +12,7 @@ from miles_async.pipeline.collect import BatchCollector, Choose
 from miles_async.pipeline.evaluate import Evaluator
 from miles_async.pipeline.held_prompts import HeldPrompts
 from miles_async.pipeline.run_state import RunState
-from miles_async.ports import SeekableSource
+from miles_async.ports import DataSource
 from miles_async.sample_schema import accept_group
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import Group, Sample
@@ -21,7 +21,7 @@ from miles_async.types import Group, Sample
 class PositionInData:
     """What slime's functions read of a data source, under the names of slime's `RolloutDataSourceWithBuffer`."""
 
-    _data: SeekableSource
+    _data: DataSource
 
     @property
     def epoch_id(self) -> int:
@@ -62,7 +62,7 @@ class PositionInData:
 
 
 class RolloutSource(PositionInData):
-    """Implements `ports.DataSource` and adds the pipeline's methods to collect a batch.
+    """Takes prompts from the data, returns them, and collects batches through the pipeline.
 
     Rollout functions written for slime use `get_samples` and `add_samples`, and some read the position in the data.
     """
@@ -70,7 +70,7 @@ class RolloutSource(PositionInData):
     def __init__(
         self,
         *,
-        data: SeekableSource,
+        data: DataSource,
         run_state: RunState,
         held: HeldPrompts,
         collector: BatchCollector,
@@ -118,12 +118,6 @@ class RolloutSource(PositionInData):
     def version_when_taken(self, sample: Sample) -> int | None:
         """The live weight version when the sample's prompt was taken with `get_samples`; None if it was not taken."""
         return self._held.version_when_taken(sample)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._data.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._data.load_state_dict(state)
 
     @property
     def live_version(self) -> int:

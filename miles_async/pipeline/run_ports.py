@@ -9,7 +9,7 @@ from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.pipeline.evaluate import EvalSet, Scores
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
-from miles_async.ports import Clock, DeadLetters, Fleet, Generator, Learner, Rewarder, SeekableSource, WeightChannel
+from miles_async.ports import Clock, DataSource, DeadLetters, Fleet, Generator, Learner, Rewarder, WeightChannel
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.types import Group, Verdict
 
@@ -45,7 +45,7 @@ class Ports:
 
     clock: Clock
     journal: Journal
-    data: SeekableSource
+    data: DataSource
     generator: Generator
     rewarder: Rewarder
     learner: Learner

@@ -173,7 +173,7 @@ class Service:
             self._producer.start(self._admission)
         await self._train()
         if self.stopped:
-            await self.run_state.changed.until(lambda: not self._producer.in_flight)
+            await self.run_state.changed.until(lambda: not self.lifecycle.ledger.in_flight)
         else:
             await self._producer.stop()
             await self._evaluate_now(self._config.rollout.num_rollout - 1)
@@ -190,7 +190,7 @@ class Service:
                 time=self._ports.clock.time(),
                 seconds=self._ports.clock.monotonic() - self._stopped_at,
                 finished=self._producer.finished_since_close,
-                interrupted=self._interrupted + self._producer.in_flight,
+                interrupted=self._interrupted + self.lifecycle.ledger.in_flight,
                 abandoned=len(self._step_groups),
                 kept=counts[GroupState.FINISHED] + counts[GroupState.QUEUED] + counts[GroupState.LEASED],
                 unsaved=self._next_rollout - (self._first_rollout if saved is None else saved + 1),
@@ -308,7 +308,7 @@ class Service:
         if saves and trained_any and self._checkpointer.last_rollout != last_trained:
             if self._config.cluster.colocate:
                 # The engines must be idle before the learner gets the devices back.
-                self._interrupted = self._producer.in_flight
+                self._interrupted = self.lifecycle.ledger.in_flight
                 await self._producer.abort()
             await self._devices.to_learner()
             await self._save(last_trained)

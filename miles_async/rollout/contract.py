@@ -27,7 +27,6 @@ from miles_async.guests import GUESTS
 from miles_async.identity import IdentityMap, identity_set
 from miles_async.json_values import readable_entries, shown
 from miles_async.pipeline.rollout_source import RolloutSource
-from miles_async.ports import DataSource
 from miles_async.rollout.recording_generator import RecordingGenerator
 from miles_async.sample_schema import accept_values, check_columns, check_reward
 from miles_async.types import Group, Sample, SampleStatus, VersionSpan
@@ -255,7 +254,7 @@ async def call_rollout_function(
     function: Callable[..., Any],
     args: Arguments,
     rollout_id: int,
-    data_source: DataSource,
+    data_source: RolloutSource,
     *,
     evaluation: bool,
     metrics: dict[str, Any] | None = None,
@@ -281,7 +280,7 @@ async def call_rollout_function(
 
 
 async def _call(
-    function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: DataSource, evaluation: bool
+    function: Callable[..., Any], args: Arguments, rollout_id: int, data_source: RolloutSource, evaluation: bool
 ) -> Any:
     try:
         return await call_plain_or_async(function, args, rollout_id, data_source, evaluation=evaluation)

@@ -78,11 +78,9 @@ class Admission:
 
     def blocked_by(self, ledger: Ledger, adapter: str = "") -> Blocked | None:
         """The first limit that forbids one more group of an adapter, or None."""
-        counts = ledger.counts
-        in_flight = counts[GroupState.FED] + counts[GroupState.IN_FLIGHT]
-        if in_flight >= self.max_in_flight:
+        if ledger.in_flight >= self.max_in_flight:
             return Blocked.IN_FLIGHT
-        if self.adaptive is not None and in_flight >= self.adaptive.limit:
+        if self.adaptive is not None and ledger.in_flight >= self.adaptive.limit:
             return Blocked.ENGINES
         live = ledger.live(adapter)
         if self.slots is not None and live.total() >= self.slots:

@@ -17,7 +17,7 @@ weights (`adapters/sglang/key_versions.py` proves it), so the oldest version of 
 limit for keys, only the gate enforces S.
 
 An adapter (`--lora-rank`) has a name per version, and a request keeps the version that it began with. An engine holds
-at most S + 2 of them (`resident_adapters`):
+at most S + 2 of them (`AdapterVersions.resident`):
 
 1. Let a group be admitted while version a is live. While it is in flight it is not trained, so by the bound above at
    most S versions become live before it ends: the live version is at most a + S. It names a version that was live when
@@ -81,11 +81,6 @@ class Bounds:
     def in_flight(self) -> int:
         """The most groups in flight in the whole run."""
         return self.adapters * self.generation_batch
-
-    @property
-    def resident_adapters(self) -> int | None:
-        """The most versions of an adapter that an engine holds; None if nothing bounds the staleness."""
-        return None if self.staleness is None else self.staleness + 2
 
     @classmethod
     def derive(

@@ -121,9 +121,9 @@ class Ledger:
         return any(self.counts[state] for state in _SCORED) or any(self.dropped[reason] for reason in _AFTER_SCORE)
 
     @property
-    def held_slots(self) -> int:
-        """Number of groups between admission and live weights."""
-        return len(self._states)
+    def in_flight(self) -> int:
+        """Number of groups that are admitted and not yet finished or dropped."""
+        return self.counts[GroupState.FED] + self.counts[GroupState.IN_FLIGHT]
 
     def live(self, adapter: str) -> Counter[GroupState]:
         """Current number of groups of an adapter in each live state."""

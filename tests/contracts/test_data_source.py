@@ -11,14 +11,14 @@ import pytest
 
 from miles_async.adapters.datasets.factory import open_data
 from miles_async.errors import UserError
-from miles_async.ports import SeekableSource
+from miles_async.ports import DataSource
 from miles_async.types import Group, SampleStatus, VersionSpan
 from tests.configuration import KEYS, run_config
 from tests.sim.world import Feed
 from tests.unit.adapters.datasets.test_datasets_source import write_rows
 
 SIZE = 3
-Open = Callable[..., SeekableSource]
+Open = Callable[..., DataSource]
 
 
 @pytest.fixture(params=["files", "feed"])
@@ -26,7 +26,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the same data from its beginning, by default with groups of `SIZE` samples."""
     path = write_rows(tmp_path, [{"prompt": f"q{i}", "label": i} for i in range(50)])
 
-    def open_source(size: int = SIZE) -> SeekableSource:
+    def open_source(size: int = SIZE) -> DataSource:
         if request.param == "feed":
             return Feed(size)
         return open_data(run_config(prompt_data=path, **KEYS, eval_size=0, n_samples_per_prompt=size))
@@ -113,25 +113,6 @@ def test_a_group_that_left_samples_out_is_complete_when_it_is_taken_again(opened
     assert again.missing == []
 
 
-def test_a_saved_state_is_json_and_continues_with_the_returned_prompts_without_tokens(opened: Open) -> None:
-    source = opened()
-    returned, _ = source.get_samples(2)
-    finish(returned)
-    returned.attempt = 1
-    source.add_samples([returned])
-    source.metadata["seen"] = [1]
-    state = json.loads(json.dumps(source.state_dict()))
-    following = names(source.get_samples(3))
-    later = opened()
-    later.load_state_dict(state)
-    assert later.metadata == {"seen": [1]}
-    [again, *others] = later.get_samples(3)
-    assert names([again, *others]) == following
-    assert again.attempt == 1
-    returned.reset()
-    assert again == returned
-
-
 def test_a_position_is_json_and_has_no_returned_groups(opened: Open) -> None:
     source = opened()
     source.add_samples(source.get_samples(2))
@@ -146,14 +127,12 @@ def test_a_position_is_json_and_has_no_returned_groups(opened: Open) -> None:
 
 def test_a_position_of_groups_of_another_size_is_refused(opened: Open) -> None:
     with pytest.raises(UserError):
-        opened().load_state_dict(opened(SIZE + 1).state_dict())
-    with pytest.raises(UserError):
         opened().seek(opened(SIZE + 1).position())
 
 
-def test_an_incomplete_state_is_refused(opened: Open) -> None:
+def test_an_incomplete_position_is_refused(opened: Open) -> None:
     with pytest.raises(KeyError):
-        opened().load_state_dict({})
+        opened().seek({})
 
 
 def test_the_list_of_returned_groups_is_a_copy(opened: Open) -> None:

@@ -54,7 +54,7 @@ async def test_a_staged_version_can_be_sent_to_an_engine_that_connects_later(cre
 async def test_the_transports_of_an_engine_come_to_an_end(create: Create) -> None:
     channel = create()
     await channel.connect(["a"])
-    tried = {channel.name}
+    tried = set[str]()
     while (transport := await channel.fall_back("a")) is not None:
         assert transport not in tried
         tried.add(transport)

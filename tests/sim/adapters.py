@@ -32,7 +32,7 @@ class AdapterEngines(MortalEngines):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.adapters: AdapterVersions
         self.resident = 0
-        """The bound (`Bounds.resident_adapters`)."""
+        """The bound (`AdapterVersions.resident`)."""
         self.most_resident = 0
         self._folders: dict[str, set[int]] = {}
         """The versions of each adapter that engines may load."""
@@ -130,9 +130,8 @@ def with_adapters(world: World, ports: Ports) -> Ports:
     """The ports of a run with an adapter."""
     assert isinstance(world.fleet, AdapterEngines)
     assert world.bounds.staleness is not None
-    assert world.bounds.resident_adapters is not None
     world.fleet.adapters = AdapterVersions(world.bounds.staleness, world.config.data.adapter_weights)
-    world.fleet.resident = world.bounds.resident_adapters
+    world.fleet.resident = world.fleet.adapters.resident
     return replace(ports, adapters=world.fleet.adapters)
 
 

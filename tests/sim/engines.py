@@ -64,8 +64,6 @@ class Engines:
     it stopped; one that was reset starts afresh.
     """
 
-    name = "virtual"
-
     def __init__(self, clock: VirtualClock, latency: Latency, model: EngineModel, seed: int) -> None:
         self._clock = clock
         self._latency = latency

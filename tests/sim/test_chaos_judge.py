@@ -29,8 +29,7 @@ CONFIG = run_config(
 
 def as_stored(progress: Mapping[str, Any]) -> dict[str, Any]:
     """The progress of a simulated checkpoint in the form of the real data source."""
-    data = progress["data"]
-    position = {"epoch_id": 0, "sample_index": data["next"] * SAMPLES_PER_PROMPT, "buffer": data["returned"]}
+    position = {"epoch_id": 0, "sample_index": progress["data"]["next"] * SAMPLES_PER_PROMPT}
     return {"owed": progress["owed"], "data": position}
 
 

@@ -141,7 +141,7 @@ def test_a_sample_without_weight_versions_is_as_old_as_its_prompt_was_taken() ->
 def test_the_producer_does_not_generate_beside_a_worker(keeps_groups: bool | None) -> None:
     world = WithWorker(config=config(), keeps_groups=keeps_groups).run()
     assert all(event.by_worker for event in world.trace.of(GroupGenerated))
-    assert world.service._producer.in_flight == 0
+    assert world.service.lifecycle.ledger.in_flight == 0
 
 
 def test_a_worker_gets_no_more_prompts_than_the_slots_allow() -> None:
@@ -304,8 +304,7 @@ def test_a_checkpoint_contains_the_prompts_that_a_worker_holds() -> None:
     owed = [sample["index"] for group in progress["owed"] for sample in group["samples"]]
     assert max(Counter(owed).values()) == 1
     trained = {int(name.removeprefix("sample_0_")) for batch in world.trainer.batches[:10] for name in batch}
-    waiting = {int(group["feed_index"].removeprefix("sample_0_")) for group in progress["data"]["returned"]}
-    assert trained | waiting | {index // 2 for index in owed} == set(range(progress["data"]["next"]))
+    assert trained | {index // 2 for index in owed} == set(range(progress["data"]["next"]))
 
 
 def test_a_failed_group_of_a_worker_is_generated_again() -> None:

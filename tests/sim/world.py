@@ -27,7 +27,7 @@ from miles_async.pipeline.rollout_source import RolloutFunction, RolloutSource
 from miles_async.pipeline.run_ports import EvaluationFunction, Ports, RunFunctions
 from miles_async.pipeline.run_state import RunState
 from miles_async.pipeline.service import Service
-from miles_async.ports import Generator, RunStore, SeekableSource
+from miles_async.ports import DataSource, Generator, RunStore
 from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import FIFOWindow
 from miles_async.stored_run import Changes, StoredRun
@@ -132,16 +132,10 @@ class Feed:
         return {"next": self._next, "samples": self._samples_per_group, "metadata": dict(self.metadata)}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        self.load_state_dict({**position, "returned": []})
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.position(), "returned": [group.prompt_dict() for group in self._returned]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["samples"] != self._samples_per_group:
-            raise UserError(f"the position is of groups of {state['samples']} samples, not {self._samples_per_group}")
-        self._next, self.metadata = state["next"], dict(state["metadata"])
-        self._returned = deque(map(Group.from_prompt_dict, state["returned"]))
+        if (size := position["samples"]) != self._samples_per_group:
+            raise UserError(f"the position is of groups of {size} samples, not {self._samples_per_group}")
+        self._next, self.metadata = position["next"], dict(position["metadata"])
+        self._returned.clear()
 
 
 @dataclass
@@ -240,13 +234,13 @@ class DeadLetterBox:
         self.letters.append((group.feed_index, reason, error))
 
 
-def lifecycle_of(run_state: RunState, data: SeekableSource | None = None) -> GroupLifecycle:
+def lifecycle_of(run_state: RunState, data: DataSource | None = None) -> GroupLifecycle:
     data = Feed() if data is None else data
     return GroupLifecycle(run_state, data, DeadLetterBox(), max_attempts=3, first_attempts=32)
 
 
 def held_prompts_of(
-    run_state: RunState, data: SeekableSource | None = None, *, limit: int = 1000, keeps_groups: bool | None = False
+    run_state: RunState, data: DataSource | None = None, *, limit: int = 1000, keeps_groups: bool | None = False
 ) -> HeldPrompts:
     """What a rollout function holds in a run that has no window."""
     data = Feed() if data is None else data

@@ -145,7 +145,7 @@ def test_a_checkpoint_can_be_written_while_a_function_of_a_user_changes_a_sample
     lifecycle.feed(group)
     group[0].metadata["score"] = np.float32(0.5)
     group[0].metadata["rows"].append(own_member())
-    progress = progress_of(0, run_state, lifecycle, lambda: (feed.state_dict(), []))
+    progress = progress_of(0, run_state, lifecycle, lambda: (feed.position(), []))
     [owed] = json.loads(json.dumps(progress))["owed"]
     assert owed["samples"][0]["metadata"] == {"rows": [1]}
 

@@ -72,8 +72,8 @@ def test_a_dead_letter_with_odd_metadata_is_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_and_a_rollout_file_with_odd_metadata_are_written(tmp_path: Path) -> None:
-    saved = json.loads(json.dumps(odd_group().to_dict()))
-    assert Group.from_dict(saved)[0].reward == {"acc": 1.0, "detail": 2.0}
+    saved = json.loads(json.dumps(odd_group()[0].to_dict()))
+    assert Sample.from_dict(saved).reward == {"acc": 1.0, "detail": 2.0}
     save_groups(tmp_path / "0.safetensors", 0, [odd_group()])
     _, [group] = load_groups(tmp_path / "0.safetensors")
     assert group[0].metadata["scores"] == [1.5, 2.5]

@@ -14,7 +14,7 @@ import pytest
 from miles_async.adapters.datasets.buffer import Buffer
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.pipeline.collect import BatchCollector
-from miles_async.ports import DataSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rewards.grader import grade
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.rollout.contract import call_rollout_function, flat_args
@@ -95,7 +95,7 @@ async def test_a_generate_function_fails_its_sample(leave_async: Callable[..., A
 async def test_a_rollout_function_ends_the_run_with_a_sentence(
     leave: Callable[..., Any], leave_async: Callable[..., Any]
 ) -> None:
-    source: DataSource = None  # type: ignore[assignment]  # The function ends before it takes a sample.
+    source: RolloutSource = None  # type: ignore[assignment]  # The function ends before it takes a sample.
     for function, evaluation, name in ((leave, False, "rollout"), (leave_async, True, "evaluation")):
         with pytest.raises(UserError, match=f"the {name} function raised .*: return from it"):
             await call_rollout_function(function, flat_args(run_config()), 0, source, evaluation=evaluation)
@@ -169,7 +169,7 @@ async def test_a_generate_function_that_the_run_cancels_does_not_fail() -> None:
 
 
 async def test_a_rollout_function_that_the_run_cancels_does_not_fail() -> None:
-    source: DataSource = None  # type: ignore[assignment]  # The function ends before it takes a sample.
+    source: RolloutSource = None  # type: ignore[assignment]  # The function ends before it takes a sample.
     call = call_rollout_function(wait_forever, flat_args(run_config()), 0, source, evaluation=False)
     rollout = asyncio.create_task(call)
     await asyncio.sleep(0)

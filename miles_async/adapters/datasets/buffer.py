@@ -96,16 +96,8 @@ class Buffer:
         """The waiting groups, in order."""
         return list(self._groups)
 
-    def state(self) -> list[dict[str, Any]]:
-        """The waiting groups as plain data, without tokens.
-
-        The weight versions of generated tokens are counted by this run, so their staleness would be unknown to another.
-        """
-        return [dict(group.tracked or group.prompt_dict()) for group in self._groups]
-
-    def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        """Load the result of `state`."""
-        self._groups = deque(Group.from_prompt_dict(group) for group in state)
+    def clear(self) -> None:
+        self._groups.clear()
 
     def _take_first(self, num_samples: int) -> list[Group]:
         """Remove and return the oldest groups, without a look at the others."""

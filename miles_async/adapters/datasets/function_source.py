@@ -47,16 +47,16 @@ class FunctionSource(BufferedSource):
                 groups.append(self._group(samples))
             return groups
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`. Raises UserError if the object returns fewer groups than before."""
-        super().load_state_dict(state)
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Restore the result of `position`. Raises UserError if the object returns fewer groups than before."""
+        super().seek(position)
         with self._lock:
-            if state["drawn"] < self._drawn:
+            if position["drawn"] < self._drawn:
                 self._source, self._drawn = _calling(self._create), 0
-            while self._drawn < state["drawn"]:
+            while self._drawn < position["drawn"]:
                 if not self._draw():
                     raise UserError(
-                        f"{SETTING} returned {self._drawn} groups, and {state['drawn']} before the run was stopped: "
+                        f"{SETTING} returned {self._drawn} groups, and {position['drawn']} before the run was stopped: "
                         "return the same groups in each run"
                     )
 

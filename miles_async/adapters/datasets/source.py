@@ -65,7 +65,7 @@ class BufferedSource:
         return self._metadata
 
     def metadata_changed(self) -> None:
-        """See `SeekableSource.metadata_changed`."""
+        """See `ports.DataSource.metadata_changed`."""
         self._metadata_is_stored = False
 
     def get_samples(self, num_samples: int, adapter: str = "") -> list[Group]:
@@ -113,37 +113,29 @@ class BufferedSource:
         return chain.from_iterable(zip(*(feed.warm_start_problems() for feed in self.feeds.values()), strict=False))
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data, without the buffer.
+        """Return the position in the data, without the groups in the buffer.
 
         `metadata` is the same object until it is read or a function may have changed it.
         """
         with self._lock:
             return self._position()
 
-    def seek(self, position: Mapping[str, Any]) -> None:
-        """Restore the result of `position`, with an empty buffer. Raises what `load_state_dict` raises."""
-        self.load_state_dict({**position, "buffer": []})
-
     def returned(self) -> list[Group]:
         """Return the groups in the buffer, which stay there."""
         with self._lock:
             return self._buffer.groups()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data and the buffer, as JSON values if the metadata of samples is JSON."""
-        with self._lock:
-            return {**self._position(), "buffer": self._buffer.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`.
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Restore the result of `position`, with an empty buffer.
 
         Raises UserError if the data or its order differ: the saved position would then refer to other rows.
         """
-        saved, size = state["order"].get("n_samples_per_prompt", self._n_samples_per_prompt), self._n_samples_per_prompt
+        size = self._n_samples_per_prompt
+        saved = position["order"].get("n_samples_per_prompt", size)
         if saved != size:
             changed = f"n_samples_per_prompt was {saved} and is {size}"
             raise UserError(f"the saved data position is of other data ({changed}): set it to {saved}")
-        positions = state.get("datasets", {"": state})
+        positions = position.get("datasets", {"": position})
         if positions.keys() != self.feeds.keys():
             raise UserError(
                 f"the saved data position is of {_listed(positions)}, and the run has {_listed(self.feeds)}: use the "
@@ -152,11 +144,11 @@ class BufferedSource:
         with self._lock:
             for name, feed in self.feeds.items():
                 feed.seek(positions[name])
-            self._credits.update(state.get("shares", {}))
-            self.sample_index = state["sample_index"]
+            self._credits.update(position.get("shares", {}))
+            self.sample_index = position["sample_index"]
             # Checkpoints of earlier versions have no metadata.
-            self._metadata, self._metadata_is_stored = dict(state.get("metadata", {})), False
-            self._buffer.restore(state["buffer"])
+            self._metadata, self._metadata_is_stored = dict(position.get("metadata", {})), False
+            self._buffer.clear()
 
     def _position(self) -> dict[str, Any]:
         positions = {name: feed.position() for name, feed in self.feeds.items()}

@@ -166,11 +166,6 @@ class RayLearner:
         seconds: list[float] = await self._ranks.on_all("work_seconds")
         return sum(seconds) + self._work_time.seconds
 
-    async def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `MegatronLearner.logprobs`."""
-        results = await self._ranks.on_all("logprobs", token_lists)
-        return results[0]  # type: ignore[no-any-return]
-
     async def copy_state(self, rollout_id: int) -> None:
         if self._checkpoints is not None:
             self._draft = await self._writing(rollout_id, asyncio.to_thread(self._checkpoints.begin, rollout_id))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -191,13 +191,8 @@ class SGLangFleet:
     async def pause(self, mode: str) -> None:
         """See `ports.Fleet.pause`. An engine that cannot be paused is fenced."""
         self._paused, self._pauses = True, self._pauses + 1
-
-        async def stop(engine: EngineInfo) -> None:
-            await self._post(engine, "/pause_generation", {"mode": mode})
-            # The scheduler handles its messages in order: its answer to a flush shows that the pause took effect.
-            await self._post(engine, "/flush_cache")
-
-        await self._on_all_or_fence(stop)
+        # The scheduler handles its messages in order: its answer to a flush shows that the pause took effect.
+        await self._ask_all({"/pause_generation": {"mode": mode}, "/flush_cache": None})
 
     async def commit(self, engine: str, version: int) -> None:
         """See `ports.Fleet.commit`. Raises EngineLostError even if the engine only refuses to drop its cache."""
@@ -211,31 +206,17 @@ class SGLangFleet:
 
     async def resume(self) -> None:
         """See `ports.Fleet.resume`. An engine that does not resume is fenced."""
-
-        async def resume_one(engine: EngineInfo) -> None:
-            await self._post(engine, "/continue_generation")
-
-        await self._on_all_or_fence(resume_one)
+        await self._ask_all({"/continue_generation": None})
         self._paused = False
 
     async def offload(self) -> None:
         """See `ports.Fleet.offload`. SGLang releases memory only if it was started with `enable_memory_saver`."""
         self._paused, self._pauses = True, self._pauses + 1
-
-        async def release(engine: EngineInfo) -> None:
-            for path in RELEASE:
-                await self._post(engine, path, {}, within=self._timeout)
-
-        await self._on_all_or_fence(release)
+        await self._ask_all({path: {} for path in RELEASE}, within=self._timeout)
 
     async def onload(self) -> None:
         """See `ports.Fleet.onload`."""
-
-        async def allocate(engine: EngineInfo) -> None:
-            for path in ALLOCATE:
-                await self._post(engine, path, {}, within=self._timeout)
-
-        await self._on_all_or_fence(allocate)
+        await self._ask_all({path: {} for path in ALLOCATE}, within=self._timeout)
         self._paused = False
 
     async def fence(self, engine: str, reason: str) -> None:
@@ -390,17 +371,18 @@ class SGLangFleet:
         except TrajectoryError as refusal:
             raise EngineLostError(f"engine {engine.name}: {refusal}") from refusal
 
-    async def _on_all_or_fence(self, act: Callable[[EngineInfo], Awaitable[None]]) -> None:
-        """Call `act` on all routed engines at once; fence those for which it fails."""
+    async def _ask_all(self, bodies: Mapping[str, object], *, within: float | None = None) -> None:
+        """POST these bodies, by path and in this order, to all routed engines at once; fence engines that fail."""
 
-        async def guarded(engine: EngineInfo) -> None:
+        async def ask(engine: EngineInfo) -> None:
             try:
-                await act(engine)
+                for path, body in bodies.items():
+                    await self._post(engine, path, body, within=within)
             except EngineLostError as lost:
                 if self._routed.get(engine.name) is engine:
                     await self.fence(engine.name, str(lost))
 
-        await asyncio.gather(*[guarded(engine) for engine in self._routed.values()])
+        await asyncio.gather(*map(ask, tuple(self._routed.values())))
 
     async def _withdraw(self, engine: EngineInfo) -> None:
         """Return when the router has removed the engine. Raises EngineLostError if the router does not remove it."""

@@ -46,13 +46,12 @@ class DeadLetterFile:
 
         The file is opened and closed for each letter, so that the line is complete even if this group kills the run.
         """
-        values = group.to_dict()
         letter = {
-            "feed_index": values["feed_index"],
-            "attempts": values["attempt"] + 1,
+            "feed_index": group.feed_index,
+            "attempts": group.attempt + 1,
             "reason": reason,
             "error": error,
-            "samples": values["samples"],
+            "samples": [sample.to_dict() for sample in group],
         }
         self._events.emit(DeadLettered(time=time.time(), feed_index=group.feed_index, reason=reason))
         self._keep(group.feed_index, visible_json(orjson.dumps(letter)) + b"\n")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from msgspec.msgpack import Ext
 
 from miles_async.token_values import TokenValues
-from miles_async.types import Sample
+from miles_async.types import Sample, versions_of
 
 _FIELDS = tuple(entry.name for entry in fields(Sample))
 sample_values: Callable[[Sample], tuple[Any, ...]] = attrgetter(*_FIELDS)
@@ -108,8 +108,7 @@ def parts_of(samples: SampleValues) -> Iterator[SampleValues]:
 def versions(samples: SampleValues) -> list[int]:
     """See `Group.versions`; in ascending order. Empty if a sample has none."""
     spans = [values[_SPANS] for values in samples]
-    sampled = {version for one in spans for span in one for version in (span.version, span.oldest)}
-    return sorted(sampled) if all(spans) else []
+    return sorted(versions_of(spans)) if all(spans) else []
 
 
 def response_tokens(samples: SampleValues) -> int:

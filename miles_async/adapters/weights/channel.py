@@ -56,10 +56,6 @@ class Channel:
         """By engine, how many times it has fallen back: the index of its transport."""
         self._staged: int | None = None
 
-    @property
-    def name(self) -> str:
-        return self._transports[0]
-
     async def connect(self, engines: Sequence[str]) -> None:
         infos = [self._address(engine) for engine in engines]
         # An engine that was restarted has another address. It starts with the preferred transport again.
@@ -76,7 +72,7 @@ class Channel:
             raise FatalError(
                 f"weight version {version} was to be staged after version {self._staged}; versions only rise"
             )
-        transports = sorted({self.name, *map(self._transport_of, self._fallbacks)})
+        transports = sorted({self._transports[0], *map(self._transport_of, self._fallbacks)})
         await self._ranks.on_all("stage", version, transports, adapter, lineage)
         self._staged = version
 

@@ -110,11 +110,12 @@ class WeightSource:
         for name, transport in transports.items():
             self._connect_transport(transport, name)
 
-    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str]) -> None:
+    def stage(self, version: int, named_tensors: NamedTensors, transports: Sequence[str], adapter: str = "") -> None:
         """Copy this source's tensors into the staging buffer as `version`; the tensors may change afterwards.
 
         `transports` do the work now that they can do before the engines are paused. Another transport does that work in
-        `send`. Raises FatalError if a tensor is missing.
+        `send`. `adapter` is that of `AdapterSource.stage`, and has no effect here. Raises FatalError if a tensor is
+        missing.
         """
         staging = self._require_staging()
         devices = {self._transports[one].device for one in transports if one in self._transports}

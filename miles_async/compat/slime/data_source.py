@@ -75,12 +75,15 @@ class RolloutDataSource(PositionInData, DataSource):
         if self.args.save is not None:
             path = _file(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(self._data.state_dict()).encode())
+            waiting = [group.tracked or group.prompt_dict() for group in self._data.returned()]
+            write_atomically(path, json.dumps({**self._data.position(), "buffer": waiting}).encode())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Continue from the position below the folder `load`, if there is one. Raises UserError for other data."""
         if self.args.load is not None and (path := _file(self.args.load, rollout_id)).exists():
-            self._data.load_state_dict(json.loads(path.read_text()))
+            state = json.loads(path.read_text())
+            self._data.seek(state)
+            self._data.add_samples(list(map(Group.from_prompt_dict, state["buffer"])))
 
 
 def _file(folder: str, rollout_id: int | None) -> Path:

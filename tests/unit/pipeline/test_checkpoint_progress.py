@@ -7,7 +7,6 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from miles_async.adapters.datasets.buffer import Buffer, pop_first
 from miles_async.adapters.storage.checkpoints import json_pieces
 from miles_async.adapters.system.clock import SystemClock
 from miles_async.errors import UserError
@@ -52,13 +51,13 @@ def generated_group(number: int) -> Group:
     return Group([sample], feed_index=f"sample_0_{number}", attempt=2)
 
 
-def progress_with_owed_groups() -> dict[str, Any]:
+def progress_with_owed_groups(*returned: Group) -> dict[str, Any]:
     run_state, feed = RunState(SystemClock(), DirectJournal(Trace())), Feed()
     lifecycle = lifecycle_of(run_state, feed)
     for number in range(GROUPS):
         lifecycle.feed(generated_group(number))
     CountedTokens.read = 0
-    return progress_of(7, run_state, lifecycle, lambda: (feed.state_dict(), []))
+    return progress_of(7, run_state, lifecycle, lambda: (feed.position(), returned))
 
 
 def test_the_progress_of_a_run_reads_no_generated_token() -> None:
@@ -66,15 +65,19 @@ def test_the_progress_of_a_run_reads_no_generated_token() -> None:
     assert CountedTokens.read == 0, "the prompts were copied when the groups were fed"
 
 
-def test_a_buffered_group_is_saved_without_its_generated_tokens() -> None:
-    buffer = Buffer(pop_first, None, lambda reason, sentence: None)
-    buffer.add([generated_group(0)])
-    CountedTokens.read = 0
-    saved = buffer.state()
+def test_a_returned_group_is_saved_without_its_generated_tokens() -> None:
+    progress, feed = progress_with_owed_groups(generated_group(GROUPS)), Feed()
     assert CountedTokens.read == PROMPT
-    buffer.restore(saved)
-    [[restored]] = buffer.take(1)
-    assert (restored.tokens, restored.response, restored.spans) == ([0, 1, 2], "", [])
+    resume(json.loads(json.dumps(progress)), feed, DirectJournal(Trace()))
+    [[restored]] = feed.get_samples(1)
+    assert (restored.index, restored.tokens, restored.response, restored.spans) == (GROUPS, [0, 1, 2], "", [])
+
+
+def test_the_returned_groups_in_a_checkpoint_of_an_earlier_version_come_first() -> None:
+    progress, feed = progress_with_owed_groups(), Feed()
+    progress["data"]["buffer"] = [generated_group(GROUPS).prompt_dict()]
+    resume(progress, feed, DirectJournal(Trace()))
+    assert [group[0].index for group in feed.get_samples(GROUPS + 1)] == [GROUPS, *range(GROUPS)]
 
 
 def test_a_group_in_the_progress_keeps_prompt_attempts_and_metadata() -> None:
@@ -93,7 +96,6 @@ def test_a_group_in_the_progress_keeps_prompt_attempts_and_metadata() -> None:
 
 def test_no_call_of_the_encoder_covers_more_than_one_group() -> None:
     progress = progress_with_owed_groups()
-    progress["data"] = {"epoch_id": 0, "buffer": [generated_group(number).prompt_dict() for number in range(GROUPS)]}
     pieces = list(json_pieces(progress))
     assert json.loads("".join(pieces)) == progress
     assert all(piece.count("difficulty") <= 1 for piece in pieces)

@@ -70,16 +70,16 @@ def test_metadata_is_part_of_the_saved_position(data: BufferedSource) -> None:
     mine = source(data)
     mine.metadata["difficulty"] = 3
     mine.update_metadata({"seen": {4, 5}})
-    state = json.loads(json.dumps(mine.state_dict()))
+    position = json.loads(json.dumps(data.position()))
     mine.metadata.clear()
-    mine.load_state_dict(state)
+    data.seek(position)
     assert mine.get_metadata() == {"difficulty": 3, "seen": [4, 5]}
 
 
 def test_a_position_of_an_earlier_version_has_no_metadata(data: BufferedSource) -> None:
-    state = data.state_dict()
-    del state["metadata"]
-    data.load_state_dict(state)
+    position = data.position()
+    del position["metadata"]
+    data.seek(position)
     assert data.metadata == {}
 
 

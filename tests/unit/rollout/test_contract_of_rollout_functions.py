@@ -20,7 +20,7 @@ from miles_async.config.schema import Section
 from miles_async.config.user_functions import load_function
 from miles_async.errors import TrajectoryError, UserError
 from miles_async.observability.console.logging import configure_logging, log_file
-from miles_async.ports import DataSource
+from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import as_groups, call_rollout_function, flat_args
 from miles_async.sample_schema import check_sample
 from miles_async.types import Group, Sample
@@ -43,7 +43,7 @@ class NoData:
 
 
 async def call(function: Any, *, evaluation: bool = False) -> Any:
-    source: DataSource = NoData()  # type: ignore[assignment]
+    source: RolloutSource = NoData()  # type: ignore[assignment]
     args = flat_args(run_config(), sglang_router_port=30000)
     return await call_rollout_function(function, args, 5, source, evaluation=evaluation)
 

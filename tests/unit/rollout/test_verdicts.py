@@ -231,7 +231,8 @@ class RolloutFnTrainOutput:
 
 async def test_the_output_of_slimes_own_class_is_taken() -> None:
     groups = [[Sample(index=0)]]
-    args, source = flat_args(run_config()), Feed()
+    args = flat_args(run_config())
+    source: Any = Feed()
     result = await call_rollout_function(
         lambda *arguments, evaluation: RolloutFnTrainOutput(groups), args, 0, source, evaluation=False
     )

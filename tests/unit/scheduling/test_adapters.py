@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
-from miles_async.scheduling.bounds import Bounds, Schedule
 
 
 def versions(live: int, *, staleness: int = 2, moves_between_turns: bool = False) -> AdapterVersions:
@@ -75,12 +74,6 @@ def test_requests_are_counted_for_all_versions_that_requests_may_name() -> None:
     assert adapters.requests() == {3: 1, 5: 0, 6: 0}
 
 
-@pytest.mark.parametrize("limit", range(1, 6))
+@pytest.mark.parametrize("limit", range(6))
 def test_an_engine_holds_two_versions_more_than_the_staleness_limit(limit: int) -> None:
-    bounds = Bounds.derive(rollout_batch_size=8, max_weight_staleness=limit)
-    assert bounds.resident_adapters == limit + 2 == AdapterVersions(limit).resident
-
-
-def test_without_a_staleness_limit_nothing_bounds_the_versions() -> None:
-    assert Bounds.derive(rollout_batch_size=8).resident_adapters is None
-    assert Bounds.derive(rollout_batch_size=8, schedule=Schedule.SYNCHRONOUS).resident_adapters == 2
+    assert AdapterVersions(limit).resident == limit + 2

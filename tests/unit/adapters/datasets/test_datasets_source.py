@@ -15,7 +15,7 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.adapters.datasets.source import BufferedSource
 from miles_async.errors import TemplateError, UserError
 from miles_async.modes.shipped import Supervised
-from miles_async.types import Group, Sample, SampleStatus, VersionSpan
+from miles_async.types import Group, Sample
 from tests.configuration import KEYS, run_config
 
 ROWS = [{"prompt": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(6)]
@@ -125,26 +125,11 @@ def test_an_incomplete_group_cannot_be_returned(rows: str) -> None:
 
 def test_a_restored_source_continues_where_the_saved_one_stopped(rows: str) -> None:
     saved, restored = open_rows(rows, rollout_shuffle=True), open_rows(rows, rollout_shuffle=True)
-    partial = saved.get_samples(8)[3]
-    partial.attempt = 1
-    saved.add_samples([partial])
-    restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    saved.get_samples(8)
+    restored.seek(json.loads(json.dumps(saved.position())))
     expected, found = saved.get_samples(9), restored.get_samples(9)
     assert found == expected
     assert [group.feed_index for group in found] == [group.feed_index for group in expected]
-    assert found[0].attempt == 1
-
-
-def test_a_restored_source_feeds_partly_generated_groups_without_their_tokens(rows: str) -> None:
-    saved, restored = open_rows(rows), open_rows(rows)
-    [partial] = saved.get_samples(1)
-    partial[0].tokens, partial[0].response_length = [1, 2, 3, 4], 3
-    partial[0].spans, partial[0].status = [VersionSpan(2, 0, 3)], SampleStatus.ABORTED
-    saved.add_samples([partial])
-    restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-    [restarted] = restored.get_samples(1)
-    assert (restarted.feed_index, restarted[0].tokens, restarted[0].spans) == (partial.feed_index, [1], [])
-    assert restarted[0].status is SampleStatus.PENDING
 
 
 def test_held_out_rows_are_never_fed_even_if_the_file_repeats_them(tmp_path: Path) -> None:
@@ -284,33 +269,33 @@ def test_without_data_blank_samples_are_fed_with_rising_indices() -> None:
 
 
 def test_a_saved_position_of_other_data_is_refused(rows: str) -> None:
-    state = open_rows(rows, rollout_shuffle=True).state_dict()
+    state = open_rows(rows, rollout_shuffle=True).position()
     with pytest.raises(UserError, match="rollout_shuffle was True and is False"):
-        open_rows(rows).load_state_dict(state)
+        open_rows(rows).seek(state)
 
 
 def test_a_saved_position_of_changed_data_is_refused(rows: str) -> None:
-    state = open_rows(rows).state_dict()
+    state = open_rows(rows).position()
     text = Path(rows).read_text()
     Path(rows).write_text(text.replace("1", "2", 1))
     with pytest.raises(UserError, match="content was"):
-        open_rows(rows).load_state_dict(state)
+        open_rows(rows).seek(state)
     Path(rows).write_text(text)
     state["order"]["n_samples_per_prompt"] = 4
     with pytest.raises(UserError, match="n_samples_per_prompt was 4 and is 2"):
-        open_rows(rows).load_state_dict(state)
+        open_rows(rows).seek(state)
 
 
 def test_a_saved_position_of_another_slice_of_the_same_length_is_refused(rows: str) -> None:
-    state = open_rows(f"{rows}@[0:3]").state_dict()
+    state = open_rows(f"{rows}@[0:3]").position()
     with pytest.raises(UserError, match=r"slice of prompt_data was \[0:3\] and is \[1:4\]"):
-        open_rows(f"{rows}@[1:4]").load_state_dict(state)
+        open_rows(f"{rows}@[1:4]").seek(state)
 
 
 def test_a_position_that_an_earlier_version_saved_is_accepted(rows: str) -> None:
-    state = open_rows(rows).state_dict()
+    state = open_rows(rows).position()
     state["order"] = {"rows": 6, "shuffle": False, "seed": 42}
-    open_rows(rows).load_state_dict(state)
+    open_rows(rows).seek(state)
 
 
 @pytest.fixture

@@ -117,8 +117,8 @@ def test_a_resumed_run_continues_each_data_set_and_their_turns(datasets: dict[st
     shuffled: dict[str, Any] = {"rollout_shuffle": True, "dataset_sampling": "difficulty"}
     saved, restored = opened(datasets, **shuffled), opened(datasets, **shuffled)
     scored(saved, saved.get_samples(103), 1.0, 1.0)
-    restored.load_state_dict(json.loads(json.dumps(saved.state_dict())))
-    assert restored.state_dict() == saved.state_dict()
+    restored.seek(json.loads(json.dumps(saved.position())))
+    assert restored.position() == saved.position()
     expected, found = saved.get_samples(200), restored.get_samples(200)
     assert [(group.feed_index, group[0].prompt) for group in found] == [
         (group.feed_index, group[0].prompt) for group in expected
@@ -130,19 +130,19 @@ def test_weights_may_change_with_a_resume(datasets: dict[str, dict[str, Any]]) -
     saved = opened(datasets)
     saved.get_samples(40)
     changed = opened({**datasets, "code": datasets["code"] | {"weight": 9}})
-    changed.load_state_dict(saved.state_dict())
+    changed.seek(saved.position())
     assert Counter(group.dataset for group in changed.get_samples(40)) == {"math": 10, "code": 30}
 
 
 def test_a_saved_position_of_other_data_sets_is_refused(datasets: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    state = opened(datasets).state_dict()
+    state = opened(datasets).position()
     with pytest.raises(UserError, match="of the data sets math, code, and the run has the data sets math"):
-        opened({"math": datasets["math"]}).load_state_dict(state)
+        opened({"math": datasets["math"]}).seek(state)
     with pytest.raises(UserError, match="of the data sets math, code, and the run has one data set"):
-        open_data(run_config(**{**datasets["code"], **KEYS, "n_samples_per_prompt": 2})).load_state_dict(state)
+        open_data(run_config(**{**datasets["code"], **KEYS, "n_samples_per_prompt": 2})).seek(state)
     shorter = {**datasets, "code": {"prompt_data": rows_of(tmp_path, "short", 5)}}
     with pytest.raises(UserError, match=r"number of rows was 1000 and is 5.*for data set code"):
-        opened(shorter).load_state_dict(state)
+        opened(shorter).seek(state)
 
 
 def test_a_resumed_run_trains_the_same_adapter_on_each_data_set(datasets: dict[str, dict[str, Any]]) -> None:
@@ -153,12 +153,12 @@ def test_a_resumed_run_trains_the_same_adapter_on_each_data_set(datasets: dict[s
         return opened(named, adapters={adapter: {} for adapter in adapters.values()})
 
     before = of_adapters(math="one", code="two")
-    before.add_samples(before.get_samples(1, "two"))
-    state = before.state_dict()
+    before.get_samples(1, "two")
+    state = before.position()
     with pytest.raises(UserError, match="adapter was two and is one"):
-        of_adapters(math="one", code="one").load_state_dict(state)
+        of_adapters(math="one", code="one").seek(state)
     again = of_adapters(math="one", code="two")
-    again.load_state_dict(state)
+    again.seek(state)
     assert [group.adapter for group in again.get_samples(1, "two")] == ["two"]
 
 
@@ -197,7 +197,7 @@ def test_a_run_with_one_file_is_told_the_same_about_its_data(tmp_path: Path) -> 
     source, resumed = open_data(config, warn=said.append), open_data(config, warn=said.append)
     scored(source, source.get_samples(30), 1.0, 1.0)
     assert said == []
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    resumed.seek(json.loads(json.dumps(source.position())))
     groups = resumed.get_samples(35)
     assert said.pop() == "the data set is exhausted: its 30 rows were used once, and are used again"
     scored(resumed, groups, 1.0, 1.0)
