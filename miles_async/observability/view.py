@@ -1,8 +1,7 @@
 """The one fold of a run: everything that is derived from its events and shown to users.
 
 The live page, the report, the metrics, the lines on the terminal, the summary, the verdict and the trace are
-projections of a `RunView`: they read it and do not count events again. (The audit in `diagnosis/audit.py` shares no
-code with it on purpose.)
+projections of a `RunView`: they read it and do not count events again.
 """
 
 from __future__ import annotations
