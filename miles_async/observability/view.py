@@ -16,7 +16,7 @@ from miles_async import events
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
-from miles_async.observability.state.contributions import Adapters, Datasets
+from miles_async.observability.state.contributions import Contributions
 from miles_async.observability.state.engines import Engines, EngineUse
 from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Step, Steps
@@ -86,8 +86,7 @@ class RunView:
         """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
         times are then late ones of processes that have ended."""
         self.groups = Groups()
-        self.datasets = Datasets()
-        self.adapters = Adapters()
+        self.datasets, self.adapters = Contributions(), Contributions()
         self.tokens = Tokens()
         self.staleness = Staleness()
         self.queue: Queue | None = None
@@ -152,8 +151,8 @@ class RunView:
                 self._group_moved(event)
             case events.GroupGenerated():
                 self.groups.generate(event)
-                self.datasets.observe(event)
-                self.adapters.observe(event)
+                self.datasets.observe(event.dataset, event)
+                self.adapters.observe(event.adapter, event)
                 self.tokens.generate(event)
             case events.QueueChanged():
                 self.queue = Queue(event.depth, event.blocked)
@@ -182,7 +181,7 @@ class RunView:
             case events.PublishEnded():
                 self._account(event.time)
                 self.publishes.end(event)
-                self.adapters.observe(event)
+                self.adapters.observe(event.adapter, event)
                 self.engines.publish(event)
             case events.ProcessSilent():
                 self.silent.pop(event.process, None)
@@ -244,8 +243,8 @@ class RunView:
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
             self._filtered.append(event.reason == DropReason.FILTERED)
         self.groups.move(event)
-        self.datasets.observe(event)
-        self.adapters.observe(event)
+        self.datasets.observe(event.dataset, event)
+        self.adapters.observe(event.adapter, event)
 
     def _pulse(self, event: events.Pulse) -> None:
         self._account(event.time)
@@ -276,7 +275,7 @@ class RunView:
         self.uptime.start_training(event.time)
         self.engine_use.start_step(event.time)
         self.staleness.record_version(event.version, event.time, event.adapter)
-        self.adapters.observe(event)
+        self.adapters.observe(event.adapter, event)
 
     def _step_ended(self, event: events.StepEnded) -> None:
         self.learner.end_step(event.time)
