@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_async.config.fields import BY_PATH, Setting
 from miles_async.config.translation import Flag, Outcome, Sets, Translator
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.yaml_text import plain_yaml
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 from miles_async.plugins import errors_of
@@ -78,8 +78,5 @@ def value_of(flag: Flag, text: str, words: Sequence[str]) -> tuple[Any, int]:
 
 def _plain(text: str) -> Any:
     """A number or a truth value; anything else stays a text."""
-    try:
-        value = parse_yaml(text)
-    except YAMLError:
-        return text
+    value = plain_yaml(text)
     return value if isinstance(value, bool | int | float) else text
