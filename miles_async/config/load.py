@@ -64,14 +64,14 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
 
 def config_of_values(flags: Flags) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid for its field, and one sentence for everything else."""
-    assignments, found, _ = _read_assignments(flags)
+    assignments, found, _ = _assignments_of(flags)
     config, invalid = validated(assignments, flags.notes)
     return _resolve_layout(config, flags.notes), [*found, *invalid]
 
 
 def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid, and one sentence for everything else."""
-    assignments, found, all_files_read = _read_assignments(flags)
+    assignments, found, all_files_read = _assignments_of(flags)
     config, invalid = validated(assignments, flags.notes)
     config = _resolve_layout(config, flags.notes)
     found += invalid
@@ -88,7 +88,7 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     return config, list(dict.fromkeys(found))
 
 
-def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
+def _assignments_of(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
     """All assignments of a command line, one sentence for everything that is none, and whether all files could be
     read."""
     found, assignments, all_files_read = [*flags.problems], [], True

@@ -54,7 +54,7 @@ class BoundedLabels(Generic[M]):
                 self._series[value] = series
         return series
 
-    def show(self, values: Mapping[str, float]) -> None:
+    def show(self: BoundedLabels[Gauge], values: Mapping[str, float]) -> None:
         """Set the series of a gauge to these values, and remove the series of other label values."""
         for gone in [value for value in self._series if value not in values]:
             self._metric.remove(_shown(gone))

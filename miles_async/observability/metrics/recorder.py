@@ -161,12 +161,13 @@ class MetricsRecorder(Collector):
         self._increase_to(metrics.learner_idle_seconds, view.learner_idle_seconds(self._now))
         self._increase_to(metrics.engine_idle_seconds, view.engine_idle_seconds(self._now))
         self._increase_to(metrics.undone_batches, view.steps.undone.batches)
-        for counter, totals in (
-            (metrics.wasted_tokens, view.tokens.by_reason),
-            (metrics.restarts, view.uptime.restarts),
-            (metrics.trainer_seconds, view.learner.seconds),
-            (metrics.admission_blocked_seconds, view.blocked_until_now()),
-        ):
+        counted: dict[Counter, Mapping[str, float]] = {
+            metrics.wasted_tokens: view.tokens.by_reason,
+            metrics.restarts: view.uptime.restarts,
+            metrics.trainer_seconds: view.learner.seconds,
+            metrics.admission_blocked_seconds: view.blocked_until_now(),
+        }
+        for counter, totals in counted.items():
             for label, total in totals.items():
                 self._increase_to(counter.labels(label), total)
 
