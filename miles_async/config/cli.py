@@ -18,9 +18,9 @@ from miles_async.config import presets
 from miles_async.config.checks import notes
 from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
-from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.function_flags import take_flags_of_functions
+from miles_async.config.guest_flags import guest_help
 from miles_async.config.load import checked_config, config_of_values, translation_table, without_consequences
 from miles_async.config.schema import RunConfig
 from miles_async.config.suggest import suggestion
