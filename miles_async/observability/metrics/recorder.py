@@ -49,7 +49,7 @@ class MetricsRecorder(Collector):
         self._metrics.restore(values)
 
     def tick(self, now: float) -> None:
-        """Let metrics grow with time alone to `now` (wall-clock seconds)."""
+        """Note the time, in wall-clock seconds, for the metrics that grow without events."""
         self._now = now
 
     def collect(self) -> Iterable[Metric]:
