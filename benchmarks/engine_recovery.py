@@ -28,8 +28,8 @@ import psutil
 from benchmarks.records import record
 from miles_async.adapters.sglang.launch import ENGINE_MODULE
 from miles_async.events import EngineChanged, Event, GroupGenerated, GroupMoved, StartupChanged, StepEnded
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
+from tests.audit import Audit
 
 COMMAND = [
     *(sys.executable, "train_async.py", "--config", "configs/arithmetic-cpu.yaml", "--rollout-function-path"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from miles_async.config.fields import SETTINGS
 from miles_async.config.flags import Assignment, parse_flags
-from miles_async.config.load import build
+from miles_async.config.load import read_assignments, validated
 from miles_async.config.schema import RunConfig
-from miles_async.errors import UserError
+from miles_async.errors import UserError, raise_collected
 
 KEYS: Mapping[str, str] = {"input_key": "prompt", "label_key": "label"}
 """The keys of rows as most tests write them."""
@@ -28,3 +29,18 @@ def run_config(*flags: str, **settings: Any) -> RunConfig:
         raise UserError("\n".join(parsed.problems))
     assignments = [Assignment(SETTINGS[name].path, value, name) for name, value in settings.items()]
     return build([*parsed.assignments, *assignments])
+
+
+def build(assignments: Sequence[Assignment]) -> RunConfig:
+    """A configuration from assignments; later ones win. Raises UserError with one line per value that is invalid."""
+    config, invalid = validated(assignments, [])
+    raise_collected(invalid)
+    return config
+
+
+def read_yaml(path: Path) -> list[Assignment]:
+    """The assignments in a YAML file. Raises UserError with the file and the keys if the file is invalid."""
+    found: list[str] = []
+    assignments = read_assignments(path, found)
+    raise_collected(found)
+    return assignments

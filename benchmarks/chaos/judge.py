@@ -25,8 +25,8 @@ from miles_async.events import (
     StepStarted,
     WarningRaised,
 )
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
+from tests.audit import Audit
 from workers.heartbeats import PROBE_SECONDS
 
 STALENESS_LIMIT = 2

@@ -30,8 +30,8 @@ from tempfile import TemporaryDirectory
 import structlog
 
 from miles_async.events import LearnerRestored, WriteFailed
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.scheduling.bounds import Schedule
+from tests.audit import Audit
 from tests.sim import test_several_adapters as several_adapters
 from tests.sim.adapters import AdapterEngines, AdapterLostWorkers, check_hostile
 from tests.sim.lost_workers import SURVIVED_FAULTS, FaultyLostWorkers

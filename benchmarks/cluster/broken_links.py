@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from miles_async.events import EngineChanged, Event, ProcessSilent, PublishEnded, StepEnded
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
+from tests.audit import Audit
 
 from .nodes import ENGINES, HEAD, LEARNER, NODES, LocalCluster
 from .unplugging_rollout import MOMENTS

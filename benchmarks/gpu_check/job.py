@@ -14,8 +14,8 @@ from benchmarks.gpu_check.report import NotPossibleError, Report
 from benchmarks.gpu_check.surroundings import MEMORY_FRACTION, ON_GPU, SMALL, Precision, Surroundings, require_rdma
 from benchmarks.settings import TRAINING
 from miles_async.events import Event, PublishEnded, StepEnded
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
+from tests.audit import Audit
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3

@@ -27,8 +27,7 @@ from miles_async.compat.verl.rules import FLAGS as FLAGS_OF_VERL
 from miles_async.compat.verl.rules import TABLE as VERL
 from miles_async.compat.verl.rules import rule_below
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
-from miles_async.config.flag_text import meaning
-from miles_async.config.guest_flags import shown
+from miles_async.config.guest_flags import meaning, shown
 from miles_async.config.translation import Flag, entries
 from tests.bridge.engine_families import LOADERS, WITHOUT_LOADER
 from tests.launch_scripts.outcomes import GPUS, as_words

@@ -18,9 +18,9 @@ from miles_async.config import presets
 from miles_async.config.checks import notes
 from miles_async.config.checks.notes import lost_model
 from miles_async.config.fields import SECTIONS, SETTINGS, Setting
-from miles_async.config.flag_text import guest_help
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.function_flags import take_flags_of_functions
+from miles_async.config.guest_flags import guest_help
 from miles_async.config.load import checked_config, config_of_values, translation_table, without_consequences
 from miles_async.config.schema import RunConfig
 from miles_async.config.suggest import suggestion
@@ -52,10 +52,13 @@ def parse_or_exit(
     flags = parse_flags(argv)
     if flags.help:
         _print_and_exit(help_text(command or f"python {entry}"))
-    if flags.help_of is not None:
-        _explain_and_exit(flags.help_of, program)
-    if flags.model is not None or flags.gpus is not None:
-        _suggest_and_exit(flags, entry, program)
+    try:
+        if flags.help_of is not None:
+            _print_and_exit(guest_help(flags.help_of))
+        if flags.model is not None or flags.gpus is not None:
+            _print_and_exit(_suggested(flags))
+    except UserError as error:
+        _refuse_and_exit(str(error).splitlines(), program)
     with warnings.catch_warnings():
         # Python hides deprecation warnings outside of the main module, but the user who typed the flag needs them.
         warnings.simplefilter("default", DeprecationWarning)
@@ -69,9 +72,7 @@ def parse_or_exit(
             check_functions(config)
     read = read_rows(config, flags, read_files, found) if flags.check and read_files is not None else []
     if found:
-        for sentence in found:
-            print(f"{program}: {sentence}", file=sys.stderr)
-        sys.exit(EXIT_INVALID)
+        _refuse_and_exit(found, program)
     noted = config if flags.preset is None else presets.without_idle(config, flags.preset)
     for note in [*flags.notes, *notes(noted, entry), *lost_model(config), *_idle_notes(flags)]:
         print(f"{program}: note: {note}", file=sys.stderr)
@@ -102,28 +103,14 @@ def _idle_notes(flags: Flags) -> list[str]:
     return [f"{', '.join(flags.idle)} have no effect here; --check-config says why"]
 
 
-def _explain_and_exit(project: str, program: str) -> NoReturn:
-    """Print what the flags of another project mean here."""
-    try:
-        _print_and_exit(guest_help(project))
-    except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        sys.exit(EXIT_INVALID)
-
-
-def _suggest_and_exit(flags: Flags, entry: str, program: str) -> NoReturn:
-    """Print a layout for the model, or why there is none. The other settings need not make up a complete run."""
-    try:
-        raise_collected(flags.problems)
-        if flags.model is None or flags.gpus is None:
-            raise UserError("--suggest-layout MODEL and --gpus N belong together: set both")
-        config, found = config_of_values(flags)
-        raise_collected(found)
-        _print_and_exit(suggestion(config, flags.gpus))
-    except UserError as error:
-        for sentence in str(error).splitlines():
-            print(f"{program}: {sentence}", file=sys.stderr)
-        sys.exit(EXIT_INVALID)
+def _suggested(flags: Flags) -> str:
+    """A layout for the model. The other settings need not make up a complete run. Raises UserError if there is none."""
+    raise_collected(flags.problems)
+    if flags.model is None or flags.gpus is None:
+        raise UserError("--suggest-layout MODEL and --gpus N belong together: set both")
+    config, found = config_of_values(flags)
+    raise_collected(found)
+    return suggestion(config, flags.gpus)
 
 
 def help_text(command: str) -> str:
@@ -185,3 +172,9 @@ def _default(value: Any) -> str:
 def _print_and_exit(text: str) -> NoReturn:
     print(text)
     sys.exit(0)
+
+
+def _refuse_and_exit(sentences: Sequence[str], program: str) -> NoReturn:
+    for sentence in sentences:
+        print(f"{program}: {sentence}", file=sys.stderr)
+    sys.exit(EXIT_INVALID)

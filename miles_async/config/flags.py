@@ -27,7 +27,7 @@ from typing import Any
 from miles_async.config.fields import BY_PATH, SECTIONS, SETTINGS, SKIP_ROLES, Setting, is_skip_role, nearest
 from miles_async.config.guest_flags import GuestFlags, aliased, find_flag, flags_of_guests, value_of
 from miles_async.config.translation import Outcome, Translation, translate
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.yaml_text import YAMLError, parse_yaml, plain_yaml
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 
@@ -364,7 +364,7 @@ def _read_override(
     for each in known:
         del values[each]
     if "~" not in signs:
-        values[key] = _plain_yaml(text)
+        values[key] = plain_yaml(text)  # texts of Hydra need fewer quotes than those of YAML
     elif not known:
         flags.idle[word] = _NOTHING_TO_REMOVE
 
@@ -415,14 +415,6 @@ def _is_below_a_dict(path: tuple[str, ...]) -> bool:
 
 def _unexpected(word: str) -> str:
     return f"unexpected argument {word!r}: write --flag value, or section.setting=value"
-
-
-def _plain_yaml(text: str) -> Any:
-    """The value of an override of Hydra, whose texts need fewer quotes than those of YAML."""
-    try:
-        return parse_yaml(text)
-    except YAMLError:
-        return text
 
 
 def _parse_override(word: str) -> Assignment:

@@ -45,7 +45,8 @@ def take_flags_of_functions(flags: Flags, config: RunConfig) -> bool:
         line = [word for words in flags.unknown.values() for word in words]
         found, rest = parser.parse_known_args(line)
         known = [sentence for sentence, (flag, *_) in flags.unknown.items() if flag not in rest]
-        own = {name: value for name, value in vars(found).items() if not _is_ours(name)}
+        # The others have a meaning here, whether or not a function adds them.
+        own = {name: one for name, one in vars(found).items() if name not in SETTINGS and find_flag(name) is None}
         # A default gives way to every other source, and a flag only to those that come after it.
         given = _given(parser, line, found)
         later = {assignment.path for assignment in flags.assignments}
@@ -103,8 +104,3 @@ def _ask(function: Any, name: str, parser: ArgumentParser) -> None:
         function.add_arguments(parser)
     except Exception as error:
         raise UserError(f"{name}: its add_arguments failed: {shown_error(error)}") from error
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a flag has a meaning here, whether or not a function adds it."""
-    return name in SETTINGS or find_flag(name) is not None

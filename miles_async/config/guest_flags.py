@@ -1,4 +1,7 @@
-"""Flags of other projects' command lines, such as those of slime and Megatron-LM, which guests give rules."""
+"""Flags of other projects' command lines, such as those of slime and Megatron-LM, which guests give rules.
+
+`meaning` says in words what a flag means here, for `--help-slime` and the documentation.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_async.config.fields import BY_PATH, Setting
-from miles_async.config.translation import Flag, Outcome, Sets, Translator
-from miles_async.config.yaml_text import YAMLError, parse_yaml
+from miles_async.config.fields import BY_PATH, SETTINGS, Setting
+from miles_async.config.translation import Combined, Flag, Idle, Only, Outcome, Refused, Sets, Translator
+from miles_async.config.yaml_text import plain_yaml
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
 from miles_async.plugins import errors_of
+
+_COMPARED = "model.megatron_model_flags."
+_PASSED_ON = "learner.megatron_args."
 
 
 def aliased(flag: Flag) -> Setting | None:
@@ -78,8 +84,48 @@ def value_of(flag: Flag, text: str, words: Sequence[str]) -> tuple[Any, int]:
 
 def _plain(text: str) -> Any:
     """A number or a truth value; anything else stays a text."""
-    try:
-        value = parse_yaml(text)
-    except YAMLError:
-        return text
+    value = plain_yaml(text)
     return value if isinstance(value, bool | int | float) else text
+
+
+def meaning(name: str, flag: Flag) -> tuple[str, str]:
+    """The kind of a flag's rule, such as `mapped`, and what the flag does, as the rest of a sentence."""
+    match flag.rule:
+        case Sets(settings, None) if settings[0].startswith(_COMPARED):
+            return "compared", "is compared with config.json of hf_checkpoint"
+        case Sets(settings, values) if settings[0].startswith(_PASSED_ON):
+            given = "" if values is None else f" to {next(iter(values.values()))}"
+            return "passed on", f"sets Megatron-core's {settings[0].removeprefix(_PASSED_ON)}{given}"
+        case Sets(settings, None):
+            return "mapped", f"sets {', '.join(settings)}"
+        case Sets(settings, values) if values is not None:
+            pairs = ", ".join(f"{their} to {ours}" for their, ours in values.items() if their is not True)
+            ours = values.get(True)
+            return "mapped", f"sets {', '.join(settings)}" + (f" to {ours}" if ours is not None else f": {pairs}")
+        case Only(values, instead):
+            texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+            allowed = ", ".join(dict.fromkeys(texts))
+            return "compared", f"may only be {allowed}: {instead}"
+        case Idle(why, _):
+            return "without effect", why
+        case Refused(instead):
+            return "refused", instead
+        case Combined(does, kind):
+            return kind, does
+    raise AssertionError(f"{name} has a rule without a meaning: {flag.rule!r}")
+
+
+def guest_help(project: str) -> str:
+    """A line for each flag of a project that is no flag of this project. Raises UserError for an unknown project."""
+    known = {name.lower().removesuffix("-lm"): name for name in GUESTS.names}
+    if project.lower() not in known:
+        names = ", ".join(f"--help-{name}" for name in sorted(known) if GUESTS.find(known[name]).flags())
+        raise UserError(f"--help-{project} names no project whose flags are known: use one of {names}")
+    return "\n".join(_lines(known[project.lower()]))
+
+
+def _lines(name: str) -> Iterator[str]:
+    yield f"Flags of {name} beside those of --help:"
+    for flag, entry in sorted(GUESTS.find(name).flags().items()):
+        if flag not in SETTINGS:
+            yield f"  {shown(flag)} {meaning(flag, entry)[1]}"

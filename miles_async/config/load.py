@@ -64,15 +64,15 @@ def load_config(argv: Sequence[str], *, entry: str) -> RunConfig:
 
 def config_of_values(flags: Flags) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid for its field, and one sentence for everything else."""
-    assignments, found, _ = _read_assignments(flags)
-    config, invalid = _validated(assignments, flags.notes)
+    assignments, found, _ = _assignments_of(flags)
+    config, invalid = validated(assignments, flags.notes)
     return _resolve_layout(config, flags.notes), [*found, *invalid]
 
 
 def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     """The configuration of everything that is valid, and one sentence for everything else."""
-    assignments, found, all_files_read = _read_assignments(flags)
-    config, invalid = _validated(assignments, flags.notes)
+    assignments, found, all_files_read = _assignments_of(flags)
+    config, invalid = validated(assignments, flags.notes)
     config = _resolve_layout(config, flags.notes)
     found += invalid
     if all_files_read:
@@ -88,7 +88,7 @@ def checked_config(flags: Flags, *, entry: str) -> tuple[RunConfig, list[str]]:
     return config, list(dict.fromkeys(found))
 
 
-def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
+def _assignments_of(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
     """All assignments of a command line, one sentence for everything that is none, and whether all files could be
     read."""
     found, assignments, all_files_read = [*flags.problems], [], True
@@ -100,7 +100,7 @@ def _read_assignments(flags: Flags) -> tuple[list[Assignment], list[str], bool]:
             ]
     for path in flags.config_files:
         try:
-            assignments += _read(Path(path), found)
+            assignments += read_assignments(Path(path), found)
         except UserError as error:
             found += str(error).splitlines()
             all_files_read = False
@@ -117,17 +117,7 @@ def _settings_in(text: str) -> set[str]:
     return SETTINGS.keys() & set(re.findall(r"[a-z]\w*", text.replace("-", "_")))
 
 
-def build(assignments: Sequence[Assignment]) -> RunConfig:
-    """A configuration from assignments; later assignments win.
-
-    Raises UserError with one line per value that is invalid for its field.
-    """
-    config, invalid = _validated(assignments, [])
-    raise_collected(invalid)
-    return config
-
-
-def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[RunConfig, list[str]]:
+def validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[RunConfig, list[str]]:
     """The configuration of all assignments that are valid, and one sentence for each of the others.
 
     Adds one sentence to `notes` for each valid value that another value takes the place of.
@@ -144,7 +134,7 @@ def _validated(assignments: Sequence[Assignment], notes: list[str]) -> tuple[Run
         # A missing value has no assignment. Its siblings have, and the settings that they fill are invalid together.
         invalid = {_assigned(detail["loc"], sources) or tuple(map(str, detail["loc"][:-1])) for detail in details}
         valid = [each for each in assignments if not any(each.path[: len(path)] == path for path in invalid)]
-        config, more = _validated(valid, notes)
+        config, more = validated(valid, notes)
         return config, [*found, *(_describe(detail, sources) for detail in details), *more]
     config = _resolve_rollout_function(config, named=_ROLLOUT_FUNCTION_PATH in sources)
     config = _resolve_engines(config, named=_ROLLOUT_NUM_GPUS in sources)
@@ -178,18 +168,7 @@ def _merged(assignments: Sequence[Assignment]) -> tuple[dict[str, Any], dict[tup
     return values, sources
 
 
-def read_yaml(path: Path) -> list[Assignment]:
-    """The assignments in one YAML file, which may be a file of another project.
-
-    Raises UserError with the file and the keys if the file is invalid.
-    """
-    found: list[str] = []
-    assignments = _read(path, found)
-    raise_collected(found)
-    return assignments
-
-
-def _read(path: Path, found: list[str]) -> list[Assignment]:
+def read_assignments(path: Path, found: list[str]) -> list[Assignment]:
     """The assignments in a file. Adds one sentence per refused key to `found`.
 
     Raises UserError if the file cannot be read.
@@ -208,7 +187,7 @@ def _read(path: Path, found: list[str]) -> list[Assignment]:
 def translation_table(path: Path) -> str | None:
     """What the file of another project means here, one setting per line and without secrets; None for our own sections.
 
-    `path` is a file that `read_yaml` accepts.
+    `path` is a file that `read_assignments` accepts without a problem.
     """
     content = _content(path)
     if (project := project_of(content)) is None:

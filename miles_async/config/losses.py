@@ -66,16 +66,6 @@ def penalizes_advantages(algorithm: Algorithm) -> bool:
     return not (estimator_of(algorithm).penalizes_rewards or algorithm.custom_advantage_function_path)
 
 
-def has_loss_functions(algorithm: Algorithm) -> bool:
-    """Whether functions of the user compute a part of the policy's loss."""
-    return any((
-        algorithm.custom_advantage_function_path,
-        algorithm.custom_tis_function_path,
-        algorithm.custom_pg_loss_reducer_function_path,
-        algorithm.rollout_data_postprocess_path,
-    ))  # fmt: skip
-
-
 def skips_zero_advantages(config: RunConfig) -> bool:
     """Whether samples whose advantage is zero need no pass through the model.
 
@@ -91,13 +81,19 @@ def skips_zero_advantages(config: RunConfig) -> bool:
     - the KL loss, the KL penalty on rewards and the entropy bonus, which have a gradient at every token.
     """
     algorithm = config.algorithm
+    functions = (
+        algorithm.custom_advantage_function_path,
+        algorithm.custom_tis_function_path,
+        algorithm.custom_pg_loss_reducer_function_path,
+        algorithm.rollout_data_postprocess_path,
+    )
     return (
         config.learner.loss_type == "policy_loss"
         and not config.learner.enable_mtp_training
         and objective_of(algorithm).scales_with_advantage
         and not estimator_of(algorithm).trains_critic
         and not normalizes_on_rank(algorithm)
-        and not has_loss_functions(algorithm)
+        and not any(functions)
         and not algorithm.get_mismatch_metrics
         and not config.keeps_reference
         and algorithm.entropy_coef == 0

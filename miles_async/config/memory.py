@@ -65,10 +65,6 @@ class MemoryPlan:
         """Whether the KV cache of an engine holds the longest sample."""
         return self.engine is None or self.engine.cache >= self.longest * self.engine.per_token
 
-    @property
-    def fits(self) -> bool:
-        return self.learner_fits and self.engine_fits
-
 
 def memory_plan(config: RunConfig) -> MemoryPlan | None:
     """The plan of a run whose layout is valid; None if `gpu_memory_gib` is unset or the model's family is not known."""

@@ -74,7 +74,9 @@ def unlike(config: RunConfig, given: Container[tuple[str, ...]], preset: str | N
             for setting, theirs in ({} if preset else defaults).items()
             if SETTINGS[setting].path not in given
             and (ours := _value(config, setting)) != theirs
-            and _matters(config, setting)
+            # Arguments of SGLang and its router only change the speed.
+            and dict not in SETTINGS[setting].kinds
+            and _is_used(config, setting)
         }
         for setting, values in guest.equivalents().items():
             if (ours := next((value for value in _used(config, setting) if value in values), None)) is not None:
@@ -120,12 +122,8 @@ def _value(config: RunConfig, name: str) -> Any:
     return _DERIVED[name](config) if name in _DERIVED else SETTINGS[name].value(config)
 
 
-def _matters(config: RunConfig, name: str) -> bool:
-    """Whether a setting has an effect in this run. Arguments of SGLang and its router only change the speed."""
-    return dict not in SETTINGS[name].kinds and _is_used(config, name)
-
-
 def _is_used(config: RunConfig, name: str) -> bool:
+    """Whether a setting has an effect in this run."""
     used = _HAS_EFFECT.get(name)
     return has_effect(config, name) and (used is None or used(config))
 

@@ -185,7 +185,8 @@ def _check_form(function: Callable[..., Any], name: str, setting: str) -> None:
         return
     if is_async and not (form.may_be_async or form.must_be_async):
         raise UserError(f"{name} is async: write it with a plain def, because it is not awaited")
-    if _yields(function) and not form.may_yield:
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if yields and not form.may_yield:
         raise UserError(f"{name} yields its results: write a function that returns them")
     if form.must_be_async and not is_async:
         raise UserError(f"{name} is not an async function: define it with async def")
@@ -241,10 +242,6 @@ def _binding_error(signature: inspect.Signature, parameters: str, added: Sequenc
     except TypeError as error:
         return error
     return None
-
-
-def _yields(function: Callable[..., Any]) -> bool:
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _import(module_path: str, problem: str) -> ModuleType:

@@ -19,7 +19,7 @@ from yaml import YAMLError
 from miles_async.errors import UserError
 from miles_async.identity import IdentityMap
 
-__all__ = ["YAMLError", "dump_yaml", "parse_yaml", "read_keys"]
+__all__ = ["YAMLError", "dump_yaml", "parse_yaml", "plain_yaml", "read_keys"]
 
 _CORE_SCHEMA = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -98,6 +98,14 @@ def parse_yaml(text: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def plain_yaml(text: str) -> Any:
+    """The value of a text that need not be YAML: then it is the text itself."""
+    try:
+        return parse_yaml(text)
+    except YAMLError:
+        return text
 
 
 def _count(node: yaml.Node, counts: IdentityMap[yaml.Node, int]) -> int:

@@ -25,7 +25,7 @@ from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.view import RunView
 
 if TYPE_CHECKING:
-    from miles_async.observability.metrics.recorder import RecordedMetrics
+    from miles_async.observability.metrics.instruments import Values
     from miles_async.observability.trace.perfetto import WrittenTrace
 
 MAX_BYTES = 256 << 20
@@ -34,7 +34,6 @@ MAX_BYTES = 256 << 20
 _OWN = (
     "miles_async.events",
     "miles_async.observability.diagnosis.",
-    "miles_async.observability.metrics.recorder",
     "miles_async.observability.snapshot",
     "miles_async.observability.state.",
     "miles_async.observability.trace.perfetto",
@@ -62,7 +61,7 @@ class Snapshot(NamedTuple):
     parts: int
     """Number of these parts."""
     view: RunView
-    metrics: RecordedMetrics | None
+    metrics: Values | None
     """None before the first event."""
     collapse: CollapseDetector
     trace: WrittenTrace | None

@@ -162,7 +162,7 @@ class EventSubscribers:
 
     def _write_snapshot(self, parts: int) -> None:
         trace = self._perfetto.written if self._perfetto is not None else None
-        snapshot = Snapshot(parts, self._view, self._metrics.recorded, self._collapse, trace)
+        snapshot = Snapshot(parts, self._view, self._metrics.values(), self._collapse, trace)
         with self._surviving_loss_of(self._folder.snapshot):
             write_snapshot(self._folder.snapshot, snapshot)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import msgspec
 
@@ -263,15 +263,7 @@ def _scores(view: RunView) -> dict[str, float]:
 def _training_phase(view: RunView) -> TrainingPhase:
     steps, idle, began = view.steps, view.idle, view.uptime.training_began
     if steps.last is None or idle is None or began is None or idle.served_seconds <= 0:
-        return {
-            "training_seconds": None,
-            "groups_per_second": None,
-            "tokens_per_second": None,
-            "groups_per_second_gross": None,
-            "tokens_per_second_gross": None,
-            "learner_idle_share": None,
-            "engine_idle_share": None,
-        }
+        return cast("TrainingPhase", dict.fromkeys(TrainingPhase.__annotations__))
     seconds, busy = steps.last.time - began, view.engine_use.busy_seconds(steps.last.time)
     return {
         "training_seconds": seconds,

@@ -1,14 +1,13 @@
 """The one fold of a run: everything that is derived from its events and shown to users.
 
 The live page, the report, the metrics, the lines on the terminal, the summary, the verdict and the trace are
-projections of a `RunView`: they read it and do not count events again. (The audit in `diagnosis/audit.py` shares no
-code with it on purpose.)
+projections of a `RunView`: they read it and do not count events again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +16,7 @@ from miles_async import events
 from miles_async.observability.diagnosis.throughput import Model
 from miles_async.observability.diagnosis.verdict import Bottleneck, Finding, advice, find, what_a_batch_waits_for
 from miles_async.observability.state.charts import Charts
-from miles_async.observability.state.contributions import Adapters, Datasets
+from miles_async.observability.state.contributions import Contributions
 from miles_async.observability.state.engines import Engines, EngineUse
 from miles_async.observability.state.groups import Groups, Seconds
 from miles_async.observability.state.learner import LearnerTime, Step, Steps
@@ -87,8 +86,7 @@ class RunView:
         """While a driver that continues the run waits for its rollout worker: when it started. Events with earlier
         times are then late ones of processes that have ended."""
         self.groups = Groups()
-        self.datasets = Datasets()
-        self.adapters = Adapters()
+        self.datasets, self.adapters = Contributions(), Contributions()
         self.tokens = Tokens()
         self.staleness = Staleness()
         self.queue: Queue | None = None
@@ -117,6 +115,8 @@ class RunView:
         self.samples = SampleLog()
         self.charts = Charts(self.groups, recent=recent)
         self._last: dict[type[events.Event], events.Event] = {}
+        self._present: dict[type[events.Event], events.Event] = {}
+        """The last event of each type that is not a late one of a process that has ended."""
         self._filtered: deque[bool] = deque(maxlen=FILTERED_GROUPS)
         """For each of the last generated groups, whether a filter dropped it."""
         self._advised = 0.0, "", ""
@@ -138,11 +138,19 @@ class RunView:
         assert event is None or isinstance(event, kind)
         return event
 
+    def present(self, kind: type[E]) -> E | None:
+        """Return the last event of a type that a process of the current driver has sent; None if there was none."""
+        event = self._present.get(kind)
+        assert event is None or isinstance(event, kind)
+        return event
+
     def apply(self, event: events.Event) -> None:
         with self.lock:
             self.time = max(self.time, event.time)
             self._apply(event)
             self._last[type(event)] = event
+            if event.time >= self.past:
+                self._present[type(event)] = event
             self.samples.observe(event)
             self.charts.observe(event)
             self.notices.observe(event)
@@ -153,8 +161,8 @@ class RunView:
                 self._group_moved(event)
             case events.GroupGenerated():
                 self.groups.generate(event)
-                self.datasets.observe(event)
-                self.adapters.observe(event)
+                self.datasets.observe(event.dataset, event)
+                self.adapters.observe(event.adapter, event)
                 self.tokens.generate(event)
             case events.QueueChanged():
                 self.queue = Queue(event.depth, event.blocked)
@@ -183,13 +191,13 @@ class RunView:
             case events.PublishEnded():
                 self._account(event.time)
                 self.publishes.end(event)
-                self.adapters.observe(event)
+                self.adapters.observe(event.adapter, event)
                 self.engines.publish(event)
             case events.ProcessSilent():
                 self.silent.pop(event.process, None)
                 if event.seconds:
                     self.silent[event.process] = event.seconds
-            case events.EngineChanged():
+            case events.EngineChanged() if event.time >= self.past:
                 self.engines.change(event)
             case events.Evaluated():
                 self._evaluated(event)
@@ -213,6 +221,8 @@ class RunView:
             case events.LearnerRestored():
                 self._interrupt(Interruption.LEARNER)
                 self._undo(self.steps.restore(event))
+            case events.CheckpointWritten():
+                self.steps.saved = event.rollout
             case events.SamplesRemoved():
                 self.tokens.remove(event)
             case events.EventsMissing():
@@ -232,6 +242,7 @@ class RunView:
         # The processes of an earlier driver have ended.
         self.past, self.engines = event.time, Engines()
         self.progress = self.queue = None
+        self._present.clear()
         self.silent.clear()
         self.run, self.ended = self.run or event, None
         self.tokens.start_run(event)
@@ -245,8 +256,8 @@ class RunView:
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
             self._filtered.append(event.reason == DropReason.FILTERED)
         self.groups.move(event)
-        self.datasets.observe(event)
-        self.adapters.observe(event)
+        self.datasets.observe(event.dataset, event)
+        self.adapters.observe(event.adapter, event)
 
     def _pulse(self, event: events.Pulse) -> None:
         self._account(event.time)
@@ -277,7 +288,7 @@ class RunView:
         self.uptime.start_training(event.time)
         self.engine_use.start_step(event.time)
         self.staleness.record_version(event.version, event.time, event.adapter)
-        self.adapters.observe(event)
+        self.adapters.observe(event.adapter, event)
 
     def _step_ended(self, event: events.StepEnded) -> None:
         self.learner.end_step(event.time)
@@ -409,6 +420,14 @@ class RunView:
         report = self.engine_use.last
         until = report.time if report is not None and report.in_flight else now
         return max(0.0, self.uptime.training_seconds(until) - (self.engine_use.busy_seconds(until) or 0.0))
+
+    def blocked_until_now(self) -> Mapping[str, float]:
+        """Return the seconds in which admission was blocked, by cause, with the time for which it is blocked now."""
+        pulse, ended = self.present(events.Pulse), self.last(events.AdmissionBlocked)
+        if pulse is None or pulse.waits_for is None or (ended is not None and ended.time >= pulse.time):
+            return self.blocked_seconds
+        waiting = self.blocked_seconds.get(pulse.waits_for, 0.0) + pulse.waits_seconds
+        return {**self.blocked_seconds, pulse.waits_for: waiting}
 
     def until(self, now: float) -> float:
         """Return `now`, or the time at which the run ended if it has ended."""

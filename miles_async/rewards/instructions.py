@@ -118,10 +118,6 @@ def _has_two_different_answers(text: str) -> bool:
     return len(answers) == 2 and answers[0] != answers[1]
 
 
-def _starts_with(text: str, start: str) -> bool:
-    return text.strip().lower().startswith(start.strip().lower())
-
-
 def _paragraph_starts_with(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = [part.strip() for part in text.split("\n\n")]
     count = sum(map(bool, paragraphs))
@@ -170,7 +166,9 @@ _INSTRUCTIONS: dict[str, Callable[..., bool]] = {
         _count(rf"{re.escape(section_spliter.strip())}\s?\d+", text) >= num_sections
     ),
     "combination:two_responses": _has_two_different_answers,
-    "combination:repeat_prompt": lambda text, prompt_to_repeat: _starts_with(text, prompt_to_repeat),
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
     "startend:end_checker": lambda text, end_phrase: (
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),

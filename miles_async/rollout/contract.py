@@ -41,45 +41,40 @@ class Arguments:
     Settings are read-only. Functions of users may set other attributes, which last for the run in their process.
     """
 
+    _values: Mapping[str, Any]
+    _own: dict[str, Any]
+
     def __init__(self, values: Mapping[str, Any], own: dict[str, Any] | None = None) -> None:
         """`own` are the attributes of users' functions."""
         object.__setattr__(self, "_values", values)
         object.__setattr__(self, "_own", {} if own is None else own)
 
     def __getattr__(self, name: str) -> Any:
-        values, own = self._parts()
-        for known in (own, values):
+        for known in (self._own, self._values):
             if name in known:
                 return known[name]
-        near = get_close_matches(name, [*values, *own], n=1)
+        near = get_close_matches(name, [*self._values, *self._own], n=1)
         raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _, own = self._parts()
         if name in SETTINGS:
             raise AttributeError(f"args.{name} is read-only: set it in the configuration")
-        own[name] = value
+        self._own[name] = value
 
     def with_values(self, **runtime: Any) -> Arguments:
         """A copy with further values. What users' functions set in the copy is set here too."""
-        values, own = self._parts()
-        return Arguments({**values, **runtime}, own)
+        return Arguments({**self._values, **runtime}, self._own)
 
     def take_values(self, other: Arguments) -> None:
         """Have the values of `other` from now on, which are those of a later call."""
-        values, _ = other._parts()
-        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_values", other._values)
 
     def __reduce__(self) -> tuple[type[Arguments], tuple[Mapping[str, Any], dict[str, Any]]]:
-        return Arguments, self._parts()
+        return Arguments, (self._values, self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Arguments:
         """Arguments whose attributes of users' functions change independently. What the run has set is shared."""
-        values, own = self._parts()
-        return Arguments(values, deepcopy(own, memo))
-
-    def _parts(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        return object.__getattribute__(self, "_values"), object.__getattribute__(self, "_own")
+        return Arguments(self._values, deepcopy(self._own, memo))
 
 
 def flat_args(config: RunConfig, **runtime: Any) -> Arguments:

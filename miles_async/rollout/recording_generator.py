@@ -19,12 +19,7 @@ from miles_async.events import EventSink, GroupReplayed
 from miles_async.identity import IdentityMap
 from miles_async.ports import Clock, Generator
 from miles_async.recording import GroupRecord, Recording, SkipAction, feed_step, is_first_attempt, is_generated
-from miles_async.rollout.recordings import (
-    RecordingContext,
-    prompt_hash,
-    recordings_of_batches,
-    recordings_of_groups,
-)
+from miles_async.rollout.recordings import RecordingContext, prompt_hash, recordings_of
 from miles_async.types import Group, SampleStatus
 
 T = TypeVar("T")
@@ -58,7 +53,7 @@ class RecordingGenerator:
         self._events = events
         self._live_version = live_version
         self._stream = stream
-        self._recordings = (recordings_of_groups if stream else recordings_of_batches)(config, context)
+        self._recordings = recordings_of(config, context, stream=stream)
         self._recordings.warn_of_other_sizes()
         self._replays_timing = config.skip.replay_timing == "recorded"
         self._drain_seconds = config.skip.drain_seconds

@@ -158,8 +158,11 @@ class Recordings:
             self.context.warn(text)
 
 
-def recordings_of_batches(config: RunConfig, context: RecordingContext) -> Recordings:
-    """The recordings of whole batches. The step is the rollout ID."""
+def recordings_of(config: RunConfig, context: RecordingContext, *, stream: bool) -> Recordings:
+    """The recordings of single groups in a stream, whose step is the position of the group in the data
+    (`recording.feed_step`); else those of whole batches, whose step is the rollout ID."""
+    if stream:
+        return Recordings("async_rollout", config.skip.async_rollout, config, context, groups_per_step=1)
     size = groups_per_batch(config)
     return Recordings("rollout", config.skip.rollout, config, context, groups_per_step=size)
 
@@ -169,15 +172,10 @@ def groups_per_batch(config: RunConfig) -> int:
     return config.rollout.over_sampling_batch_size or config.rollout.rollout_batch_size
 
 
-def recordings_of_groups(config: RunConfig, context: RecordingContext) -> Recordings:
-    """The recordings of single groups. The step is the position of the group in the data (`recording.feed_step`)."""
-    return Recordings("async_rollout", config.skip.async_rollout, config, context, groups_per_step=1)
-
-
 def check_recordings(config: RunConfig) -> None:
     """Raises UserError if recordings are enabled and their folder cannot be created."""
-    recordings_of_batches(config, RecordingContext())
-    recordings_of_groups(config, RecordingContext())
+    for stream in (False, True):
+        recordings_of(config, RecordingContext(), stream=stream)
 
 
 def recordings_folder(config: RunConfig, dump_dir: str, groups: int) -> Path:

@@ -27,7 +27,6 @@ from miles_async.compat.slime.data_source import RolloutDataSourceWithBuffer
 from miles_async.config.checks import notes
 from miles_async.config.device_plan import Demand, demand_of
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import build
 from miles_async.config.schema import RunConfig
 from miles_async.config.user_functions import load_function
 from miles_async.errors import UserError
@@ -36,7 +35,7 @@ from miles_async.rewards.factory import RunRewards
 from miles_async.rollout.contract import flat_args
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import DropReason, Group, Sample, VersionSpan
-from tests.configuration import run_config
+from tests.configuration import build, run_config
 from tests.scoring import scored
 from tests.sim import over_sampling as over_sampling_model
 from tests.sim.world import World

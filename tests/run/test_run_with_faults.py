@@ -22,9 +22,9 @@ import pytest
 from miles_async.adapters.storage.checkpoints import CheckpointFolder, read_progress
 from miles_async.adapters.storage.run_store import SqliteRunStore
 from miles_async.events import EngineChanged, Event, GroupMoved, LearnerRestored, PublishEnded, RunDrained, StepEnded
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
 from miles_async.scheduling.ledger import GroupState
+from tests.audit import Audit
 from tests.stack.job import Job, job
 from tests.waiting import PATIENCE_SECONDS, START_SECONDS
 

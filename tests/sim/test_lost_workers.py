@@ -13,7 +13,6 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.events import Evaluated, LearnerRestored, PublishEnded, StepEnded, StepStarted
 from miles_async.fault_points import all_points
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline import restore
 from miles_async.pipeline.journal import Journal
 from miles_async.pipeline.lifecycle import GroupLifecycle
@@ -21,6 +20,7 @@ from miles_async.scheduling.bounds import Schedule
 from miles_async.scheduling.lineage import Lineage
 from miles_async.stored_run import Changes, StoredGroup, StoredRun
 from miles_async.types import DropReason, Group
+from tests.audit import Audit
 from tests.configuration import run_config
 from tests.sim.lost_workers import KILLS_WORKERS, LostWorkers, LostWorkersOfAnExternalGenerator, MemoryStore
 from tests.sim.world import World

@@ -17,7 +17,6 @@ from miles_async.adapters.system.clock import SystemClock
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError, UserError
 from miles_async.events import Event, EventSink, RunStarted
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.pipeline.checkpoint import resume
 from miles_async.pipeline.evaluate import EvalSet
 from miles_async.pipeline.held_prompts import HeldPrompts
@@ -32,6 +31,7 @@ from miles_async.scheduling.bounds import Bounds, Schedule
 from miles_async.scheduling.window import FIFOWindow
 from miles_async.stored_run import Changes, StoredRun
 from miles_async.types import FROM_DATASET, DropReason, Group, LearnerProgress, Sample, StepReport, Verdict
+from tests.audit import Audit
 from tests.sim.engines import EngineModel, Engines, Latency
 from tests.sim.virtual_time import VirtualClock, run_virtual
 

@@ -14,8 +14,8 @@ from miles_async.adapters.storage.checkpoints import LoadedCheckpoint
 from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.events import Event
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.run_folder import RunFolder
+from tests.audit import Audit
 from workers.cluster import Cluster
 from workers.driver import run_started
 from workers.preflight import preflight

@@ -21,8 +21,8 @@ from miles_async.events import (
     StepStarted,
 )
 from miles_async.models.lora import TENSORS
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.trace.event_log import read_events
+from tests.audit import Audit
 from tests.configuration import KEY_FLAGS
 from tests.stack.job import Job
 

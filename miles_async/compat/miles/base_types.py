@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from miles_async.compat.slime.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from miles_async.pipeline.rollout_source import RolloutSource
@@ -40,37 +40,28 @@ class RolloutFnConstructorInput:
 class RolloutFnBaseInput:
     """What `RolloutFnTrainInput` and `RolloutFnEvalInput` have in common."""
 
+    evaluation: ClassVar[bool]
+    """Whether an evaluation is asked for instead of a batch."""
     rollout_id: int
-
-    @property
-    def evaluation(self) -> bool:
-        """Whether an evaluation is asked for instead of a batch."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class RolloutFnTrainInput(RolloutFnBaseInput):
     """Asks for the groups of a batch."""
 
+    evaluation = False
     weight_version: int | None = None
     """The newest weight version on every engine."""
-
-    @property
-    def evaluation(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
 class RolloutFnEvalInput(RolloutFnBaseInput):
     """Asks for the scores of an evaluation. A run sets `rollout_id` only, because its own engines evaluate."""
 
+    evaluation = True
     generate_state: GenerateState | None = None
     weight_version: str | None = None
     hf_dir: str | None = None
-
-    @property
-    def evaluation(self) -> bool:
-        return True
 
 
 RolloutFnInput = RolloutFnTrainInput | RolloutFnEvalInput

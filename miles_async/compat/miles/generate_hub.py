@@ -10,11 +10,6 @@ from typing import Any
 
 from miles_async.compat.miles import agents, multi_turn
 from miles_async.compat.miles.base_types import GenerateFnInput, GenerateFnOutput
-from miles_async.types import Sample
-
-
-async def _single_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
-    return await args.turns.sample(sample, sampling_params)
 
 
 def _takes_input(function: Callable[..., Awaitable[Any]]) -> Callable[[GenerateFnInput], Awaitable[GenerateFnOutput]]:
@@ -27,6 +22,6 @@ def _takes_input(function: Callable[..., Awaitable[Any]]) -> Callable[[GenerateF
 FUNCTIONS: Mapping[str, Callable[[GenerateFnInput], Awaitable[GenerateFnOutput]]] = {
     "agentic_tool_call": _takes_input(agents.generate),
     "multi_turn": _takes_input(multi_turn.generate),
-    "single_turn": _takes_input(_single_turn),
+    "single_turn": _takes_input(lambda args, sample, sampling_params: args.turns.sample(sample, sampling_params)),
 }
 """The function `generate` of each module of Miles' `generate_hub`."""

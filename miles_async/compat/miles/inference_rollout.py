@@ -172,8 +172,5 @@ class FullyAsyncRolloutFn(InferenceRolloutFn):
     """Takes the groups that the run generates all the time."""
 
     async def _call_train(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
-        return await self._drain(input)
-
-    async def _drain(self, input: RolloutFnTrainInput) -> RolloutFnTrainOutput:
         groups = generate_rollout_fully_async(self.args, input.rollout_id, self.data_source)
         return RolloutFnTrainOutput(await self.args.sample_service.in_pipeline(groups))

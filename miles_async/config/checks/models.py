@@ -236,8 +236,7 @@ def _recomputation(config: RunConfig) -> Iterator[str]:
 
 
 def _dynamic_batching(config: RunConfig) -> Iterator[str]:
-    rollout, learner = config.rollout, config.learner
-    longest = (rollout.rollout_max_prompt_len or 1) + rollout.rollout_max_response_len
+    learner, longest = config.learner, longest_sample(config)
     ranks_per_sample = learner.tensor_model_parallel_size * learner.context_parallel_size
     train = learner.max_tokens_per_microbatch_in_train or learner.micro_batch_tokens
     rows = [("", "train", learner.use_dynamic_batching_in_train, train, learner.sequence_length_round_in_train)]

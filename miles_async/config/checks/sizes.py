@@ -29,7 +29,7 @@ def _batch_sizes(config: RunConfig) -> Iterator[str]:
             f"{product} = {samples} samples, but global_batch_size {learner.global_batch_size} * num_steps_per_rollout "
             f"{steps} = {learner.global_batch_size * steps}; set {_fitting_sizes(config)}"
         )
-    if config.samples_per_step < (ranks := _data_parallel(config)):
+    if config.samples_per_step < (ranks := learner.data_parallel_ranks(learner.ranks)):
         yield (
             f"an optimizer step of {config.samples_per_step} samples is too small for {ranks} data-parallel learner "
             f"ranks; set global_batch_size to {ranks} or more"
@@ -56,10 +56,6 @@ def _fitting_sizes(config: RunConfig) -> str:
 def _nearest_divisor(number: int, wanted: int) -> int:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return min((*small, *(number // divisor for divisor in small)), key=lambda divisor: abs(divisor - wanted))
-
-
-def _data_parallel(config: RunConfig) -> int:
-    return config.learner.data_parallel_ranks(config.learner.ranks)
 
 
 def _over_sampling(config: RunConfig) -> Iterator[str]:

@@ -58,14 +58,6 @@ class LoraSettings(MegatronSwitches):
         return Targets(tuple(self.lora_target_modules), tuple(self.lora_exclude_modules))
 
     @property
-    def lora_modules(self) -> tuple[str, ...]:
-        """The kinds of linear layers that get an adapter, in some decoder layer at least.
-
-        Raises UserError if an entry chooses none, or if none is left.
-        """
-        return self.lora_targets.modules
-
-    @property
     def lora_scale(self) -> float:
         """The factor of the adapters' outputs."""
         return scale_of(self.lora_rank, self.lora_alpha, self.lora_type)

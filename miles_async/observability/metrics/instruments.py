@@ -7,7 +7,7 @@ values come from users or libraries is limited to `MAX_LABEL_VALUES` values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -31,6 +31,10 @@ Values = dict[str, list[tuple[dict[str, str], list[float]]]]
 histogram has the number of observations in each bucket, and their sum."""
 
 
+def _shown(value: str) -> str:
+    return visible_text(value[:MAX_LABEL_CHARACTERS])
+
+
 class BoundedLabels(Generic[M]):
     """A metric with one label. The first `MAX_LABEL_VALUES` values of the label get their own series.
 
@@ -45,10 +49,18 @@ class BoundedLabels(Generic[M]):
         series = self._series.get(value)
         if series is None:
             known = len(self._series) < MAX_LABEL_VALUES
-            series = self._metric.labels(visible_text(value[:MAX_LABEL_CHARACTERS]) if known else "other")
+            series = self._metric.labels(_shown(value) if known else "other")
             if known:
                 self._series[value] = series
         return series
+
+    def show(self: BoundedLabels[Gauge], values: Mapping[str, float]) -> None:
+        """Set the series of a gauge to these values, and remove the series of other label values."""
+        for gone in [value for value in self._series if value not in values]:
+            self._metric.remove(_shown(gone))
+            del self._series[gone]
+        for value, number in values.items():
+            self.labels(value).set(number)
 
     @property
     def metric(self) -> M:
@@ -119,7 +131,7 @@ class Instruments:
         self.run = Info("miles_async_run", "Name and entry script of the run.", registry=self._registry)
         self.cluster = Info("miles_async_cluster", "How weights are transferred.", registry=self._registry)
         self.warm_start_seconds = gauge("warm_start_seconds", "Duration of the warm start; near 0 if it was cached.")
-        self.verdict = gauge(
+        self.verdict = self._gauges(
             "verdict",
             "1 for the current bottleneck of the run, 0 for all others. "
             "Worry if it is neither `balanced` nor `trainer-bound`: the log line `verdict` names the setting to "
@@ -209,7 +221,7 @@ class Instruments:
             "Groups that wait for their reward. "
             "Worry if it is most of `in_flight_groups`: make the reward faster, or set --reward-timeout-seconds.",
         )
-        self.groups_by_state = gauge("groups", "Live groups in each state of the ledger.", "state")
+        self.groups_by_state = self._gauges("groups", "Live groups in each state of the ledger.", "state")
         self.ended_groups = counter(
             "ended_groups", "Groups that were published or dropped, by reason.", "outcome", "reason"
         )
@@ -492,18 +504,18 @@ class Instruments:
             "Newest weight version that all routed engines hold. "
             "Worry if it stays behind `trainer_weight_version`: publishes are slow or fail. See the alert VersionLag.",
         )
-        self.engine_version = gauge("engine_weight_version", "Weight version that an engine holds.", "engine")
-        self.adapter_requests = gauge(
+        self.engine_version = self._gauges("engine_weight_version", "Weight version that an engine holds.", "engine")
+        self.adapter_requests = self._gauges(
             "adapter_requests", "Requests at the engines, by the version of the adapter (--lora-rank).", "version"
         )
-        self.engine_routed = gauge(
+        self.engine_routed = self._gauges(
             "engine_routed", "1 while the engine receives requests, 0 while it is fenced.", "engine"
         )
         self.engine_idle_seconds = counter(
             "engine_idle_seconds",
             "Seconds without any request at the engines, from the first step on, without interruptions.",
         )
-        self.engines_idle = gauge(
+        self.engines_idle = self._gauges(
             "engines_idle",
             "1 for the reason why no engine has a request (start, no_engine, publish, window, learner, reward or "
             "other), 0 for all others and while one has.",
@@ -522,7 +534,7 @@ class Instruments:
         self.router_up = self._unknown_gauge(
             "router_up", "1 while the router answers, 0 while it does not, NaN while the run starts."
         )
-        self.router_engines = gauge(
+        self.router_engines = self._gauges(
             "router_engines",
             "Engines that the router lists, by their health as seen by the router. "
             "Worry if some stay unhealthy: their logs in the run folder have the cause.",

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from miles_async import events
+from miles_async.observability.state.contributions import Contributions
 from miles_async.observability.state.groups import Group
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import GroupState
@@ -45,27 +46,8 @@ def status(view: RunView, now: float) -> dict[str, Any]:
         "pulse": _with_defaults(pulse),
         "pulse_age": max(0.0, now - pulse.time) if pulse is not None else None,
         "outcomes": _outcomes(view),
-        "datasets": {
-            name: {
-                "reward": dataset.reward,
-                "trained": dataset.trained,
-                "share": view.datasets.share(name),
-                "filtered": dataset.filtered,
-                "epochs": dataset.epochs,
-            }
-            for name, dataset in view.datasets.known.items()
-        },
-        "adapters": {
-            name: {
-                "version": adapter.version,
-                "reward": adapter.reward,
-                "trained": adapter.trained,
-                "share": view.adapters.share(name),
-                "age": adapter.age,
-                "queue": adapter.queue,
-            }
-            for name, adapter in view.adapters.known.items()
-        },
+        "datasets": _contributions(view.datasets),
+        "adapters": _contributions(view.adapters),
         "staleness": {str(age): count for age, count in sorted(view.staleness.trained.items())},
         "step": _with_defaults(step),
         "undone": msgspec.to_builtins(view.steps.undone),
@@ -96,6 +78,23 @@ def _verdict(view: RunView) -> events.VerdictChanged | None:
     if announced is None or announced.verdict != finding.verdict:
         return announced
     return msgspec.structs.replace(announced, knob=view.advise(finding))
+
+
+def _contributions(parts: Contributions) -> dict[str, dict[str, Any]]:
+    """What data sets or adapters have contributed, by name. The page shows what each of them has."""
+    return {
+        name: {
+            "version": part.version,
+            "reward": part.reward,
+            "trained": part.trained,
+            "share": parts.share(name),
+            "filtered": part.filtered,
+            "epochs": part.epochs,
+            "age": part.age,
+            "queue": part.queue,
+        }
+        for name, part in parts.known.items()
+    }
 
 
 def _outcomes(view: RunView) -> dict[str, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import fmean
-from typing import Generic, TypeVar
 
-from miles_async.events import GroupGenerated, GroupMoved, LearnerRestored, PublishEnded, StepStarted
+from miles_async.events import GroupGenerated, GroupMoved, PublishEnded, StepStarted
 from miles_async.scheduling.ledger import GroupState
 from miles_async.types import DropReason
 
@@ -19,6 +18,16 @@ class Contribution:
     def __init__(self) -> None:
         self.trained = 0
         """Groups whose weights are live."""
+        self.filtered = 0
+        """Groups that a filter dropped."""
+        self.queue = 0
+        """Groups in the queue."""
+        self.epochs = 0.0
+        """How often the data set has been used up, with the fraction of the current epoch."""
+        self.version = -1
+        """The newest version of the adapter that is live; -1 before the first."""
+        self.age: float | None = None
+        """Mean staleness of the last batch of the adapter; None before the first."""
         self.recent: deque[float] = deque(maxlen=RECENT_GROUPS)
         """The mean rewards of the last generated groups."""
 
@@ -27,69 +36,33 @@ class Contribution:
         """The mean reward of the last generated groups; None before the first."""
         return fmean(self.recent) if self.recent else None
 
-    def count_trained(self, event: GroupMoved) -> None:
-        """Count a group that a publish has made part of the live weights, or whose training was undone."""
-        self.trained += (event.after == GroupState.PUBLISHED) - (event.before == GroupState.PUBLISHED)
 
+class Contributions:
+    """The contributions of all data sets, or of all adapters."""
 
-class DatasetState(Contribution):
     def __init__(self) -> None:
-        super().__init__()
-        self.filtered = 0
-        self.epochs = 0.0
-        """How often the data set has been used up, with the fraction of the current epoch."""
-
-
-class AdapterState(Contribution):
-    def __init__(self) -> None:
-        super().__init__()
-        self.version = -1
-        """Its newest version that is live; -1 before the first."""
-        self.queue = 0
-        """Groups in its queue."""
-        self.age: float | None = None
-        """Mean staleness of its last batch; None before the first."""
-
-
-C = TypeVar("C", bound=Contribution)
-
-
-class Contributions(Generic[C]):
-    def __init__(self) -> None:
-        self.known: dict[str, C] = {}
+        self.known: dict[str, Contribution] = {}
         """By name, in the order of the first events; empty in a run with one data set or adapter."""
 
     def share(self, name: str) -> float:
         """The fraction of the trained groups that belong to a data set or adapter; 0 if none was trained."""
         return self.known[name].trained / max(1, sum(part.trained for part in self.known.values()))
 
-
-class Datasets(Contributions[DatasetState]):
-    def observe(self, event: GroupMoved | GroupGenerated) -> None:
-        if not event.dataset:
+    def observe(self, name: str, event: GroupMoved | GroupGenerated | StepStarted | PublishEnded) -> None:
+        """Count an event of the data set or adapter with this name; the name is empty if the run has one."""
+        if not name:
             return
-        dataset = self.known.setdefault(event.dataset, DatasetState())
+        part = self.known.setdefault(name, Contribution())
         match event:
             case GroupMoved():
-                dataset.count_trained(event)
-                dataset.filtered += event.reason == DropReason.FILTERED
+                # A publish makes a group part of the live weights, and a rollback undoes its training.
+                part.trained += (event.after == GroupState.PUBLISHED) - (event.before == GroupState.PUBLISHED)
+                part.queue += (event.after == GroupState.QUEUED) - (event.before == GroupState.QUEUED)
+                part.filtered += event.reason == DropReason.FILTERED
             case GroupGenerated():
-                dataset.recent.append(event.reward)
-                dataset.epochs = max(dataset.epochs, event.epochs)
-
-
-class Adapters(Contributions[AdapterState]):
-    def observe(self, event: GroupMoved | GroupGenerated | StepStarted | PublishEnded | LearnerRestored) -> None:
-        if not event.adapter:
-            return
-        adapter = self.known.setdefault(event.adapter, AdapterState())
-        match event:
-            case GroupMoved():
-                adapter.count_trained(event)
-                adapter.queue += (event.after == GroupState.QUEUED) - (event.before == GroupState.QUEUED)
-            case GroupGenerated():
-                adapter.recent.append(event.reward)
+                part.recent.append(event.reward)
+                part.epochs = max(part.epochs, event.epochs)
             case StepStarted():
-                adapter.age = fmean(event.staleness)
+                part.age = fmean(event.staleness)
             case PublishEnded() if event.live:
-                adapter.version = max(adapter.version, event.version)
+                part.version = max(part.version, event.version)

@@ -79,6 +79,8 @@ class Steps:
         """When the step that runs now began."""
         self._rollout = -1
         """The rollout of the step that began last."""
+        self.saved: int | None = None
+        """The rollout of the newest checkpoint; None if no checkpoint was written or restored."""
 
     def start(self, event: StepStarted) -> list[Step]:
         """Return the steps that are undone, because their rollouts are trained again."""
@@ -113,6 +115,7 @@ class Steps:
 
     def restore(self, event: LearnerRestored) -> list[Step]:
         """Return the steps that are undone."""
+        self.saved = event.rollout
         if self.first_rollout is not None:
             self._newest = event.rollout
         return self._undo(event.rollout)
@@ -135,6 +138,11 @@ class Steps:
     def next_rollout(self) -> int:
         """The rollout that follows the newest one that the current weights were trained on."""
         return self._newest + 1
+
+    @property
+    def unsaved_batches(self) -> int:
+        """The last of the `batches`, which no checkpoint has."""
+        return self.batches if self.saved is None else min(self.batches, max(0, self._newest - self.saved))
 
     @property
     def kept(self) -> Work:

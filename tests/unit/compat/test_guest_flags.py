@@ -15,9 +15,8 @@ from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
-from miles_async.config.flag_text import meaning
 from miles_async.config.flags import Flags, parse_flags
-from miles_async.config.guest_flags import aliased, shown
+from miles_async.config.guest_flags import aliased, meaning, shown
 from miles_async.config.load import config_of_values
 from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
 from miles_async.config.model_flags import COMPARED, differences, incomparable

@@ -14,11 +14,11 @@ from miles_async.compat.verl import rules as verl
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import build, load_config, read_yaml
+from miles_async.config.load import load_config
 from miles_async.config.schema import RunConfig
 from miles_async.config.translation import Only, Refused, Sets, project_of, translate
 from miles_async.errors import UserError
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 
 DYNAMIC_BATCHING = """
 actor_train:

@@ -11,10 +11,10 @@ from pydantic import BaseModel
 
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import SETTINGS
-from miles_async.config.load import build, load_config, read_yaml, write_config
+from miles_async.config.load import load_config, write_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 
 GENERATION = ["--n-samples-per-prompt", "8", "--rollout-max-response-len", "8"]
 RUNNABLE = ["--reasoning-gym-task", "chain_sum", "--rm-type", "reasoning_gym", *GENERATION]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.cli import parse_or_exit
-from miles_async.config.load import load_config, read_yaml
+from miles_async.config.load import load_config
 from miles_async.rollout.contract import flat_args
+from tests.configuration import read_yaml
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -199,7 +199,8 @@ def test_a_configuration_fits_and_prints_the_plan_of_the_documentation(
         config = load_config(["--config", str(ROOT / "configs" / file), *flags, *saving], entry="train_async.py")
         plan = memory_plan(config)
         assert plan is not None
-        assert plan.fits
+        assert plan.learner_fits
+        assert plan.engine_fits
         assert config.learner.ranks + config.engine.rollout_num_gpus == gpus
         printed = table(config, "train_async.py")
         assert printed.endswith(memory_table(plan, "bf16"))

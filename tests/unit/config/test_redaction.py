@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from miles_async.config.flags import Assignment
-from miles_async.config.load import build, read_yaml, translation_table
+from miles_async.config.load import translation_table
 from miles_async.config.redaction import REDACTED, is_secret, redact_text, redacted_values
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.observability.console.logging import configure_logging
 from miles_async.observability.run_folder import RunFolder
+from tests.configuration import build, read_yaml
 
 SECRETS = ("hunter2", "tok-123", "s3cr3t")
 

@@ -57,7 +57,8 @@ def test_the_suggested_layout_is_valid_and_fits(
     config = run_config(*suggested(capsys, *arguments), *SIZES, *JOB)
     plan = memory_plan(config)
     assert plan is not None
-    assert plan.fits
+    assert plan.learner_fits
+    assert plan.engine_fits
     assert config.learner.ranks + config.engine.rollout_num_gpus == gpus
     assert [one for one in problems(config, "train_async.py") if "hf_checkpoint" not in one] == []
 

@@ -10,7 +10,6 @@ import pytest
 
 from miles_async.config.checks import notes, problems
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import build, read_yaml
 from miles_async.config.server_args import known_arguments
 from miles_async.config.untested import (
     UNTESTED,
@@ -23,7 +22,7 @@ from miles_async.observability.page.status import status
 from miles_async.observability.run_folder import RunFolder
 from miles_async.observability.summary import summarize, summary_text
 from miles_async.observability.view import RunView
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 from tests.unit.example_events import RUN
 from workers.driver import run_started
 from workers.specs import engine_spec

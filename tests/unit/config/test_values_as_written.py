@@ -13,11 +13,10 @@ import yaml
 
 from miles_async.config.checks import problems
 from miles_async.config.fields import SETTINGS
-from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
 from miles_async.config.yaml_text import YAMLError, dump_yaml, parse_yaml
 from miles_async.errors import UserError
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 
 A_NUMBER = "input should be a number"
 AN_INTEGER = "input should be a valid integer"

@@ -20,7 +20,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from miles_async.adapters.system.network_ports import free_port
-from miles_async.config.load import build, read_yaml
 from miles_async.config.schema import RunConfig
 from miles_async.errors import UserError
 from miles_async.events import (
@@ -54,7 +53,7 @@ from miles_async.observability.summary import summarize, summary_text, write_sum
 from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import read_events
 from miles_async.observability.view import RunView
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 from tests.unit import example_events
 from tests.waiting import PATIENCE_SECONDS
 from workers.driver import REFUSED, drive

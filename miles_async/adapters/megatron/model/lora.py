@@ -333,7 +333,7 @@ def _attach(
 
 def _linear_layers(layer: Any, settings: Learner) -> Iterator[tuple[Any, list[Linear]]]:
     """The modules of a decoder layer that are linear layers. Each holds one, or one of each expert on this rank."""
-    adapts_experts = not {*settings.lora_modules}.isdisjoint(FEED_FORWARD)
+    adapts_experts = not {*settings.lora_targets.modules}.isdisjoint(FEED_FORWARD)
     for path, module in layer.named_modules():
         name, of_expert = f"decoder.layers.{layer.layer_number - 1}.{path}", path.startswith("mlp.experts.")
         if of_expert and not adapts_experts:

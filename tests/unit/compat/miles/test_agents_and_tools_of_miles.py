@@ -19,7 +19,7 @@ from miles_async.adapters.sglang.generator import SamplingParams
 from miles_async.adapters.sglang.multi_turn import MultiTurnSampler
 from miles_async.compat.miles import agents, multi_turn
 from miles_async.compat.slime import http_utils
-from miles_async.config.load import read_yaml, write_config
+from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
 from miles_async.errors import TrajectoryError
 from miles_async.recording import differences
@@ -27,7 +27,7 @@ from miles_async.rollout.contract import flat_args
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.rollout.recordings import identity_of
 from miles_async.types import Group, Sample, SampleStatus
-from tests.configuration import run_config
+from tests.configuration import read_yaml, run_config
 from tests.unit.adapters.agents.test_agent_endpoint import TOOLS, ScriptedParser
 from tests.unit.byte_tokenizer import Bytes
 from tests.unit.compat.slime_names import forget, names_of_slime

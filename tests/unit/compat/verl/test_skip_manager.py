@@ -13,13 +13,12 @@ import pytest
 
 from miles_async.config.checks import notes
 from miles_async.config.flags import parse_flags
-from miles_async.config.load import build, read_yaml
 from miles_async.errors import UserError
 from miles_async.recording import Steps, choose_step, differences, feed_step
 from miles_async.rollout.recordings import identity_of, prompt_hash
 from miles_async.skip import BaseSkip, SkipAction, SkipContext, SkipManager, SkipManagerConfig, base, register_skip
 from miles_async.types import Group, Sample
-from tests.configuration import run_config
+from tests.configuration import build, read_yaml, run_config
 
 DOCS = Path(__file__).parents[4] / "docs" / "how-to" / "replay.md"
 

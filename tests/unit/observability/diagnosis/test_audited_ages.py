@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from miles_async.events import Event, GroupGenerated, LearnerRestored, PublishStarted, StepStarted
-from miles_async.observability.diagnosis.audit import Audit
+from tests.audit import Audit
 from tests.unit.example_events import PUBLISHED, RUN, moved
 
 GENERATED = GroupGenerated(

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from miles_async.errors import UserError
 from miles_async.events import Event, EventsMissing, EventsReceived, GroupMoved, QueueChanged, decode, encode
 from miles_async.observability.console.stall_report import stall_facts
-from miles_async.observability.diagnosis.audit import Audit
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.page.report import RunData
 from miles_async.observability.trace import event_log
@@ -22,6 +21,7 @@ from miles_async.observability.trace.event_log import EventLogWriter, read_event
 from miles_async.observability.trace.groups import by_state, life
 from miles_async.observability.view import RunView
 from miles_async.scheduling.ledger import LIVE
+from tests.audit import Audit
 from tests.configuration import run_config
 from tests.sim.world import World
 from tests.unit.example_events import RUN
