@@ -13,11 +13,12 @@ from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers,
 from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHER, LinearLayers
 from miles_async.models.text_part import text_config
 from miles_async.planning.families import ADAPTED
+from miles_async.scheduling.adapters import version_of
 
 _OTHER_LAYOUTS = ("moe_shared_expert_overlap", "moe_mlp_glu_interleave_size")
 """Settings of Megatron with which its layers exchange tokens, or order their rows, in another way."""
-_VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
-"""Names of folders that a run writes beside those of adapters."""
+_UNFINISHED = "unfinished"
+"""A folder that a run writes beside those of adapters and versions."""
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
@@ -125,7 +126,7 @@ def _several(config: RunConfig) -> Iterator[str]:
     if not config.learner.lora_rank:
         yield "adapters have no effect without LoRA: set lora_rank, for example to 32, or unset adapters"
     for name in names:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or _VERSION.fullmatch(name) or name == _UNFINISHED:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or version_of(name) is not None or name == _UNFINISHED:
             yield (
                 f"adapters: {name!r} cannot be the name of a folder of adapters: use letters, digits, - and _, begin "
                 "with a letter, and use neither v with a number nor unfinished"
