@@ -414,7 +414,13 @@ class SGLangGenerator:
         if self._adapters is None:
             yield {}
             return
-        version = self._adapters.begin(pin, adapter)
+        try:
+            version = self._adapters.begin(pin, adapter)
+        except KeyError:
+            raise TrajectoryError(
+                "a sample has lost the metadata that names its adapter: let the generate function keep the metadata of "
+                "the sample that it was given"
+            ) from None
         try:
             yield {"lora_path": name_of(version)}
         finally:
