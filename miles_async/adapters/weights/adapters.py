@@ -82,9 +82,10 @@ class AdapterSource:
         """Adapters with a staged version that changes the model. The first version of a new adapter changes nothing."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        """Remember the engines. Raises EngineLostError if one does not answer."""
-        if self._rank == 0:
-            for info in engines:
+        """Remember the engines. Raises EngineLostError if a new one does not answer."""
+        for info in engines:
+            # The loss of another engine must not keep a new one from joining.
+            if self._rank == 0 and self._engines.get(info.name) != info:
                 loaded_versions(info, timeout=self._timeout)
         self._engines = {info.name: info for info in engines}
         self._bases = {info: base for info, base in self._bases.items() if info in engines}
