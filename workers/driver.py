@@ -155,6 +155,7 @@ async def _drive(
             reason = redact_text(str(error)) or type(error).__name__
             raise
         finally:
+            folder.remove_weights()
             subscribers.emit(RunEnded(time=time.time(), reason=reason))
     return DONE
 

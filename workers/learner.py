@@ -28,6 +28,7 @@ from miles_async.config.schema import RunConfig
 from miles_async.config.untested import loaded_by_name
 from miles_async.config.user_functions import install_guests
 from miles_async.observability.console.logging import configure_logging, configure_worker_logging
+from miles_async.observability.run_folder import RunFolder
 from miles_async.rollout.contract import flat_args
 from miles_async.scheduling.lineage import Lineage
 from miles_async.types import LearnerProgress, SendOutcome, StepReport
@@ -69,7 +70,7 @@ class LearnerRank:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._folder = folder
+        self._folder = RunFolder(folder)
         self._log = structlog.get_logger(__name__).bind(learner_rank=rank)
         _pin_to_cpus(config.learner.learner_cpus, rank, world_size)
         threads = config.learner.learner_threads or len(os.sched_getaffinity(0))
@@ -202,7 +203,7 @@ class LearnerRank:
             from miles_async.adapters.weights.adapters import AdapterSource
 
             self._source = AdapterSource(
-                self._folder / "adapters",
+                self._folder.adapters,
                 self._learner.adapter_config,
                 self._config.weights,
                 rank=self._rank,
@@ -217,7 +218,7 @@ class LearnerRank:
             named = await self._run(self._model_thread, lambda: describe(self._learner.engine_weights()))
             self._source = WeightSource(
                 named,
-                self._folder / "weights",
+                self._folder.weights,
                 self._config.weights,
                 rank=self._rank,
                 sources=self._world_size,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from miles_async.config.generation import bounds_of, schedule_of
+from miles_async.config.generation import adapter_versions_of, bounds_of, schedule_of
+from miles_async.config.memory import adapter_elements
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
 from miles_async.scheduling.bounds import Schedule
@@ -17,6 +18,8 @@ WRITES = 2
 """How often SQLite writes what is stored: to its log, and to the file."""
 PARAMETER_BYTES = 14
 """Bytes of a parameter in a checkpoint: its value in 16 and in 32 bits, and two moments of Adam in 32 bits."""
+ADAPTER_BYTES = 4
+"""Bytes of an element of an adapter in the folder of a version, in 32 bits."""
 OTHER_PROCESSES = 3
 """Processes that write logs besides engines and learner ranks: driver, rollout worker and router."""
 LOG_FILES = 4
@@ -33,6 +36,8 @@ class DiskSpace(NamedTuple):
     written: int
     """What the whole run writes to the store."""
     logs: int
+    adapters: int
+    """The versions of adapters that engines may load; 0 without adapters, or if the model is not known."""
     checkpoint: int | None
     """One checkpoint, about; None if the size of the model is not known."""
 
@@ -48,13 +53,17 @@ def disk_space(config: RunConfig, entry: str) -> DiskSpace:
     waiting = bounds.adapters * (
         bounds.room if schedule_of(config, entry) is Schedule.FULLY_ASYNC else bounds.generation_batch
     )
+    versions = adapter_versions_of(config)
     processes = config.engine.count + learner.ranks + OTHER_PROCESSES
     return DiskSpace(
         events=min(settings.event_log_max_bytes, all_groups * EVENT_BYTES + 2 * settings.event_log_rotate_bytes),
         store=group * min(all_groups, waiting + bounds.publish_groups + uncovered),
         written=WRITES * group * all_groups,
         logs=processes * LOG_FILES * settings.log_rotate_bytes,
-        checkpoint=_parameters(config) * PARAMETER_BYTES or None,
+        adapters=0
+        if versions is None
+        else versions.capacity * ADAPTER_BYTES * (adapter_elements(config, in_files=True) or 0),
+        checkpoint=_trained_parameters(config) * PARAMETER_BYTES or None,
     )
 
 
@@ -64,8 +73,10 @@ def checkpoints_written(config: RunConfig) -> int:
     return -(-rollouts // (config.learner.save_interval or rollouts))
 
 
-def _parameters(config: RunConfig) -> int:
-    """Return about how many parameters the model has; 0 if its dimensions are not known."""
+def _trained_parameters(config: RunConfig) -> int:
+    """Return about how many parameters a checkpoint has; 0 if the dimensions of the model are not known."""
+    if config.learner.lora_rank:
+        return len(config.data.adapter_weights) * (adapter_elements(config) or 0)
     if (shape := shape_of(config.model)) is None:
         return 0
     attention = 2 * shape.hidden * shape.head_width * (shape.heads + shape.query_groups)

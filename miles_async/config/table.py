@@ -94,13 +94,14 @@ def _lines(rows: list[TableRow]) -> str:
 
 def _disk_rows(config: RunConfig, entry: str) -> list[TableRow]:
     space, learner = disk_space(config, entry), config.learner
-    run = space.events + space.store + space.logs
+    run = space.events + space.store + space.logs + space.adapters
+    adapters = f", adapters {_size(space.adapters)}" if space.adapters else ""
     rows: list[TableRow] = [
         (
             "disk",
             _size(run),
             f"at most: event log {_size(space.events)}, run store {_size(space.store)} (writes "
-            f"{_size(space.written)} in all), logs {_size(space.logs)}",
+            f"{_size(space.written)} in all), logs {_size(space.logs)}{adapters}",
         )
     ]
     if learner.save is not None and space.checkpoint is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +14,7 @@ from miles_async.config.load import write_config
 from miles_async.config.schema import RunConfig
 from miles_async.config.schema.observability import LATEST_LINK
 from miles_async.errors import UserError
+from miles_async.scheduling.adapters import version_of
 
 DRIVER_LOG = "driver.jsonl"
 """Name of the driver's log file in the folder of the logs."""
@@ -54,8 +56,10 @@ class RunFolder:
     def reopen(self, config: RunConfig) -> None:
         """Prepare the folder of a run that did not end for a driver that continues it, with the settings `config`.
 
-        Raises UserError if the folder cannot be written.
+        Versions of adapters that are left in it are removed, because new engines would load them. Raises UserError if
+        the folder cannot be written.
         """
+        shutil.rmtree(self.adapters, ignore_errors=True)
         try:
             _set_aside(self.logs / "ray")
             write_config(config, self.path / "config.yaml")
@@ -64,6 +68,27 @@ class RunFolder:
             raise UserError(
                 f"the folder {self.path} of the run cannot be used ({error.strerror}): make it writable"
             ) from error
+
+    def remove_weights(self) -> None:
+        """Remove the weights that were written for the engines of a run that has ended.
+
+        The newest version of each adapter stays: the exported adapters of some models are not what engines load.
+        """
+        shutil.rmtree(self.weights, ignore_errors=True)
+        for folder in (self.adapters, *self.adapters.glob("*/")):
+            versions = {path: version for path in folder.glob("*/") if (version := version_of(path.name)) is not None}
+            for path in sorted(versions, key=versions.__getitem__)[:-1]:
+                shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def weights(self) -> Path:
+        """Weights for engines that load them from files, see `adapters/weights/transports/disk.py`."""
+        return self.path / "weights"
+
+    @property
+    def adapters(self) -> Path:
+        """Versions of adapters, see `adapters/weights/adapters.py`."""
+        return self.path / "adapters"
 
     @property
     def events(self) -> Path:

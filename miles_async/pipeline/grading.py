@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from miles_async.columns.column import SampleLimits
-from miles_async.errors import InfrastructureError
+from miles_async.errors import InfrastructureError, UserError
 from miles_async.events import GroupGenerated
 from miles_async.pipeline.lifecycle import sequence_of
 from miles_async.pipeline.run_state import RunState
@@ -66,8 +66,15 @@ class Grading:
         """Receives the groups that the filter rejects; None forgets them."""
 
     def check(self, group: Group) -> None:
-        """Raise TrajectoryError if a sample is not valid."""
+        """Raise TrajectoryError if a sample is not valid, and UserError if another adapter has sampled it."""
         check_group(group, self.limits, self.run_state.trainer_version)
+        if not (adapter := self.run_state.adapter_of(group)):
+            return
+        if others := [version for version in group.versions if self.run_state.owner_of(version) != adapter]:
+            raise UserError(
+                f"group {group.feed_index} trains adapter {adapter}, but version {others[0]}, which sampled it, is not "
+                "of this adapter: let the generate function sample with args.turns or args.agents, which name it"
+            )
 
     async def score(self, group: Group, stopping: Callable[[], bool]) -> None:
         """Score the samples. No further attempt begins once `stopping` returns True.

@@ -7,9 +7,24 @@ holds. A run may train several adapters. Each has its own versions.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+ADAPTER_PREFIX = "v"
+"""The beginning of the name of a version; its number follows."""
+
+
+def name_of(version: int) -> str:
+    """The name under which engines load a version, which is also that of its folder."""
+    return f"{ADAPTER_PREFIX}{version}"
+
+
+def version_of(name: str) -> int | None:
+    """The version that has this name; None if it is the name of something else."""
+    match = re.fullmatch(rf"{ADAPTER_PREFIX}(\d+)", name)
+    return int(match[1]) if match else None
 
 
 @dataclass(slots=True)

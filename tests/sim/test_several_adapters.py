@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import pytest
 
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError
+from miles_async.errors import FatalError, UserError
 from miles_async.events import GroupMoved, LearnerRestored, PublishEnded, StepStarted
 from miles_async.types import Group
 from tests.configuration import run_config
@@ -100,6 +101,21 @@ def test_an_adapter_that_is_never_finite_ends_the_run_although_others_are() -> N
         world.run()
     assert steps_of(world)["good"] > 0
     assert len(world.dead_letters.letters) == 3 * BATCH
+
+
+def test_requests_that_name_no_adapter_end_the_run() -> None:
+    """Engines answer them with the version that was announced last, whichever adapter it belongs to."""
+
+    class Newest(AdapterEngines):
+        def _sampled_by(self, born: int) -> Sequence[int]:
+            return (max(self._folder),)
+
+    config = config_of(4, {"one": 1.0, "two": 1.0}, max_weight_staleness=2)
+    world = AdapterWorld(config=config, latency=lambda group, rng: 1.0, engine_kind=Newest)
+    with pytest.raises(
+        UserError, match=r"trains adapter one, but version \d+, which sampled it, is not of this adapter"
+    ):
+        world.run()
 
 
 @pytest.mark.parametrize("seed", range(12))

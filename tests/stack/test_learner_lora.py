@@ -138,7 +138,7 @@ def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
     prompted = rank_batches(prompted_groups(0), settings, layout.ranks, share_prefixes=name not in ALONE.values())[rank]
     steps = rank_batches(uneven_groups(0), settings, layout.ranks)[rank]
     gradients = {batch: gradients_of(learner, one[0]) for batch, one in (("prompted", prompted), ("uneven", steps))}
-    learner.train(0, steps)
+    norm = torch.tensor(learner.train(0, steps).metrics["grad_norm"])
     trained = learner.adapter()
     # Every rank finds out whether a version changes the model.
     changed = {tensor_name for tensor_name, tensor in learner.engine_weights() if tensor.any()}
@@ -157,6 +157,7 @@ def learn(root: Path, name: str, rank: int, ports: tuple[int, int]) -> None:
             (trained, "trained"),
             (start, "start"),
             (resumed, "resumed"),
+            ({"norm": norm}, "norm"),
             *((v, k) for k, v in gradients.items()),
         ):
             save_file(tensors, out / f"{file}.safetensors")
@@ -207,6 +208,8 @@ class PlainExperts(torch.nn.Module):
 
 class Expected(NamedTuple):
     gradients: dict[str, Tensor]
+    norm: Tensor
+    """Of the gradient of all parameters."""
     merged: dict[str, Tensor]
     logprobs: list[list[float]]
     """Of the base model, of all responses of `uneven_groups`."""
@@ -261,12 +264,12 @@ def expected_of(root: Path, base: str) -> Expected:
         assert layer.a.grad is not None
         assert layer.b.grad is not None
         gradients |= zip(tensor_names(name), (layer.a.grad.clone(), layer.b.grad.clone()), strict=True)
-    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01).step()
     merged = {
         f"{name}.weight": (layer.weight + layer.scale * layer.b @ layer.a).detach() for name, layer in layers.items()
     }
-    return Expected(gradients, merged, of_base)
+    return Expected(gradients, norm, merged, of_base)
 
 
 def most_apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -318,6 +321,15 @@ def test_adapters_get_the_gradients_of_lora_in_plain_pytorch(
     gradients = load_file(runs / layout / "uneven.safetensors")
     assert most_apart(gradients, expected[LAYOUTS[layout].model].gradients) < 1e-5
     assert min(tensor.abs().max().item() for tensor in gradients.values()) > 1e-4, "all of them are large enough to see"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_norm_of_the_gradient_counts_each_parameter_of_the_adapters_once(
+    runs: Path, expected: dict[str, Expected], layout: str
+) -> None:
+    """Steps are clipped by it. The weights that no step changes do not count."""
+    [norm] = load_file(runs / layout / "norm.safetensors").values()
+    assert norm.item() == pytest.approx(expected[LAYOUTS[layout].model].norm.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -461,6 +473,20 @@ def test_dropout_acts_on_gradients_only(runs: Path, groups: list[Group]) -> None
     (logprobs, gradients), (same_logprobs, other_gradients) = found
     assert logprobs == same_logprobs
     assert most_apart(gradients, other_gradients) > 1e-3
+
+
+def test_dropout_does_not_move_engines_and_learner_apart(tiny: Path, groups: list[Group]) -> None:
+    """Engines sample without it, so log-probabilities of the policy before the step are compared without it."""
+    gaps = []
+    for fraction in (0.0, 0.5):
+        settings = run_config(lora_rank=4, lora_dropout=fraction)
+        [steps] = rank_batches(groups, settings, 1)
+        with learning(tiny, settings) as learner:
+            with torch.no_grad():
+                for parameter in learner._model.chunks[0].parameters():
+                    parameter.add_(0.05 if parameter.requires_grad else 0.0)
+            gaps.append(learner.train(0, steps).metrics["logprob_gap_mean"])
+    assert gaps[0] == pytest.approx(gaps[1], rel=1e-6)
 
 
 def test_an_exported_adapter_is_what_a_run_can_start_from(runs: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from miles_async.adapters.sglang.engine_weights import RankLayout, machine_id
 from miles_async.adapters.sglang.launch import EngineInfo
+from miles_async.adapters.weights import adapters as adapter_weights
 from miles_async.adapters.weights import engine as weights_engine
 from miles_async.adapters.weights import source as weights_source
 from miles_async.adapters.weights.adapters import AdapterSource
@@ -122,6 +124,26 @@ def test_an_engine_whose_layout_was_never_tried_loads_each_version_by_name(
     if by_name:
         with pytest.raises(EngineLostError, match=f"it writes into the engine's memory, but {by_name}"):
             source.connect([engine_on("here").info], {"e": "disk_delta"})
+
+
+def test_an_engine_that_never_answers_is_reported_with_the_time_that_it_had() -> None:
+    """As an engine whose scheduler hangs while it loads an adapter: its server still takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine = EngineInfo("e", f"http://127.0.0.1:{server.getsockname()[1]}", 0, 1)
+        with pytest.raises(EngineLostError, match=r":\d+/load_lora_adapter did not answer within 0\.1 s$"):
+            weights_engine.call_engine(engine, "/load_lora_adapter", {"lora_name": "v1"}, timeout=0.1)
+
+
+def test_an_engine_joins_a_run_that_trains_an_adapter_although_another_engine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(adapter_weights, "loaded_versions", lambda engine, **_: asked.append(engine.url))
+    source = AdapterSource(tmp_path, AdapterConfig(2, 1.0, ("o_proj",)), Weights(), rank=0, resident=3)
+    lost, joins, restarted = (EngineInfo(name, f"http://{url}", 0, 1) for name, url in ("ax", "by", "az"))
+    for engines in ([lost], [lost, joins], [restarted, joins]):
+        source.connect(engines, {})
+    assert asked == ["http://x", "http://y", "http://z"], "each of them once"
 
 
 def test_all_ranks_compare_the_same_versions_of_an_adapter_with_engines(tmp_path: Path) -> None:

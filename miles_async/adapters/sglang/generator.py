@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from miles_async.adapters.sglang.client import Decode, JsonClient, NoAnswerError, UnavailableError
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.permits import Permits
-from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX, EACH_SAMPLE, PACKED
+from miles_async.adapters.sglang.plugin import EACH_SAMPLE, PACKED
 from miles_async.adapters.sglang.response import extend
 from miles_async.columns.tokens import too_long
 from miles_async.errors import EngineLostError, PromptTooLongError, RouterLostError, TrajectoryError
@@ -33,7 +33,7 @@ from miles_async.events import RequestEnded
 from miles_async.identity import IdentityMap
 from miles_async.parsing import parse
 from miles_async.sample_schema import ScoredAnswer, decode_answers
-from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion
+from miles_async.scheduling.adapters import AdapterVersions, PinnedVersion, name_of
 from miles_async.token_values import TokenValues, array_of
 from miles_async.types import Group, Prompt, Sample, SampleStatus
 
@@ -414,9 +414,15 @@ class SGLangGenerator:
         if self._adapters is None:
             yield {}
             return
-        version = self._adapters.begin(pin, adapter)
         try:
-            yield {"lora_path": f"{ADAPTER_PREFIX}{version}"}
+            version = self._adapters.begin(pin, adapter)
+        except KeyError:
+            raise TrajectoryError(
+                "a sample has lost the metadata that names its adapter: let the generate function keep the metadata of "
+                "the sample that it was given"
+            ) from None
+        try:
+            yield {"lora_path": name_of(version)}
         finally:
             self._adapters.end(version, adapter)
 

@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from miles_async.scheduling.adapters import ADAPTER_PREFIX
+
 Scheduler = Any
 """`sglang.srt.managers.scheduler.Scheduler`, which takes seconds to import."""
 EACH_SAMPLE = "_"
 """The end of an abort's id that stands for all samples of a request: SGLang names them `{id}_0`, `{id}_1` and so on."""
 PACKED = "packed-"
 """The beginning of the id of a request whose log-probabilities are to be packed."""
-ADAPTER_PREFIX = "v"
-"""The beginning of the name of a LoRA adapter; its version follows."""
 HEALTH_CHECK = "HEALTH_CHECK"
 """The beginning of the id of a health check."""
 UNLOAD_POLL_SECONDS = 0.02

@@ -9,7 +9,6 @@ memory again, `send` verifies that it has restored the base model, and that it s
 from __future__ import annotations
 
 import math
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ import torch
 
 from miles_async.adapters.sglang.engine_weights import SAMPLE_BYTES
 from miles_async.adapters.sglang.launch import EngineInfo
-from miles_async.adapters.sglang.plugin import ADAPTER_PREFIX
 from miles_async.adapters.weights.engine import (
     EngineMemory,
     Region,
@@ -37,6 +35,7 @@ from miles_async.adapters.weights.staging import NamedTensors
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
 from miles_async.models.lora import TENSORS, AdapterConfig, read_checksum, write_adapter
+from miles_async.scheduling.adapters import name_of, version_of
 from miles_async.types import SendOutcome
 
 
@@ -83,9 +82,10 @@ class AdapterSource:
         """Adapters with a staged version that changes the model. The first version of a new adapter changes nothing."""
 
     def connect(self, engines: Sequence[EngineInfo], transports: Mapping[str, str]) -> None:
-        """Remember the engines. Raises EngineLostError if one does not answer."""
-        if self._rank == 0:
-            for info in engines:
+        """Remember the engines. Raises EngineLostError if a new one does not answer."""
+        for info in engines:
+            # The loss of another engine must not keep a new one from joining.
+            if self._rank == 0 and self._engines.get(info.name) != info:
                 loaded_versions(info, timeout=self._timeout)
         self._engines = {info.name: info for info in engines}
         self._bases = {info: base for info, base in self._bases.items() if info in engines}
@@ -108,13 +108,13 @@ class AdapterSource:
         kept = [old for old in _versions_in(folder) if old < version][1 - self._resident :]
         for old in _versions_in(folder):
             if old not in kept:
-                shutil.rmtree(folder / _name_of(old))
+                shutil.rmtree(folder / name_of(old))
         unfinished = self._folder / "unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         write_adapter(unfinished, *for_engines(tensors, self._config), base=None, hash_of_base=None)
         folder.mkdir(exist_ok=True)
-        unfinished.rename(folder / _name_of(version))
+        unfinished.rename(folder / name_of(version))
 
     def send(self, version: int, name: str, transport: str) -> SendOutcome:
         """Let an engine load all versions in the folder that it lacks, and drop the others.
@@ -132,7 +132,7 @@ class AdapterSource:
     def compare(self, name: str, logprobs: Sequence[float]) -> float:
         """See `WeightSource.compare`."""
         return compare_logprobs(
-            self._engines[name], logprobs, adapter=_name_of(max(self._versions())), timeout=self._timeout
+            self._engines[name], logprobs, adapter=name_of(max(self._versions())), timeout=self._timeout
         )
 
     def drop(self, name: str) -> None:
@@ -193,7 +193,7 @@ class AdapterSource:
     def _holds(self, engine: EngineInfo, version: int) -> bool:
         """Whether every rank of an engine holds what the file of a version contains."""
         written = read_checksum(self._path(version))
-        found = read_adapter_checksums(engine, _name_of(version), timeout=self._timeout)
+        found = read_adapter_checksums(engine, name_of(version), timeout=self._timeout)
         return all(one == written for one in found)
 
     def _unload(self, engine: EngineInfo, versions: set[int]) -> None:
@@ -201,15 +201,15 @@ class AdapterSource:
             self._call(engine, "/unload_lora_adapter", version)
 
     def _call(self, engine: EngineInfo, path: str, version: int, **body: str) -> None:
-        call_engine(engine, path, {"lora_name": _name_of(version), **body}, timeout=self._timeout)
+        call_engine(engine, path, {"lora_name": name_of(version), **body}, timeout=self._timeout)
 
     def _path(self, version: int) -> Path:
-        paths = (folder / _name_of(version) for folder in self._folders())
+        paths = (folder / name_of(version) for folder in self._folders())
         return next(path for path in paths if path.is_dir())
 
     def _folders(self) -> list[Path]:
         """The folder of each adapter."""
-        folders = [path for path in self._folder.glob("*") if path.is_dir() and _version_of(path.name) is None]
+        folders = [path for path in self._folder.glob("*") if path.is_dir() and version_of(path.name) is None]
         return [self._folder, *folders]
 
     def _versions(self) -> list[int]:
@@ -220,18 +220,9 @@ class AdapterSource:
 def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
     """The versions that an engine has loaded. Raises EngineLostError if it does not answer."""
     models = call_engine(engine, "/v1/models", timeout=timeout)["data"]
-    return {version for model in models if (version := _version_of(model["id"])) is not None}
+    return {version for model in models if (version := version_of(model["id"])) is not None}
 
 
 def _versions_in(folder: Path) -> list[int]:
     """The versions in the folder of an adapter, oldest first."""
-    return sorted(version for path in folder.glob("*") if (version := _version_of(path.name)) is not None)
-
-
-def _name_of(version: int) -> str:
-    return f"{ADAPTER_PREFIX}{version}"
-
-
-def _version_of(name: str) -> int | None:
-    match = re.fullmatch(rf"{ADAPTER_PREFIX}(\d+)", name)
-    return int(match[1]) if match else None
+    return sorted(version for path in folder.glob("*") if (version := version_of(path.name)) is not None)

@@ -199,6 +199,8 @@ def call_engine(
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(300).decode(errors="replace").split())
         raise EngineLostError(f"{engine.url}{path} answered {error.code}: {text}") from error
+    except TimeoutError as error:
+        raise EngineLostError(f"{engine.url}{path} did not answer within {timeout:g} s") from error
     except (OSError, HTTPException, json.JSONDecodeError) as error:
         # JSONDecodeError: an engine that dies while it answers leaves half of the JSON.
         raise EngineLostError(f"{engine.url}{path}: {error}") from error

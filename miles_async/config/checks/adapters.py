@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_async.config.generation import adapter_versions_of
+from miles_async.config.guest_flags import shown
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, linear_layers_of, shape_of
 from miles_async.config.schema import Learner, RunConfig
@@ -13,11 +15,14 @@ from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers,
 from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHER, LinearLayers
 from miles_async.models.text_part import text_config
 from miles_async.planning.families import ADAPTED
+from miles_async.scheduling.adapters import version_of
 
 _OTHER_LAYOUTS = ("moe_shared_expert_overlap", "moe_mlp_glu_interleave_size")
 """Settings of Megatron with which its layers exchange tokens, or order their rows, in another way."""
-_VERSION, _UNFINISHED = re.compile(r"v\d+"), "unfinished"
-"""Names of folders that a run writes beside those of adapters."""
+_BACKEND_OF_EXPERTS = "triton"
+"""See `adapters/sglang/launch.py`."""
+_UNFINISHED = "unfinished"
+"""A folder that a run writes beside those of adapters and versions."""
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:
@@ -34,17 +39,12 @@ def _adapters(config: RunConfig) -> Iterator[str]:
             return
         yield f"lora_rank: config.json of {checkpoint} lacks dimensions of the model; copy the checkpoint again"
     yield from _loaded_together(learner, layers)
-    largest = config.engine.sglang_server_args.get("max_lora_rank")
-    if isinstance(largest, int) and largest < learner.lora_rank:
-        yield (
-            f"--sglang-max-lora-rank {largest} is below lora_rank {learner.lora_rank}, so engines would refuse the "
-            "adapter: remove it"
-        )
+    yield from _too_small_engines(config)
     base = None if checkpoint is None else Path(checkpoint).expanduser()
     if base is not None and not (base / "config.json").is_file():
         base = None
     if layers is not None and layers.experts:
-        yield from _experts(learner, layers, base)
+        yield from _experts(config, layers, base)
     elif layers is not None and learner.experts_shared_outer_loras:
         yield "experts_shared_outer_loras has no effect, because the model has no experts: unset it"
     if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
@@ -89,8 +89,28 @@ def _loaded_together(learner: Learner, layers: LinearLayers | None) -> Iterator[
         )
 
 
-def _experts(learner: Learner, layers: LinearLayers, checkpoint: Path | None) -> Iterator[str]:
+def _too_small_engines(config: RunConfig) -> Iterator[str]:
+    """Arguments of SGLang that are refused in any case; others need `allow_untested` (`adapter_arguments.py`)."""
+    if "lora" not in config.engine.allow_untested:
+        return
+    versions = adapter_versions_of(config)
+    assert versions is not None, "the run trains an adapter"
+    # SGLang counts the model without an adapter, too.
+    most = versions.capacity + 1
+    for name, needed in (
+        ("max_lora_rank", config.learner.lora_rank),
+        ("max_loras_per_batch", most),
+        ("max_loaded_loras", most),
+    ):
+        given = config.engine.sglang_server_args.get(name)
+        if isinstance(given, int) and given < needed:
+            flag = shown(f"sglang_{name}")
+            yield f"{flag} {given} is too small for the adapters of the run, which need {needed}: remove it"
+
+
+def _experts(config: RunConfig, layers: LinearLayers, checkpoint: Path | None) -> Iterator[str]:
     """What is refused of a model with experts. `checkpoint` is its folder; None if it is read when the run starts."""
+    learner = config.learner
     chosen = {path for paths in learner.lora_targets.by_layer(layers) for path in paths}
     others = [name for name in FEED_FORWARD if f"{EXPERTS}.{name}" not in chosen]
     if others and len(others) < len(FEED_FORWARD):
@@ -102,6 +122,12 @@ def _experts(learner: Learner, layers: LinearLayers, checkpoint: Path | None) ->
         yield "experts_shared_outer_loras has no effect, because lora_target_modules leaves out experts: unset it"
     if learner.lora_dropout and not others:
         yield "lora_dropout: PEFT loads no adapters of experts with dropout; set it to 0"
+    backend = config.engine.sglang_server_args.get("moe_runner_backend", _BACKEND_OF_EXPERTS)
+    if backend != _BACKEND_OF_EXPERTS and not others:
+        yield (
+            f"--sglang-moe-runner-backend {backend} may leave out the adapters of experts without an error: remove it, "
+            f"and engines use {_BACKEND_OF_EXPERTS}"
+        )
     if checkpoint is None or others:
         return
     if foreign := expert_layers(checkpoint) - {*FEED_FORWARD}:
@@ -125,7 +151,7 @@ def _several(config: RunConfig) -> Iterator[str]:
     if not config.learner.lora_rank:
         yield "adapters have no effect without LoRA: set lora_rank, for example to 32, or unset adapters"
     for name in names:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or _VERSION.fullmatch(name) or name == _UNFINISHED:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or version_of(name) is not None or name == _UNFINISHED:
             yield (
                 f"adapters: {name!r} cannot be the name of a folder of adapters: use letters, digits, - and _, begin "
                 "with a letter, and use neither v with a number nor unfinished"

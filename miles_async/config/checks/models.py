@@ -210,7 +210,8 @@ def _may_export_to(folder: Path, config: RunConfig) -> bool:
     """Whether the export after any rollout is written to `folder`: a run that is stopped may export after each."""
     rollouts = {0, *map(int, re.findall(r"\d+", str(folder)))}
     written = (config.learner.export_folder(n) for n in rollouts if n < config.rollout.num_rollout)
-    return any(export is not None and export.resolve() == folder for export in written)
+    adapters = config.data.adapter_weights
+    return any(export is not None and (export / one).resolve() == folder for export in written for one in adapters)
 
 
 def _recomputation(config: RunConfig) -> Iterator[str]:

@@ -432,6 +432,14 @@ def test_exports_may_overwrite_neither_each_other_nor_the_initial_checkpoint(tmp
     assert "would overwrite hf_checkpoint" in refusals(**own)[0]
 
 
+def test_an_export_of_several_adapters_cannot_replace_the_one_that_they_start_from(tmp_path: Path) -> None:
+    datasets = {name: {"prompt_data": "a.jsonl", "adapter": name} for name in ("one", "two")}
+    several = {"lora_rank": 4, "adapters": {"one": {}, "two": {}}, "datasets": datasets, "save_hf": str(tmp_path)}
+    sentence = f"save_hf {tmp_path} would overwrite lora_load: set save_hf to a different folder"
+    assert sentence in refusals(**several, lora_load=str(tmp_path / "two"))
+    assert sentence not in refusals(**several, lora_load=str(tmp_path / "three"))
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [

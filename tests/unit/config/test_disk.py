@@ -53,3 +53,24 @@ def test_the_table_names_the_space_of_checkpoints_only_if_there_are_some() -> No
     assert "disk" in rows()
     assert "save" not in rows()
     assert rows(save="saved")[-2:] == ["disk", "save"]
+
+
+def test_a_run_that_trains_adapters_stores_these_alone() -> None:
+    several = {
+        "adapters": {"one": {}, "two": {}},
+        "datasets": {name: {"prompt_data": "a.jsonl", "adapter": name} for name in ("one", "two")},
+    }
+    settings = LARGE | {"max_weight_staleness": 1, "save": "saved"}
+    whole, one, two = (
+        disk_space(run_config(**settings | further), "train_async.py")
+        for further in ({}, {"lora_rank": 4}, {"lora_rank": 4, **several})
+    )
+    assert whole.adapters == 0
+    assert whole.checkpoint is not None
+    assert one.checkpoint is not None
+    assert one.checkpoint < whole.checkpoint / 2
+    assert two.checkpoint == 2 * one.checkpoint
+    assert one.adapters == 3 * 4 * one.checkpoint / 14, "three versions in 32 bits"
+    assert two.adapters == 2 * one.adapters
+    rows = table(run_config(**settings, lora_rank=4), "train_async.py").splitlines()
+    assert any(row.startswith("disk") and ", adapters " in row for row in rows)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from miles_async.config.schema import RunConfig
 from miles_async.errors import FatalError
 from miles_async.events import RunEnded
+from miles_async.observability.run_folder import RunFolder
+from tests.configuration import run_config
 from workers import driver
 from workers.driver import StopRequest
 
@@ -111,6 +114,34 @@ async def test_subscribers_are_updated_while_the_run_starts(monkeypatch: pytest.
 
     subscribers: Any = EventSubscribers()
     await driver._guard(updated.wait(), driver._tick(subscribers))
+
+
+async def test_a_run_that_has_ended_keeps_only_the_newest_version_of_each_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What engines could load while it went on may be as large as the model, or several times an adapter."""
+    config = run_config(run_dir=str(tmp_path))
+    folder = RunFolder.create(config)
+
+    class Cluster:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def __aenter__(self) -> None:
+            for written in ("weights/source_0", "adapters/v9", "adapters/v10", "adapters/one/v8", "adapters/two/v7"):
+                (folder.path / written).mkdir(parents=True)
+            raise FatalError("the learner is lost")
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "workers.cluster", SimpleNamespace(Cluster=Cluster))
+    checked: Any = SimpleNamespace(beginning=SimpleNamespace(folder=None))
+    with pytest.raises(FatalError, match="the learner is lost"):
+        await driver._drive(config, [], folder, "train_async.py", checked, "model", 0)
+    left = {str(path.relative_to(folder.path)) for path in (folder.path / "adapters").rglob("v*")}
+    assert left == {"adapters/v10", "adapters/one/v8", "adapters/two/v7"}
+    assert not (folder.path / "weights").exists()
+    folder.reopen(config)
+    assert not (folder.path / "adapters").exists(), "engines of a continued run load only what it publishes"
 
 
 @pytest.mark.parametrize("is_connected", [True, False])

@@ -263,8 +263,10 @@ class MegatronLearner:
     def _values_of(self, step: TrainStep, *, is_one_of_several: bool) -> PreStepValues:
         reference = None if self._reference is None else self._logprobs(self._reference, step)
         needs_penalties = reference is not None and (self._critic is not None or self._normalizes_returns)
-        # The first step's own forward pass runs on the same weights, so a single step needs no separate pass.
-        needs_old = is_one_of_several or needs_penalties or self._functions.change_batches
+        # The first step's own forward pass runs on the same weights, so a single step needs no separate pass. With
+        # dropout, that pass computes other log-probabilities than the policy from which engines sample.
+        drops = self._settings.lora_dropout > 0
+        needs_old = is_one_of_several or needs_penalties or self._functions.change_batches or drops
         old = self._logprobs(self._model, step) if needs_old and not self._algorithm.use_rollout_logprobs else None
         if self._algorithm.use_rollout_logprobs:
             old = [to_device(batch.columns["rollout_log_probs"], self._device) for batch in step.micro_batches]

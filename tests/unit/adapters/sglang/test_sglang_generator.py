@@ -15,7 +15,8 @@ from miles_async.adapters.sglang import generator as sglang_generator
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
 from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.sglang.plugin import abort_samples
-from miles_async.errors import EngineLostError
+from miles_async.errors import EngineLostError, TrajectoryError
+from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.types import Group, Sample
 from tests.unit.byte_tokenizer import Bytes
 
@@ -49,6 +50,17 @@ async def test_the_engines_stop_working_on_a_request_that_was_cancelled() -> Non
         await generator.close()
         assert generator.requests.in_flight == 0
         assert group[0].tokens == [1]
+
+
+async def test_a_sample_that_has_lost_the_name_of_its_adapter_gets_no_other() -> None:
+    """Generate functions may create samples, or replace their metadata."""
+    adapters = AdapterVersions(1, ["math", "code"])
+    generator = SGLangGenerator(
+        "http://nowhere", Bytes(), SamplingParams(max_new_tokens=9), limit=lambda: 4, engines=list, adapters=adapters
+    )
+    with pytest.raises(TrajectoryError, match="lost the metadata that names its adapter: let the generate function"):
+        await generator.generate(Group([Sample(tokens=[1])]))
+    await generator.close()
 
 
 class SlowToEnd:
