@@ -1,4 +1,4 @@
-"""The rule of each key of verl; `translation.py` computes what the keys with the rule `Combined` mean together."""
+"""The rule of each key of verl. `translation.py` names the functions that combine the keys with the rule `Combined`."""
 
 from __future__ import annotations
 
