@@ -28,6 +28,7 @@ _ESTIMATORS = converts(
 )
 _COMPARED_AFTER_PENALTY = ("grpo", "reinforce_plus_plus_baseline")
 """Estimators of verl that compare the samples of a group after the KL penalty."""
+_AFTER_PENALTY = "miles_async.compat.verl.advantages.after_penalty"
 _MEANS_OVER_SAMPLES = ("gspo", "geo_mean", "sapo")
 """Losses of verl that do not read loss_agg_mode (`verl/trainer/ppo/core_algos.py`)."""
 
@@ -177,6 +178,7 @@ def divergence(keys: CombinedKeys) -> None:
     """The KL penalty on rewards and the KL loss, which share an estimator here."""
     on_key, coef_key, kind_key = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     loss_key, loss_kind_key = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_type"
+    estimator_key = "algorithm.adv_estimator"
     if keys.values.get(on_key) is not True:
         if on_key in keys.values:
             keys.set("algorithm.kl_coef", 0.0, on_key)
@@ -186,13 +188,11 @@ def divergence(keys: CombinedKeys) -> None:
         return
     keys.set("algorithm.kl_coef", keys.values.get(coef_key, 0.001), on_key, coef_key)
     keys.translator.follow(_ESTIMATORS, kind_key, keys.values.get(kind_key, "kl"))
-    if keys.values.get("algorithm.adv_estimator") in _COMPARED_AFTER_PENALTY:
-        keys.refuse(
-            f"{on_key} has a counterpart only with adv_estimator gae or reinforce_plus_plus, because verl compares "
-            "the rewards of a group less the KL divergence of each whole response: set it to false, and "
-            f"{loss_key} to true"
-        )
-    elif keys.values.get(loss_key) is True:
+    if keys.values.get(estimator_key) in _COMPARED_AFTER_PENALTY:
+        # The comparison waits for the learner, which knows the divergences.
+        keys.set("algorithm.custom_advantage_function_path", _AFTER_PENALTY, on_key, estimator_key)
+        keys.set("algorithm.rewards_normalization", False, on_key, estimator_key)
+    if keys.values.get(loss_key) is True:
         keys.translator.follow(_ESTIMATORS, loss_kind_key, keys.values.get(loss_kind_key, "low_var_kl"))
     else:
         keys.note(f"has no effect without {loss_key}", loss_kind_key)

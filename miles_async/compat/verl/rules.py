@@ -259,8 +259,8 @@ _ALGORITHM: Table = {
     "gamma": sets("algorithm.gamma"),
     "lam": sets("algorithm.lambd"),
     "use_kl_in_reward": Combined(
-        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; must be false with adv_estimator grpo and "
-        "reinforce_plus_plus_baseline"
+        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; with adv_estimator grpo and "
+        "reinforce_plus_plus_baseline also custom_advantage_function_path and rewards_normalization"
     ),
     "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
