@@ -52,13 +52,13 @@ def rank_advantages(members: Sequence[int], estimator: str, *, std: bool) -> Ten
     rewards = torch.from_numpy(packed.advantages)
     columns = AdvantageColumns(
         rewards=rewards,
-        old_logprobs=rewards,
+        old_logprobs=torch.tensor([one for i in members for one in DIVERGENCES[i]]),
         rollout_log_probs=rewards,
-        divergences=torch.tensor([one for i in members for one in DIVERGENCES[i]]),
-        reference_logprobs=None,
+        divergences=torch.zeros_like(rewards),
+        reference_logprobs=torch.zeros_like(rewards),
         values=None,
     )
-    args = SimpleNamespace(kl_coef=0.2, advantage_estimator=estimator, grpo_std_normalization=std)
+    args = SimpleNamespace(kl_coef=0.2, kl_penalty="k1", advantage_estimator=estimator, grpo_std_normalization=std)
     functions = LossFunctions(args, advantages=LossFunction("custom_advantage_function_path", FUNCTION))
     [(found, _)] = function_advantages(functions, [(SampleLayout(packed, torch.device("cpu")), columns)])
     return found

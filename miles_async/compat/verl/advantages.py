@@ -17,8 +17,9 @@ def after_penalty(args: Any, rollout_data: dict[str, Any]) -> None:
     """Compare the rewards of each group less the KL penalty of each whole response.
 
     `rewards_normalization` must be off, so that `rollout_data["rewards"]` are the rewards. The samples of a group may
-    be on several data-parallel ranks, which all must call this function. If a reward or a penalty is not finite,
-    advantages are NaN, so that the learner skips the step.
+    be on several data-parallel ranks, which all must call this function. `args.kl_penalty` is the estimator of the
+    divergence (`losses/policy.py`). If a reward or a penalty is not finite, advantages are NaN, so that the learner
+    skips the step.
     """
     # The driver loads this module, too, when it checks the configuration.
     import torch
@@ -26,8 +27,12 @@ def after_penalty(args: Any, rollout_data: dict[str, Any]) -> None:
 
     from miles_async.adapters.megatron.model.cpu import on_cpu
     from miles_async.adapters.megatron.model.process_groups import gather_over_data_parallel
+    from miles_async.losses.policy import kl_penalty
 
-    divergences = rollout_data["kl"]
+    # Without a penalty there may be no reference. Both are 0 where a token is not trained.
+    logprobs = rollout_data["log_probs"]
+    both = zip(logprobs, rollout_data["ref_log_probs"] or logprobs, strict=True)
+    divergences = [kl_penalty(old, reference, args.kl_penalty) for old, reference in both]
     columns = {
         "scores": [
             reward - args.kl_coef * float(one.sum())

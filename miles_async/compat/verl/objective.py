@@ -22,13 +22,12 @@ _MEANS = converts(
         _SUM_OVER_LONGEST: "constant",
     },
 )
-_ESTIMATORS = converts(
-    "algorithm.kl_loss_type",
-    {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"},
-)
+_DIVERGENCES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+_ESTIMATORS = converts("algorithm.kl_loss_type", _DIVERGENCES)
 _COMPARED_AFTER_PENALTY = ("grpo", "reinforce_plus_plus_baseline")
 """Estimators of verl that compare the samples of a group after the KL penalty."""
 _AFTER_PENALTY = "miles_async.compat.verl.advantages.after_penalty"
+_ESTIMATORS_BEFORE_COMPARISON = converts("rollout.custom_args.kl_penalty", _DIVERGENCES)
 _MEANS_OVER_SAMPLES = ("gspo", "geo_mean", "sapo")
 """Losses of verl that do not read loss_agg_mode (`verl/trainer/ppo/core_algos.py`)."""
 
@@ -175,7 +174,7 @@ def _rejection(keys: CombinedKeys, prefix: str) -> None:
 
 
 def divergence(keys: CombinedKeys) -> None:
-    """The KL penalty on rewards and the KL loss, which share an estimator here."""
+    """The KL penalty on rewards and the KL loss, which share an estimator here unless rewards are compared."""
     on_key, coef_key, kind_key = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     loss_key, loss_kind_key = f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_type"
     estimator_key = "algorithm.adv_estimator"
@@ -187,8 +186,10 @@ def divergence(keys: CombinedKeys) -> None:
             keys.translator.follow(_ESTIMATORS, loss_kind_key, keys.values[loss_kind_key])
         return
     keys.set("algorithm.kl_coef", keys.values.get(coef_key, 0.001), on_key, coef_key)
-    keys.translator.follow(_ESTIMATORS, kind_key, keys.values.get(kind_key, "kl"))
-    if keys.values.get(estimator_key) in _COMPARED_AFTER_PENALTY:
+    compares = keys.values.get(estimator_key) in _COMPARED_AFTER_PENALTY
+    rule = _ESTIMATORS_BEFORE_COMPARISON if compares else _ESTIMATORS
+    keys.translator.follow(rule, kind_key, keys.values.get(kind_key, "kl"))
+    if compares:
         # The comparison waits for the learner, which knows the divergences.
         keys.set("algorithm.custom_advantage_function_path", _AFTER_PENALTY, on_key, estimator_key)
         keys.set("algorithm.rewards_normalization", False, on_key, estimator_key)

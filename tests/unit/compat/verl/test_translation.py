@@ -277,7 +277,9 @@ def test_rewards_are_compared_after_a_kl_penalty_on_them(estimator: str) -> None
     function = "custom_advantage_function_path"
     found = settings({"algorithm.adv_estimator": estimator, PENALTY: True})
     assert found[function] == "miles_async.compat.verl.advantages.after_penalty"
-    assert (found["rewards_normalization"], found["kl_coef"]) == (False, 0.001)
+    assert (found["rewards_normalization"], found["kl_coef"], found["kl_penalty"]) == (False, 0.001, "k1")
+    both = settings({"algorithm.adv_estimator": estimator, PENALTY: True, "actor_rollout_ref.actor.use_kl_loss": True})
+    assert (both["kl_penalty"], both["kl_loss_type"]) == ("k1", "low_var_kl")
     assert function not in settings({"algorithm.adv_estimator": estimator, PENALTY: False})
     assert function not in settings({"algorithm.adv_estimator": "reinforce_plus_plus", PENALTY: True})
 
