@@ -56,6 +56,8 @@ class PackedBatch:
     sequence_weights: NDArray[np.float32]
     """[n] factor of each sequence's tokens in the loss's sum over tokens; 0 in a supervised batch. All ones give the
     mean over the step's tokens."""
+    sequence_groups: NDArray[np.int64]
+    """[n] number of each sequence's group in the drained batch; 0 in a supervised batch."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The entries of the m trained tokens in each column of the samples that the learner gets (`Column.packed`):
     `rollout_log_probs`, `spans`, `sampling_mask` if the samples have one, and those of plug-ins."""
@@ -310,6 +312,7 @@ def pack_samples(
         sequence_advantages=np.array([one.advantage for one in scored], np.float32),
         sequence_rewards=np.array([one.reward for one in scored], np.float32),
         sequence_weights=np.array([one.loss_weight for one in scored], np.float32),
+        sequence_groups=np.array([one.group for one in scored], np.int64),
         columns={name: _packed_column(name, scored, positions) for name in columns},
         padding=padding_tokens,
         shared=common_prefixes(sequences) if share_prefixes else None,
@@ -381,6 +384,7 @@ def pack_sequences(
         sequence_advantages=np.zeros(len(lengths), np.float32),
         sequence_rewards=np.zeros(len(lengths), np.float32),
         sequence_weights=np.zeros(len(lengths), np.float32),
+        sequence_groups=np.zeros(len(lengths), np.int64),
         padding=padding_tokens,
     )
 

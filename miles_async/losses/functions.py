@@ -136,6 +136,8 @@ class SampleLayout:
         spans = list(zip(begin.tolist(), end.tolist(), strict=True))
         self.tokens = [self._tensor(batch.tokens[start:stop]) for start, stop in spans]
         """[n] ids of each sample, prompt and response."""
+        self.groups: list[int] = batch.sequence_groups[present].tolist()
+        """[n] number of the group of each sample in the batch."""
         self.rows: NDArray[np.int64] = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in spans)])
         """[sum(total_lengths)] indices of all these tokens in the micro-batch."""
 
@@ -374,11 +376,12 @@ def postprocess(
 
 
 def _rollout_data(batch: Sequence[Micro]) -> dict[str, Any]:
-    """The samples of all micro-batches by slime's names."""
+    """The samples of all micro-batches by slime's names. Only `groups` is a name of this project."""
     data: dict[str, Any] = {
         "tokens": [tokens for layout, _ in batch for tokens in layout.tokens],
         "total_lengths": [length for layout, _ in batch for length in layout.total_lengths],
         "response_lengths": [length for layout, _ in batch for length in layout.response_lengths],
+        "groups": [group for layout, _ in batch for group in layout.groups],
         "rewards": [reward for layout, one in batch for reward in layout.of_samples(one.rewards).tolist()],
         "loss_masks": _lists(batch, lambda one: torch.ones_like(one.rewards)),
         "log_probs": _lists(batch, lambda one: one.old_logprobs),

@@ -57,6 +57,8 @@ class Reward(Plugin):
     """The reward compares the response with the label of its row, so that every row needs one."""
     reads_box: ClassVar[bool] = False
     """The reward takes the content of a box for one formula, so the prefix `boxed_` keeps the box around it."""
+    reads_around_box: ClassVar[bool] = False
+    """The reward needs the text around a box, too, so that the prefix `boxed_` would make every response wrong."""
     reads: ClassVar[Sequence[str]] = ()
     """Names of settings that the reward reads besides its own. Confined processes get no other settings, because
     settings can hold keys."""
@@ -150,6 +152,11 @@ def complaints(name: str | None, config: RunConfig, *, of_row: bool = False) -> 
         return
     if lacks is not None:
         yield f"rm_type {name.removeprefix(BOXED)} {lacks}"
+    if name.startswith(BOXED) and reward.reads_around_box:
+        yield (
+            f"rm_type {name} would give every response the reward of a wrong one, because {reward.name} looks for the "
+            f"end of the reasoning, which is outside the box: set {reward.name}, which reads the box, too"
+        )
 
 
 def usable_reward(name: str | None) -> Reward | None:

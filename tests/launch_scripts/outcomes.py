@@ -65,7 +65,6 @@ REASONS_OF_VERL: Mapping[str, str] = {
     "endless responses": "a response ends with the token",
     "shortest response": "responses may end at any token",
     "activations": "activations stay on the GPU",
-    "KL penalty on compared rewards": "has a counterpart only with adv_estimator gae",
     "untried engines": "nobody has tried --sglang",
     "small step": "is too small for",
 }

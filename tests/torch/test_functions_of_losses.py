@@ -53,7 +53,7 @@ def batch() -> PackedBatch:
                rollout_log_probs=[-1.0] * len(mask))
         for mask in MASKS
     ]  # fmt: skip
-    scored = [ScoredSample(sample, 0, i, float(i + 1)) for i, sample in enumerate(samples)]
+    scored = [ScoredSample(sample, i // 2, i, float(i + 1)) for i, sample in enumerate(samples)]
     return pack_samples(scored, trained_columns(samples))
 
 

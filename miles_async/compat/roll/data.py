@@ -405,6 +405,22 @@ def _domain(keys: CombinedKeys, key: str, file: str, domain_of: Mapping[str, str
     return str(found.pop())
 
 
+def check_sampling(keys: CombinedKeys, section: str, sampling: Mapping[str, Any]) -> None:
+    """Refuse a sampling beside that of the training which ends responses at other strings, or has a penalty."""
+    ends = keys.translator.translation.get("rollout.rollout_stop")
+    strings, of_training = sampling.get("stop_strings") or [], (None if ends is None else ends.value) or []
+    if strings != of_training:
+        keys.refuse(
+            f"{section}.stop_strings {strings!r:.80} are not the {of_training!r:.80} at which the responses of the "
+            "training end: set both to the same strings, because all responses of a run end at rollout_stop"
+        )
+    if (penalty := sampling.get("repetition_penalty")) not in (1, None):
+        keys.refuse(
+            f"{section}.repetition_penalty {penalty!r:.80} has no counterpart, because engines sample from the "
+            "probabilities of the model: set it to 1"
+        )
+
+
 def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None], domain_of: Mapping[str, str]) -> None:
     """The data sets of `validation`. With several domains, each file has the reward of the domain of its rows."""
     validation = keys.section("validation")
@@ -414,6 +430,8 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None], domain_of: M
         return
     key = "validation.data_args.file_name"
     datasets = {}
+    if data.get("file_name") is not None:
+        check_sampling(keys, "validation.generating_args", sampling)
     for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key):
         domain = _domain(keys, key, file, domain_of) if len(kinds) > 1 else next(iter(kinds), None)
         if domain is not None and domain not in kinds:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_async.adapters.environments.server import Roll
-from miles_async.compat.roll.data import evaluates, trained_tags, trains_agents, trains_steps, whole_number_in
+from miles_async.compat.roll.data import (
+    check_sampling,
+    evaluates,
+    trained_tags,
+    trains_agents,
+    trains_steps,
+    whole_number_in,
+)
 from miles_async.config.combined_keys import CombinedKeys
 
 _TRAIN, _EVAL = "train_env_manager", "val_env_manager"
@@ -38,6 +45,11 @@ def environments(keys: CombinedKeys) -> None:
     for name in _SAMPLING:
         if name in sampling:
             keys.set(f"rollout.rollout_{name}", sampling[name], _TRAIN)
+    if "stop_strings" in sampling:
+        keys.set("rollout.rollout_stop", sampling["stop_strings"], _TRAIN)
+    for manager, own in ((_TRAIN, sampling), (_EVAL, eval_sampling if evaluated else {})):
+        if own:
+            check_sampling(keys, f"{manager}.generating_args", own)
     longest = "actor_infer.generating_args.max_new_tokens" if shared else _TRAIN
     limit = keys.whole_number(longest) if shared else whole_number_in(keys, sampling, _TRAIN, "max_new_tokens")
     keys.set("data.environment_settings", {"tags": tags, "max_new_tokens": limit}, f"custom_envs {longest}")

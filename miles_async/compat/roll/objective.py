@@ -111,6 +111,11 @@ def _norms(keys: CombinedKeys) -> dict[str, str | None]:
             "norm_std_type": over if method in ("mean_std", "asym_clip") else None,
         }
         norms = {name: over if found.get(name) == "group" else found.get(name) or derived[name] for name in names}
+        if over == "group" and norms["norm_std_type"] == "batch" and keys.size("rollout.n_samples_per_prompt") == 1:
+            keys.refuse(
+                "reward_normalization.norm_std_type batch has no counterpart for groups of one trajectory, to which "
+                "ROLL gives no advantage: set grouping to batch, or train_env_manager.group_size to 2 or more"
+            )
     elif keys.values.get("adv_estimator") == "grpo":
         keys.note("has no effect in ROLL either: grpo sets it to group", *names)
         norms = dict.fromkeys(names, "group")
@@ -208,7 +213,9 @@ def loss(keys: CombinedKeys) -> None:
     if _PG_WORKER not in str(keys.values.get(worker)):
         keys.note("has no effect: the learner computes the loss of policy_objective", worker)
         keys.note(f"has no effect in ROLL either, unless worker_cls is a class of {_PG_WORKER}", key, *weights)
-        if "importance_sampling" in keys.values:
+        if trains_agents(keys):
+            keys.note("has no effect in ROLL's agentic pipeline, which reads ratio_type", "importance_sampling")
+        elif "importance_sampling" in keys.values:
             rule = converts("algorithm.policy_objective", {"token": "ppo", "seq": "gspo"})
             keys.translator.follow(rule, "importance_sampling", keys.values["importance_sampling"])
         _clipping(keys)
@@ -267,7 +274,7 @@ def _clipping(keys: CombinedKeys) -> None:
         keys.note("has no effect: it is false", "use_pg_clip_range")
         if common is not None:
             keys.set("algorithm.eps_clip", common, "pg_clip")
-        elif keys.values.get("importance_sampling") == "seq":
+        elif keys.values.get("importance_sampling") == "seq" and not trains_agents(keys):
             # The default here would be that of the paper.
             keys.set("algorithm.eps_clip", _PG_CLIP, "importance_sampling")
     if keys.switch("dual_clip_loss"):

@@ -286,6 +286,9 @@ _ACTOR_INFER: Table = {
     "generating_args.top_k": sets("rollout.rollout_top_k"),
     "generating_args.temperature": sets("rollout.rollout_temperature"),
     "generating_args.stop_strings": sets("rollout.rollout_stop"),
+    "generating_args.repetition_penalty": Only(
+        (1, None), "engines sample from the probabilities of the model, set it to 1"
+    ),
     "generating_args.include_stop_str_in_output": Only(
         (True,), "responses keep the string that ends them, set it to true"
     ),

@@ -1,4 +1,4 @@
-"""The rule of each key of verl; `translation.py` computes what the keys with the rule `Combined` mean together."""
+"""The rule of each key of verl. `translation.py` names the functions that combine the keys with the rule `Combined`."""
 
 from __future__ import annotations
 
@@ -259,10 +259,12 @@ _ALGORITHM: Table = {
     "gamma": sets("algorithm.gamma"),
     "lam": sets("algorithm.lambd"),
     "use_kl_in_reward": Combined(
-        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; must be false with adv_estimator grpo and "
-        "reinforce_plus_plus_baseline"
+        "sets kl_coef: to 0 if it is false, otherwise to kl_ctrl.kl_coef; with adv_estimator grpo and "
+        "reinforce_plus_plus_baseline also custom_advantage_function_path and rewards_normalization"
     ),
-    "kl_penalty": Combined("sets kl_loss_type with use_kl_in_reward"),
+    "kl_penalty": Combined(
+        "sets kl_loss_type with use_kl_in_reward, or custom_args.kl_penalty if rewards are compared afterwards"
+    ),
     "kl_ctrl.kl_coef": Combined("sets kl_coef with use_kl_in_reward"),
     "kl_ctrl.type": Only(("fixed",), "kl_coef does not change: set it to fixed"),
     "filter_groups.enable": Combined("sets dynamic_sampling_filter_path, unless the run is fully asynchronous"),

@@ -30,6 +30,7 @@ class RollMath(_Mathematics):
     """
 
     name = "roll_math"
+    reads_around_box = True
 
 
 class Dapo(_Mathematics):
@@ -44,3 +45,4 @@ class Deepscaler(_Mathematics):
     """1 if the boxed answer after the reasoning equals one of the labels, and 0 otherwise."""
 
     name = "deepscaler"
+    reads_around_box = True

@@ -72,6 +72,18 @@ def test_agents_normalize_rewards_by_their_own_section(
     assert kinds == [mean, std]
 
 
+def test_a_group_of_one_trajectory_is_not_divided_by_the_deviation_of_the_batch() -> None:
+    def found(grouping: str, size: int) -> list[str]:
+        normalization = {"grouping": grouping, "method": "mean", "norm_std_type": "batch"}
+        manager = {"tags": ["Maze"], "group_size": size}
+        keys = {**AGENTS, "train_env_manager": manager, "reward_normalization": normalization}
+        return outcome(adv_estimator="reinforce", **keys).problems
+
+    [problem] = found("traj_group_id", 1)
+    assert problem.startswith("reward_normalization.norm_std_type batch has no counterpart for groups of one")
+    assert found("traj_group_id", 2) == found("batch", 1) == []
+
+
 def test_a_critic_estimates_advantages_with_gae() -> None:
     keys = {"gamma": 1, "lambd": 0.95, "whiten_advantages": True, "pretrain": "a", "reward_pretrain": "b"}
     assert algorithm(adv_estimator="gae", **keys) == {
@@ -267,6 +279,37 @@ def test_a_validation_set_is_evaluated_with_its_own_sampling() -> None:
     found = settings(validation=validation, eval_steps=20, actor_infer={"generating_args": {"temperature": 1.0}})
     evaluated = found["rollout.eval_datasets"]["aime"]
     assert [evaluated[name] for name in ("temperature", "top_p", "top_k")] == [0.95, 0.7, 50]
+
+
+STOPS = {"stop_strings": ["</code>"]}
+
+
+def test_an_evaluation_ends_its_responses_at_the_strings_of_the_training() -> None:
+    def found(sampling: dict[str, Any], of_training: dict[str, Any]) -> list[str]:
+        validation = {"data_args": {"file_name": ["data/aime.jsonl"]}, "generating_args": sampling}
+        return outcome(validation=validation, eval_steps=20, actor_infer={"generating_args": of_training}).problems
+
+    assert found(STOPS, STOPS) == found({}, {}) == found({"stop_strings": None}, {"stop_strings": None}) == []
+    [other] = found(STOPS, {})
+    assert other.startswith("validation.generating_args.stop_strings ['</code>'] are not the [] at which the responses")
+    [missing] = found({}, STOPS)
+    assert missing.startswith("validation.generating_args.stop_strings [] are not the ['</code>'] at which")
+
+
+def test_a_repetition_penalty_is_refused() -> None:
+    validation = {"data_args": {"file_name": ["data/aime.jsonl"]}, "generating_args": {"repetition_penalty": 1.1}}
+    [problem] = outcome(validation=validation).problems
+    assert problem.startswith("validation.generating_args.repetition_penalty 1.1 has no counterpart")
+    validation["generating_args"] = {"repetition_penalty": 1.0}
+    assert outcome(validation=validation, actor_infer={"generating_args": {"repetition_penalty": 1.0}}).problems == []
+    assert len(outcome(actor_infer={"generating_args": {"repetition_penalty": 1.1}}).problems) == 1
+
+
+def test_the_ratio_of_a_sequence_belongs_to_the_pipeline_rlvr() -> None:
+    assert algorithm(importance_sampling="seq")["policy_objective"] == "gspo"
+    found = outcome(**AGENTS, importance_sampling="seq")
+    assert "algorithm.policy_objective" not in found.translation
+    assert found.idle["importance_sampling"] == "has no effect in ROLL's agentic pipeline, which reads ratio_type"
 
 
 def test_agents_are_trained_whatever_samples_other_pipelines_leave_out() -> None:

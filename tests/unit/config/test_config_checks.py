@@ -508,6 +508,12 @@ def test_a_reward_names_the_setting_that_it_needs() -> None:
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 
 
+@pytest.mark.parametrize("name", ["roll_math", "deepscaler"])
+def test_a_reward_that_reads_the_reasoning_is_refused_with_the_prefix_boxed(name: str) -> None:
+    assert f"because {name} looks for the end of the reasoning" in refusal(rm_type=f"boxed_{name}")
+    assert refusals(rm_type=name) == []
+
+
 def test_the_reward_dapo_trains_on_its_score_unless_another_key_is_set() -> None:
     assert refusals(rm_type="dapo") == []
     assert config(rm_type="boxed_dapo").rollout.reward_key == "score"

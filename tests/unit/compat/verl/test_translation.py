@@ -273,10 +273,15 @@ def test_a_kl_penalty_on_rewards_is_that_of_verl_for_estimators_that_compare_no_
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus_baseline"])
-def test_a_kl_penalty_on_rewards_that_are_compared_afterwards_is_refused(estimator: str) -> None:
-    [problem] = problems({"algorithm.adv_estimator": estimator, PENALTY: True})
-    assert problem.startswith(f"{PENALTY} has a counterpart only with adv_estimator gae or reinforce_plus_plus")
-    assert problems({"algorithm.adv_estimator": estimator, PENALTY: False}) == []
+def test_rewards_are_compared_after_a_kl_penalty_on_them(estimator: str) -> None:
+    function = "custom_advantage_function_path"
+    found = settings({"algorithm.adv_estimator": estimator, PENALTY: True})
+    assert found[function] == "miles_async.compat.verl.advantages.after_penalty"
+    assert (found["rewards_normalization"], found["kl_coef"], found["kl_penalty"]) == (False, 0.001, "k1")
+    both = settings({"algorithm.adv_estimator": estimator, PENALTY: True, "actor_rollout_ref.actor.use_kl_loss": True})
+    assert (both["kl_penalty"], both["kl_loss_type"]) == ("k1", "low_var_kl")
+    assert function not in settings({"algorithm.adv_estimator": estimator, PENALTY: False})
+    assert function not in settings({"algorithm.adv_estimator": "reinforce_plus_plus", PENALTY: True})
 
 
 def test_the_kl_loss_and_the_kl_penalty_on_rewards_share_an_estimator() -> None:
