@@ -22,35 +22,30 @@ HARMLESS_AGE = 3
 _COMPARE_WHOLE_TEXTS = ("exact", "f1", "reasoning_gym")
 
 
-def _policy_notes(config: RunConfig, entry: str) -> Iterator[str]:
-    algorithm = config.algorithm
-    is_corrected = corrects(algorithm) or objective_of(algorithm).corrects
-    if (
-        algorithm.off_policy_correction is not None
-        and not is_corrected
-        and schedule_of(config, entry) is Schedule.FULLY_ASYNC
-    ):
-        yield (
-            "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
-            "does not show it because it compares only the trainer's own log-probabilities; set it to tis"
-        )
-
-
-def _old_samples(config: RunConfig, entry: str) -> Iterator[str]:
+def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
+    """What the loss makes of samples as old as the configuration lets them become."""
     algorithm, bounds = config.algorithm, bounds_of(config, entry)
     objective, correction = objective_of(algorithm), algorithm.off_policy_correction
+    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC or correction is None:
+        return
+    if not (corrects(algorithm) or objective.corrects or algorithm.use_rollout_logprobs):
+        yield (
+            "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
+            "does not show it because it compares only the trainer's own log-probabilities; the reward collapsed with "
+            "samples that were 3 versions old (docs/explanation/staleness.md): set it to tis"
+        )
+        return
     groups = min(bounds.generation_batch, bounds.room)
     age = groups / bounds.publish_groups
-    if schedule_of(config, entry) is not Schedule.FULLY_ASYNC or age <= HARMLESS_AGE:
+    if age <= HARMLESS_AGE:
         return
     cost, advice = "13 cost 0.01 to 0.03", ""
     if algorithm.use_rollout_logprobs:
         # The policy ratio, which is clipped, then corrects for the age too.
         cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
-    elif not (corrects(algorithm) or objective.corrects):
-        cost, advice = "with 13 the reward collapsed without a correction", "set off_policy_correction to tis, or "
     elif objective.ratio_of_sequence and correction != "sequence" and algorithm.custom_tis_function_path is None:
-        cost = f"with 13 the reward collapsed if tokens of {objective_name(algorithm)} had weights of their own"
+        name = objective_name(algorithm)
+        cost = f"with 12 the reward of {name} collapsed under off_policy_correction tis, and not under sequence"
         advice = "set off_policy_correction to sequence, or "
     yield (
         f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are trained; "
@@ -285,8 +280,7 @@ NOTES_ON_SCHEDULE = (
     _unused_over_sampling_filter,
     _unused_all_samples_function,
     _unused_skip,
-    _policy_notes,
-    _old_samples,
+    _stale_samples,
 )
 """These also get the entry script, which determines the schedule."""
 NOTES = (
