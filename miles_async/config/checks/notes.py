@@ -37,19 +37,25 @@ def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
         return
     groups = min(bounds.generation_batch, bounds.room)
     age = groups / bounds.publish_groups
+    old = f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are trained; "
+    weighted = algorithm.use_rollout_logprobs or algorithm.custom_tis_function_path is not None
+    if objective.ratio_of_sequence and correction != "sequence" and not weighted:
+        # The mean of the weights of a sequence's tokens is close to 1, however unlikely the sequence has become.
+        if age > 1:
+            yield (
+                f"{old}off_policy_correction {correction} hardly corrects for that with policy_objective "
+                f"{objective_name(algorithm)}, which has one ratio per sequence: 3 cost accuracy under tis, and with "
+                "12 the reward collapsed (docs/explanation/staleness.md): set off_policy_correction to sequence"
+            )
+        return
     if age <= HARMLESS_AGE:
         return
-    cost, advice = "13 cost 0.01 to 0.03", ""
+    cost = "13 cost 0.01 to 0.03"
     if algorithm.use_rollout_logprobs:
         # The policy ratio, which is clipped, then corrects for the age too.
         cost = "13 cost 0.07 with use_rollout_logprobs, and 0.01 with off_policy_correction decoupled instead"
-    elif objective.ratio_of_sequence and correction != "sequence" and algorithm.custom_tis_function_path is None:
-        name = objective_name(algorithm)
-        cost = f"with 12 the reward of {name} collapsed under off_policy_correction tis, and not under sequence"
-        advice = "set off_policy_correction to sequence, or "
     yield (
-        f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are trained; "
-        f"{HARMLESS_AGE} cost no visible accuracy, and {cost} (docs/explanation/staleness.md): {advice}lower "
+        f"{old}{HARMLESS_AGE} cost no visible accuracy, and {cost} (docs/explanation/staleness.md): lower "
         "over_sampling_batch_size unless the engines or tools need so many groups"
     )
 
