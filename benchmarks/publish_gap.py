@@ -20,14 +20,17 @@ the transport `memory`, in milliseconds, tokens per publish and nats:
 It writes benchmarks/results/kv-staleness.json.
 
 With `--adapter`, publishes of an adapter of this rank on all linear layers are compared with those of all weights over
-p2p. No engine pauses then. Rounds with and without publishes of the adapter alternate and last equally long, because a
-longer round has a longer longest gap. It writes benchmarks/results/adapter-gap.json.
+p2p. No engine pauses then. All requests have different prompts, as in training: an engine has no cached prefixes for a
+new version, and with equal prompts it would have them in the rounds without publishes alone. Rounds with and without
+publishes of the adapter alternate and last equally long, because a longer round has a longer longest gap. It writes
+benchmarks/results/adapter-gap.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -82,6 +85,8 @@ class Load:
     """How far weights move at a publish, in standard deviations of their tensor."""
     rank: int = 0
     """Of an adapter that is published in place of the weights."""
+    new_prompts: bool = False
+    """Whether all requests have different prompts, as in training. Otherwise the engine has cached the prefixes."""
 
 
 @dataclass
@@ -244,9 +249,9 @@ class Bench:
 
     async def _stream(self, session: aiohttp.ClientSession, k: int, over: asyncio.Event) -> None:
         """Send one request after the other, and note the seconds between any two tokens."""
-        prompt = [(3 * k + i) % 250 for i in range(self.load.prompt_tokens)]
-        request = {
-            "input_ids": prompt,
+        numbers = random.Random(k)
+        prompt = [numbers.randrange(250) for _ in range(self.load.prompt_tokens)]
+        request: dict[str, object] = {
             "sampling_params": {"max_new_tokens": self.load.new_tokens, "ignore_eos": True},
             "return_logprob": True,
             "stream": True,
@@ -254,6 +259,9 @@ class Bench:
         headers = {"content-type": "application/json", **authorization(self._router.spec.key)}
         while not over.is_set():
             last, answer = None, b""
+            if self.load.new_prompts:
+                prompt = [numbers.randrange(250) for _ in prompt]
+            request["input_ids"] = prompt
             url = f"{self._router.url}/generate"
             async with session.post(url, data=orjson.dumps(request), headers=headers) as response:
                 async for line in response.content:
@@ -319,6 +327,7 @@ def main() -> None:
     name, results, quiet = "publish-gap", {}, ("no publishes", None)
     if arguments.adapter:
         name, model, publishes = "adapter-gap", arguments.hf_checkpoint, arguments.publishes
+        load = replace(load, new_prompts=True)
         results = run(load, 0, [("all weights", "p2p")], publishes, model)
         load = replace(load, rank=arguments.adapter)
         plays: Plays = [("adapter", ADAPTER), quiet] * ROUNDS
