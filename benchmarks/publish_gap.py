@@ -250,7 +250,7 @@ class Bench:
     async def _stream(self, session: aiohttp.ClientSession, k: int, over: asyncio.Event) -> None:
         """Send one request after the other, and note the seconds between any two tokens."""
         numbers = random.Random(k)
-        prompt = [numbers.randrange(250) for _ in range(self.load.prompt_tokens)]
+        prompt: list[int] = []
         request: dict[str, object] = {
             "sampling_params": {"max_new_tokens": self.load.new_tokens, "ignore_eos": True},
             "return_logprob": True,
@@ -259,8 +259,8 @@ class Bench:
         headers = {"content-type": "application/json", **authorization(self._router.spec.key)}
         while not over.is_set():
             last, answer = None, b""
-            if self.load.new_prompts:
-                prompt = [numbers.randrange(250) for _ in prompt]
+            if not prompt or self.load.new_prompts:
+                prompt = [numbers.randrange(250) for _ in range(self.load.prompt_tokens)]
             request["input_ids"] = prompt
             url = f"{self._router.url}/generate"
             async with session.post(url, data=orjson.dumps(request), headers=headers) as response:

@@ -208,13 +208,11 @@ def _summary(runs: Runs, waits: Runs) -> str:
 def _collapses(runs: Runs) -> Iterator[str]:
     """In how many runs with really stale samples the reward collapsed, for each limit."""
     for limit in LIMITS:
-        found = {flags: _stale(runs, limit, variant).values() for variant, flags in STALE_FLAGS.items()}
-        collapsed = {flags: sum(_collapsed(run) for run in several) for flags, several in found.items()}
-        shown = [
-            f"in {number} of {len(found[flags])} runs with `{' '.join(flags)}`"
-            for flags, number in collapsed.items()
-            if number
-        ]
+        shown = []
+        for variant, flags in STALE_FLAGS.items():
+            found = _stale(runs, limit, variant).values()
+            if collapsed := sum(map(_collapsed, found)):
+                shown.append(f"in {collapsed} of {len(found)} runs with `{' '.join(flags)}`")
         if shown:
             yield f"- Limit {limit}: the reward collapsed {', '.join(shown)}."
 

@@ -19,22 +19,29 @@ _PASSED_ON = (
 """They choose how engines compute adapters, or what they do when adapters exceed their number, which never happens."""
 
 
+def needed_room(config: RunConfig) -> Mapping[str, int]:
+    """The least values of arguments with which engines have room for the adapters of a run that trains some."""
+    versions = adapter_versions_of(config)
+    if versions is None:
+        return {}
+    # SGLang counts the model without an adapter too.
+    most = versions.capacity + 1
+    return {"max_lora_rank": config.learner.lora_rank, "max_loras_per_batch": most, "max_loaded_loras": most}
+
+
 def fits_adapter(config: RunConfig, argument: str, value: Any) -> bool:
     """Whether this value of an argument leaves engines enough room for the adapter that the run trains."""
-    learner, versions = config.learner, adapter_versions_of(config)
-    if versions is None:
+    needed = needed_room(config)
+    if not needed:
         return False
     if argument in ("enable_lora", *_PASSED_ON) or (argument in _SET_BY_THE_RUN and value is None):
         return True
-    if argument == "max_lora_rank":
-        return isinstance(value, int) and value >= learner.lora_rank
-    if argument in ("max_loras_per_batch", "max_loaded_loras"):
-        # SGLang counts the model without an adapter too.
-        return isinstance(value, int) and value > versions.capacity
+    if argument in needed:
+        return isinstance(value, int) and value >= needed[argument]
     modules = [value] if isinstance(value, str) else value
     if argument != "lora_target_modules" or not isinstance(modules, list):
         return False
-    return "all" in modules or {*engine_modules(adapted_modules(learner, config.model))} <= {*map(str, modules)}
+    return "all" in modules or {*engine_modules(adapted_modules(config.learner, config.model))} <= {*map(str, modules)}
 
 
 def arguments_of_engines(config: RunConfig) -> Mapping[str, Any]:

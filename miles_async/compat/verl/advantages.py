@@ -33,19 +33,17 @@ def after_penalty(args: Any, rollout_data: dict[str, Any]) -> None:
     logprobs = rollout_data["log_probs"]
     both = zip(logprobs, rollout_data["ref_log_probs"] or logprobs, strict=True)
     divergences = [kl_penalty(old, reference, args.kl_penalty) for old, reference in both]
-    columns = {
-        "scores": [
-            reward - args.kl_coef * float(one.sum())
-            for reward, one in zip(rollout_data["rewards"], divergences, strict=True)
-        ],
-        "groups": rollout_data["groups"],
-        "tokens": [int(mask.sum()) for mask in rollout_data["loss_masks"]],
-        "ranks": [dist.get_rank()] * len(divergences),
-    }
+    penalized = zip(rollout_data["rewards"], divergences, strict=True)
+    columns = (
+        [reward - args.kl_coef * float(one.sum()) for reward, one in penalized],
+        rollout_data["groups"],
+        [int(mask.sum()) for mask in rollout_data["loss_masks"]],
+        [dist.get_rank()] * len(divergences),
+    )
     device = "cpu" if on_cpu() else "cuda"
     scores, groups, tokens, ranks = (
         gather_over_data_parallel(torch.tensor(column, dtype=torch.float64, device=device)).tolist()
-        for column in columns.values()
+        for column in columns
     )
     advantages = zip(_compared(args, scores, groups, tokens), ranks, strict=True)
     own = [advantage for advantage, rank in advantages if rank == dist.get_rank()]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_async.config.generation import adapter_versions_of
+from miles_async.config.adapter_arguments import needed_room
 from miles_async.config.guest_flags import shown
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, linear_layers_of, shape_of
@@ -93,15 +93,7 @@ def _too_small_engines(config: RunConfig) -> Iterator[str]:
     """Arguments of SGLang that are refused in any case; others need `allow_untested` (`adapter_arguments.py`)."""
     if "lora" not in config.engine.allow_untested:
         return
-    versions = adapter_versions_of(config)
-    assert versions is not None, "the run trains an adapter"
-    # SGLang counts the model without an adapter, too.
-    most = versions.capacity + 1
-    for name, needed in (
-        ("max_lora_rank", config.learner.lora_rank),
-        ("max_loras_per_batch", most),
-        ("max_loaded_loras", most),
-    ):
+    for name, needed in needed_room(config).items():
         given = config.engine.sglang_server_args.get(name)
         if isinstance(given, int) and given < needed:
             flag = shown(f"sglang_{name}")

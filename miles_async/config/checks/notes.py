@@ -32,7 +32,7 @@ def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
         yield (
             "off_policy_correction none trains tokens of older weights as if they were on-policy, and the policy ratio "
             "does not show it because it compares only the trainer's own log-probabilities; samples that were 3 "
-            "versions old cost 0.2 of the accuracy (docs/explanation/staleness.md): set it to tis"
+            "versions old lowered the accuracy by 0.2 (docs/explanation/staleness.md): set it to tis"
         )
         return
     groups = min(bounds.generation_batch, bounds.room)
@@ -44,9 +44,9 @@ def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
         if age > 1:
             yield (
                 f"{old}off_policy_correction {correction} hardly corrects for that with policy_objective "
-                f"{objective_name(algorithm)}, which has one ratio per sequence: 3 cost 0.2 of the accuracy under tis, "
-                "and with 12 the reward collapsed (docs/explanation/staleness.md): set off_policy_correction to "
-                "sequence"
+                f"{objective_name(algorithm)}, which has one ratio per sequence; under tis, an age of 3 versions "
+                "lowered the accuracy by 0.2, and at 12 the reward collapsed (docs/explanation/staleness.md): set "
+                "off_policy_correction to sequence"
             )
         return
     if age <= HARMLESS_AGE:
