@@ -40,7 +40,7 @@ def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
     old = f"with {groups} groups in flight, samples will be about {age:.0f} weight versions old when they are trained; "
     weighted = algorithm.use_rollout_logprobs or algorithm.custom_tis_function_path is not None
     if objective.ratio_of_sequence and correction != "sequence" and not weighted:
-        # The mean of the weights of a sequence's tokens is close to 1, however unlikely the sequence has become.
+        # A sequence in which one token has become very unlikely keeps most of its gradient.
         if age > 1:
             yield (
                 f"{old}off_policy_correction {correction} hardly corrects for that with policy_objective "
