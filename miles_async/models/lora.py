@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _HEAD_WEIGHT, _TIED_WEIGHT = f"{HEAD}.weight", "embed_tokens.weight"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_CHECKSUM = "checksum_of_rows"
 _OUTER = re.compile(r"\.experts\.\d+\.((?:gate|up)_proj\.lora_A|down_proj\.lora_B)\.")
 _PACKED = ".experts.gate_up_proj"
 _NOT_CONVERTED_BY_PEFT = ("gpt_oss", "qwen3_5_moe_text")
@@ -131,7 +132,7 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt", "checksum": str(adapter_checksum(tensors.values()))}
+    metadata = {"format": "pt", _CHECKSUM: str(adapter_checksum(tensors.values()))}
     if hash_of_base is not None:
         metadata["base"] = hash_of_base
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, metadata)
@@ -147,10 +148,14 @@ def adapter_checksum(tensors: Iterable[Tensor]) -> int:
 
     total = 0
     for tensor in tensors:
-        rows = tensor.detach().cpu().contiguous().numpy().view(np.uint32).astype(np.uint64)
-        factors = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        rows = tensor.detach().cpu().contiguous().numpy()
+        # Two numbers at once, which is twice as fast.
+        rows = rows.view(np.uint32).astype(np.uint64) if rows.shape[1] % 2 else rows.view(np.uint64)
+        # An even factor would lose the highest bits of a column, and a square the highest bit of a sum.
+        factors = np.arange(1, 2 * rows.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         # Integers wrap around, so the remainders of sums and products do not depend on the order of the rows.
         hashes = rows @ factors
+        hashes ^= hashes >> np.uint64(32)
         total += int((hashes * hashes).sum())
     return total % (1 << 64)
 
@@ -158,7 +163,7 @@ def adapter_checksum(tensors: Iterable[Tensor]) -> int:
 def read_checksum(folder: Path) -> int | None:
     """What `write_adapter` stored in a folder. None if it is no folder of `write_adapter`."""
     path = folder / TENSORS
-    checksum = _read_header(path).get("__metadata__", {}).get("checksum") if path.is_file() else None
+    checksum = _read_header(path).get("__metadata__", {}).get(_CHECKSUM) if path.is_file() else None
     return None if checksum is None else int(checksum)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from miles_async.adapters.weights.staging import Staging, describe
 from miles_async.adapters.weights.transports.ipc import IPCTransport
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
-from miles_async.models.lora import AdapterConfig, tensor_names
+from miles_async.models.lora import AdapterConfig, adapter_checksum, tensor_names
 from miles_async.transports import SourceOptions, Transport
 
 TENSORS = [("model.norm.weight", torch.arange(6.0)), ("model.embed.weight", torch.arange(12.0).view(3, 4))]
@@ -157,3 +159,16 @@ def test_all_ranks_compare_the_same_versions_of_an_adapter_with_engines(tmp_path
             source.stage(version, [(of_a, torch.ones(2, 8)), (of_b, torch.full((8, 2), value))], [])
         compared.append([source.compared for source in ranks])
     assert compared == [[True, True], [True, True], [True, True], [False, False]]
+
+
+@pytest.mark.parametrize("columns", [7, 64])
+def test_the_checksum_of_an_adapter_notices_any_changed_bit_and_not_how_an_engine_joins_rows(columns: int) -> None:
+    numbers = np.random.default_rng(1).standard_normal((3, columns)).astype(np.float32)
+    checksum = adapter_checksum([torch.from_numpy(numbers)])
+    bits = numbers.view(np.uint32)
+    for row, column, bit in itertools.product(range(3), range(columns), range(32)):
+        bits[row, column] ^= np.uint32(1 << bit)
+        assert adapter_checksum([torch.from_numpy(numbers)]) != checksum, (row, column, bit)
+        bits[row, column] ^= np.uint32(1 << bit)
+    first, *others = torch.from_numpy(numbers).split(1)
+    assert adapter_checksum([torch.cat([*others, torch.zeros(2, columns)]), first]) == checksum

@@ -197,8 +197,9 @@ def sizes_of_adapter(
 def load_adapter(manager: Any, reference: Any) -> Any:
     """Replace SGLang's `LoRAManager.load_lora_adapter`: refuse an adapter whose tensors differ from those written.
 
-    An adapter that another library wrote has no checksum, and is not verified. SGLang also logs the free memory, for
-    which it starts the program lscpu on CPUs, twice per load.
+    An adapter that another library wrote has no checksum, and is not verified. Unlike SGLang, this function does not
+    log the free memory: for that, SGLang empties the allocator's cache on GPUs and starts the program lscpu on CPUs,
+    while all requests wait.
     """
     from miles_async.models.lora import read_checksum
 
@@ -209,6 +210,11 @@ def load_adapter(manager: Any, reference: Any) -> Any:
         return result
     manager._unload_lora_adapter(reference)
     return manager.create_lora_update_result(success=False, error_message="the adapter differs from what was written")
+
+
+def unload_adapter(manager: Any, reference: Any) -> Any:
+    """Replace SGLang's `LoRAManager.unload_lora_adapter`, which logs the free memory as `load_lora_adapter` does."""
+    return manager._unload_lora_adapter(reference)
 
 
 def copy_adapters_again(_: Any, updater: Any, *__: Any) -> None:

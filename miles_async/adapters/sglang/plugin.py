@@ -69,6 +69,7 @@ def register() -> None:
     sizes = "sglang.srt.lora.mem_pool.get_hidden_dim"
     HookRegistry.register(sizes, engine_weights.sizes_of_adapter, HookType.AROUND)
     HookRegistry.register(f"{adapters}.load_lora_adapter", engine_weights.load_adapter, HookType.REPLACE)
+    HookRegistry.register(f"{adapters}.unload_lora_adapter", engine_weights.unload_adapter, HookType.REPLACE)
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{tokenizer}.generate_request", request_sampling_masks, HookType.BEFORE)
     HookRegistry.register(f"{tokenizer}.generate_request", name_adapter, HookType.BEFORE)

@@ -98,7 +98,7 @@ class AdapterSource:
         for name, tensor in named_tensors:
             changes = changes or ("lora_B" in name and bool(tensor.any()))
             if self._rank == 0:
-                tensors[name] = tensor.to("cpu", copy=True)
+                tensors[name] = tensor.to("cpu")  # the file is the copy that outlasts the next step
         self.compared = adapter not in self._changing
         if changes:
             self._changing.add(adapter)
