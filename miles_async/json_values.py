@@ -63,7 +63,7 @@ def _converted(value: Any, depth: int) -> Any:
         return number if number in _INT64 else str(number)
     if isinstance(value, float) and not hasattr(value, "tolist"):
         return float.__float__(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # a dictionary is recognized faster than another mapping
         return {str(json_value(key, depth)): json_value(entry, depth) for key, entry in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [json_value(entry, depth) for entry in value]
@@ -82,11 +82,12 @@ def readable_entries(values: Mapping[Any, Any], refused: list[str] | None = None
     """
     plain: dict[str, Any] = {}
     for key, value in list(values.items()):
-        name = shown(key)
+        name = None
         try:
             name = str(json_value(key))
             plain[name] = json_value(value)
         except UnrepresentableError as error:
+            name = shown(key) if name is None else name
             plain[name] = f"the value {error}"
             if refused is not None:
                 refused.append(f"[{name!r}] {error}")
@@ -98,11 +99,7 @@ def plain_text(text: str) -> str:
 
     A response that ends within a character, and an undecodable file name, have half of a pair.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
-    return text
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def finite_number(value: Any) -> float | None:

@@ -21,11 +21,13 @@ the same settings is not repeated, so the study continues where it was interrupt
 from __future__ import annotations
 
 import argparse
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.records import RESULTS
 from benchmarks.study.figures import draw
-from benchmarks.study.page import IN_TURNS, by_name, page
+from benchmarks.study.page import IN_TURNS, LIMITS, by_name, page
 from benchmarks.study.runs import LEAST_SHARE, MAIN, SEEDS, SLOW_TOOLS, Cell, Outcome, cells, stored, stored_or_run
 
 DOCS = Path("docs/explanation")
@@ -73,9 +75,16 @@ def main() -> None:
     if IN_TURNS not in runs:
         print("No page was written: it needs at least one stored run in turns.")
         return
-    (DOCS / "staleness.md").write_text(page(runs, waits))
+    (DOCS / "staleness.md").write_text(page(runs, waits, _simulated()))
     draw(runs, DOCS)
     print(f"wrote {DOCS / 'staleness.md'}")
+
+
+def _simulated() -> dict[str, float]:
+    """See `page`. The runs have as many groups in flight as those of configs/slow-tools-cpu.yaml."""
+    rows = json.loads((RESULTS / "sim-waiting.json").read_text())["result"]["rows"]
+    names = {f"limit {limit}": f"limit {limit}, 32 in flight" for limit in LIMITS}
+    return {schedule: rows["in turns"]["wall"] / rows[name]["wall"] for schedule, name in names.items()}
 
 
 if __name__ == "__main__":

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
 from benchmarks.study.runs import (
+    AGAIN,
     CLAIM,
     FRESH,
     KEY_LIMITS,
     LEAST_SHARE,
+    RATES,
     SEEDS,
     STALE,
     STALE_FLAGS,
@@ -29,11 +31,14 @@ VARIANTS = ("none", "default", "recommended")
 IN_TURNS, SHIPPED = ("in turns", "default"), ("limit 2", "default")
 STALE_BASES = tuple(("in turns", variant) for variant in FRESH)
 """What the runs with really stale samples are compared with."""
+WAIT_BASES = tuple(("in turns", variant) for variant in AGAIN)
+"""What the runs whose tools wait are compared with."""
 SUMMARIZED = {
     "default": "the default correction",
     "recommended": "`sequence`",
     "decoupled": "`decoupled`",
     "naive": "`--use-rollout-logprobs`",
+    **{name: name for name in RATES},
 }
 """The variants that the first paragraph names."""
 INTRODUCTION = """\
@@ -87,12 +92,15 @@ class Interval:
         return self.shown(f"{self.mean:+.3f}")
 
 
-def page(runs: Runs, waits: Runs) -> str:
-    """The page in Markdown. `runs` holds at least one run in turns, and `waits` those of the job whose tools wait."""
+def page(runs: Runs, waits: Runs, simulated: Mapping[str, float]) -> str:
+    """The page in Markdown. `runs` holds at least one run in turns, and `waits` those of the job whose tools wait.
+
+    `simulated` says by schedule how many times as fast as in turns the simulator is, where tools wait.
+    """
     sections = (
         INTRODUCTION.format(summary=_summary(runs, waits)),
         _really_stale(runs),
-        _waits(waits),
+        _waits(waits, simulated),
         _keys(waits),
         _same_samples(runs),
         _limits(runs),
@@ -170,14 +178,13 @@ def _table(runs: Runs, names: Iterable[tuple[str, str]]) -> str:
 def _summary(runs: Runs, waits: Runs) -> str:
     """Which limit to choose and what it costs, as far as that was measured."""
     sentences = []
-    for limit in (2, 8):
-        if IN_TURNS in waits and (name := (f"limit {limit}", "default")) in waits:
-            pairs = _pairs(waits[IN_TURNS], waits[name])
-            faster = _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
-            found = _gain(pairs)
-            sentences.append(
-                f"- Samples that wait for tools: {found} with a limit of {limit}, and {faster} times as fast."
-            )
+    waiting = {limit: pairs for limit in LIMITS if (pairs := _wait_pairs(waits, (f"limit {limit}", "default")))}
+    if waiting:
+        shown = [
+            f"{_gain(pairs)} with a limit of {limit} ({_faster(pairs)} times as fast)"
+            for limit, pairs in waiting.items()
+        ]
+        sentences.append(f"- Samples that wait for tools: {'; '.join(shown)}.")
     for limit in LIMITS:
         differences = {
             flags: difference(runs, name)
@@ -197,11 +204,13 @@ def _summary(runs: Runs, waits: Runs) -> str:
     if not sentences:
         return ""
     return (
-        "Choose the limit by how long one slow sample may hold up training, and the number of groups in flight "
-        "(`--over-sampling-batch-size`) by how old samples may be: with N groups in flight and batches of P, samples "
-        "are on average about N / P versions old under any limit that allows so many groups. Measured on a tiny model, "
-        "these are the differences in accuracy to training in turns with as many samples (**bold** if the 95 % "
-        "interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
+        "If samples wait for tools, sandboxes or graders, choose a limit of 8 and twice as many groups in flight "
+        "(`--over-sampling-batch-size`) as a batch has; otherwise keep the limit of 2. Keep the default correction and "
+        "the learning rate of training in turns. With `gspo` and `gmpo`, set `--off-policy-correction sequence`. The "
+        "limit decides how long one slow sample may hold up training. The number of groups in flight decides how old "
+        "samples are: with N groups in flight and batches of P, they are on average about N / P versions old under any "
+        "limit that allows so many groups. Measured on a tiny model, these are the differences in accuracy to training "
+        "in turns with as many samples (**bold** if the 95 % interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
     )
 
 
@@ -292,14 +301,11 @@ def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"
 
 
-def _waits(runs: Runs) -> str:
+def _waits(runs: Runs, simulated: Mapping[str, float]) -> str:
     if IN_TURNS not in runs:
         return ""
-    turns = runs[IN_TURNS]
-    rows = [_wait_row(turns, turns, "in turns")]
-    rows += [
-        _wait_row(turns, runs[name], name[0]) for limit in LIMITS if (name := (f"limit {limit}", "default")) in runs
-    ]
+    names = (*WAIT_BASES, *((f"limit {limit}", "default") for limit in LIMITS))
+    rows = [_wait_row(runs, name, simulated) for name in names if name in runs]
     loads = [run.load for found in runs.values() for run in found.values()]
     return f"""
 ## Tools that wait
@@ -311,17 +317,17 @@ Little's law, a group is then trained about two versions after its first token u
 long training can go on beside one slow call.
 
 Evaluations do not count as time of the runs in turns. In asynchronous runs they take place beside training, and an
-accuracy is reached when its evaluation has ended. Two runs shared the machine at a time, and the mean load at their
-start was {fmean(loads):.1f} processes. Ratios and differences are those of runs with the same seed, with their 95 %
-intervals.
+accuracy is reached when its evaluation has ended. Two runs shared a machine at a time, and the mean load at their
+start was {fmean(loads):.1f} processes. Ratios and differences are those of runs with the same seed on the same machine,
+with their 95 % intervals. Runs in turns were repeated on each machine.
 
-| schedule | seeds | accuracy | difference | mean staleness | oldest | seconds | times as fast | 95 % of the gain |
-{"|---" * 9}|
+| schedule | seeds | accuracy | difference | mean age | oldest | seconds | as fast | simulated | 95 % of the gain |
+{"|---" * 10}|
 {chr(10).join(rows)}
 
-The last column says how many times sooner a run reaches 95 % of the gain in accuracy of the run in turns, among the
-runs that reach it with the same number of samples. `make sim ARGS="waiting"` predicts the
-[speed-ups](scheduling.md#samples-that-wait-for-tools) of longer runs.
+`as fast` says how many times as fast as in turns a run is, and `simulated` what `make sim ARGS="waiting"` predicts for
+[100 batches](scheduling.md#samples-that-wait-for-tools). The last column says how many times sooner a run reaches 95 %
+of the gain in accuracy of the run in turns, among the runs that reach it with the same number of samples.
 """
 
 
@@ -351,15 +357,15 @@ little.
 """
 
 
-def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) -> str:
-    runs = list(found.values())
-    columns = [str(len(runs)), _spread([run.after for run in runs])]
-    pairs = _pairs(turns, found) if found is not turns else []
+def _wait_row(runs: Runs, name: tuple[str, str], simulated: Mapping[str, float]) -> str:
+    found, in_turns = list(runs[name].values()), name in WAIT_BASES
+    columns = [str(len(found)), _spread([run.after for run in found])]
+    pairs = [] if in_turns else _wait_pairs(runs, name)
     columns.append(str(_gain(pairs)) if pairs else "")
-    columns += [f"{fmean(run.staleness for run in runs):.2f}", str(max(run.max_staleness for run in runs))]
-    seconds = [_training_seconds(run) if found is turns else run.seconds for run in runs]
-    columns.append(f"{fmean(seconds):.0f}")
-    columns.append(_ratio([_training_seconds(base) / run.seconds for base, run in pairs]))
+    columns += [f"{fmean(run.staleness for run in found):.2f}", str(max(run.max_staleness for run in found))]
+    columns.append(f"{fmean(_training_seconds(run) if in_turns else run.seconds for run in found):.0f}")
+    columns.append(_faster(pairs))
+    columns.append(f"{simulated[name[0]]:.2f}" if name[0] in simulated else "")
     sooner = []
     for base, run in pairs:
         target = base.before + 0.95 * (base.after - base.before)
@@ -371,7 +377,20 @@ def _wait_row(turns: dict[int, Outcome], found: dict[int, Outcome], title: str) 
         if first is not None and second is not None:
             sooner.append(first / second)
     columns.append(_ratio(sooner) + (f" ({len(sooner)} of {len(pairs)})" if len(sooner) < len(pairs) else ""))
+    title = ", ".join(name).replace(f", {AGAIN[0]}", "")
     return f"| {title} | " + " | ".join(columns) + " |"
+
+
+def _wait_pairs(runs: Runs, name: tuple[str, str]) -> list[tuple[Outcome, Outcome]]:
+    """Runs in turns and runs of `name` whose tools wait, with one seed and one warm start on one machine."""
+    bases = [runs[base] for base in WAIT_BASES if base in runs] if name in runs else []
+    pairs = [pair for base in bases for pair in _pairs(base, runs[name])]
+    return [(base, run) for base, run in pairs if base.stamp.get("machine") == run.stamp.get("machine")]
+
+
+def _faster(pairs: Sequence[tuple[Outcome, Outcome]]) -> str:
+    """How many times as fast as the run in turns the second run of each pair is."""
+    return _ratio([_training_seconds(base) / run.seconds for base, run in pairs])
 
 
 def _pairs(turns: dict[int, Outcome], found: dict[int, Outcome]) -> list[tuple[Outcome, Outcome]]:

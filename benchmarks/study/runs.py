@@ -61,8 +61,10 @@ LOSSES = {
 }
 STALE = "stale "
 """The beginning of the variants in which samples are really stale."""
-FRESH = (STALE + "default", STALE + "default, again")
-"""Runs in turns. Warm starts may differ between machines, so another machine repeats these runs."""
+AGAIN = ("default", "default, again")
+"""Runs in turns. Warm starts and times may differ between machines, so another machine repeats these runs."""
+FRESH = tuple(STALE + name for name in AGAIN)
+"""The same without the surplus of over-sampling."""
 STALE_GROUPS = {1: 64, 2: 96, 4: 192, 8: 448, 16: 896}
 """Groups in flight by staleness limit, in batches of 64. See `slow_grader.py`."""
 STALE_RATIO = {8: 0.1, 16: 0.1}
@@ -193,13 +195,15 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
                     for name in names:
                         yield _stale(limit, name, seed)
     if "waits" in parts:
+        # With over-sampling, the next batch would train the surplus of a batch, one version late.
+        fresh = ("--over-sampling-batch-size", "16")
         for seed in SEEDS:
-            # With over-sampling, the next batch would train the surplus of a batch, one version late.
-            yield Cell("in turns", "default", seed, ("--over-sampling-batch-size", "16"), SLOW_TOOLS)
+            yield Cell("in turns", AGAIN[0], seed, fresh, SLOW_TOOLS)
             for limit in (2, 8):
                 yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
-        for limit in (1, 4, 16):
-            for seed in SEEDS[:seeds]:
+        for seed in SEEDS[:seeds]:
+            yield Cell("in turns", AGAIN[1], seed, fresh, SLOW_TOOLS)
+            for limit in (1, 4, 16):
                 yield Cell(f"limit {limit}", "default", seed, (), SLOW_TOOLS)
     if "keys" in parts:
         for seed in SEEDS[:seeds]:

@@ -95,7 +95,7 @@ def test_the_page_compares_runs_with_older_keys_with_runs_without(store: Path) -
         stored.append((base, outcome(base, 0.8)))
         stored.append((older := Cell("limit 8", "K = 2", seed, (), runs.SLOW_TOOLS), outcome(older, 0.7, seconds=50)))
     turns = Cell("in turns", "default", runs.SEEDS[0])
-    text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored))
+    text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored), {})
     assert "| 2 | 2 | 0.700 (SD 0.000) | -0.100 (two seeds) | 2.00 (two seeds) | 1.50 |" in text
 
 
@@ -105,7 +105,7 @@ def test_the_page_states_spread_difference_and_time(store: Path) -> None:
         stored.append((cell := Cell("in turns", "default", seed), outcome(cell, accuracy, seconds=150)))
         stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, accuracy + 0.01)))
         stored.append((cell := Cell("limit 8", "none", seed), outcome(cell, accuracy - 0.2)))
-    text = page.page(page.by_name(stored), {})
+    text = page.page(page.by_name(stored), {}, {})
     assert "| in turns, default | 2 | 0.820 (SD 0.028) | 0.300 to 0.340 |" in text
     assert "| limit 8, none | 2 | 0.620 (SD 0.028) | 0.100 to 0.140 | -0.200 (two seeds) |" in text
     assert "(0.820) after" in text
@@ -116,7 +116,7 @@ def test_times_are_compared_only_within_one_commit(store: Path) -> None:
     for seed, commit, seconds in ((1, "older", 400), (2, "newer", 150), (3, "newer", 150)):
         stored.append((cell := Cell("in turns", "default", seed), outcome(cell, 0.8, seconds=seconds, commit=commit)))
         stored.append((cell := Cell("limit 2", "default", seed), outcome(cell, 0.82, commit=commit)))
-    text = page.page(page.by_name(stored), {})
+    text = page.page(page.by_name(stored), {}, {})
     assert "Times are of the 2 pairs at commit newer, which started at a mean load of 1.0" in text
     assert "`train.py` needs 150 s" in text
 
@@ -131,7 +131,7 @@ def test_the_advice_separates_limits_that_cost_accuracy_from_those_that_do_not(s
         stored.append((cell := Cell("limit 8", "default", seed), outcome(cell, accuracy - 0.2)))
     # A single seed has no interval.
     stored.append((cell := Cell("limit 4", "default", 1), outcome(cell, 0.7)))
-    text = page.page(page.by_name(stored), {})
+    text = page.page(page.by_name(stored), {}, {})
     assert "With the default correction, no difference to training in turns was found at limit 2." in text
     assert "With the default correction, accuracy differs from training in turns by -0.200 ± 0.000 at limit 8." in text
 
@@ -146,7 +146,7 @@ def test_runs_that_are_too_fresh_are_told_from_those_that_are_really_stale() -> 
 
 def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
     cells = [Cell("in turns", "default", runs.SEEDS[0]), *itertools.islice(runs.cells(["stale"], 1), 2)]
-    text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {})
+    text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {}, {})
     assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
     planned = len({(cell.schedule, cell.variant) for cell in runs.cells(["stale"], 1)})
     assert f'`make study ARGS="stale"` runs {planned} such cells. {planned - 2} of them have not been run yet.' in text
@@ -170,6 +170,24 @@ def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(st
     assert found == ["-0.100 (one seed)", "-0.200 (one seed)", "no pair"]
 
 
+def test_runs_whose_tools_wait_are_compared_with_the_run_in_turns_on_the_same_machine(store: Path) -> None:
+    first, again = (Cell("in turns", variant, 1, (), runs.SLOW_TOOLS) for variant in runs.AGAIN)
+    limits = [Cell(f"limit {limit}", "default", 1, (), runs.SLOW_TOOLS) for limit in (2, 4)]
+    stored = [
+        (cell, replace(outcome(cell, 0.9, seconds), evaluation_seconds=[0.0] * 3, stamp={"machine": machine}))
+        for cell, seconds, machine in (
+            (first, 200, "slow"),
+            (again, 100, "fast"),
+            (limits[0], 50, "slow"),
+            (limits[1], 50, "fast"),
+        )
+    ]
+    turns = Cell("in turns", "default", 1)
+    text = page.page(page.by_name([(turns, outcome(turns, 0.8))]), page.by_name(stored), {})
+    assert "with a limit of 2 (4.00 (one seed) times as fast)" in text
+    assert "with a limit of 4 (2.00 (one seed) times as fast)" in text
+
+
 def test_the_page_compares_the_decoupled_objective_with_the_naive_one(store: Path) -> None:
     turns = Cell("in turns", runs.FRESH[0], 1)
     stored = [(turns, outcome(turns, 0.9))]
@@ -178,7 +196,7 @@ def test_the_page_compares_the_decoupled_objective_with_the_naive_one(store: Pat
             for name, after in (("naive", 0.7), ("decoupled", 0.7 + gain)):
                 cell = Cell(f"limit {limit}", runs.STALE + name, seed)
                 stored.append((cell, outcome(cell, after)))
-    text = page.page(page.by_name([(Cell("in turns", "default", 1), outcome(turns, 0.9)), *stored]), {})
+    text = page.page(page.by_name([(Cell("in turns", "default", 1), outcome(turns, 0.9)), *stored]), {}, {})
     assert "was +0.110 ± 0.025 with samples that were 1.5 versions old on average, and +0.000 ± 0.248 with" in text
 
 
@@ -191,7 +209,7 @@ def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Pat
         for cell, (points, announced) in zip(stale, outcomes, strict=True)
     ]
     turns = Cell("in turns", "default", runs.SEEDS[0])
-    text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}).split())
+    text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}, {}).split())
     assert "The reward collapsed in 2 of these 4 runs:" in text
     assert "announced 1 of these collapses, and it appeared in 1 of the other 2 runs." in text
 
@@ -202,7 +220,8 @@ def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: P
         (turns, replace(outcome(turns, 0.9, seconds=110), evaluation_seconds=[7.0, 10.0, 20.0])),
         (limit, replace(outcome(limit, 0.9, seconds=50), evaluation_seconds=[7.0, 10.0, 20.0])),
     ]
-    text = page.page(page.by_name([(cell := Cell("in turns", "default", 1), outcome(cell, 0.8))]), page.by_name(stored))
+    runs_in_turns = page.by_name([(cell := Cell("in turns", "default", 1), outcome(cell, 0.8))])
+    text = page.page(runs_in_turns, page.by_name(stored), {"limit 2": 2.5})
     # 100 s of training in turns. The target of 0.88 lies 14/15 of the way between the evaluations that ended after 45
     # and 80 s of training, and after 25 and 50 s.
-    assert f"| 2.00 (one seed) | {(45 + 35 * 14 / 15) / (25 + 25 * 14 / 15):.2f} (one seed) |" in text
+    assert f"| 2.00 (one seed) | 2.50 | {(45 + 35 * 14 / 15) / (25 + 25 * 14 / 15):.2f} (one seed) |" in text
