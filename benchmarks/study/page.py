@@ -117,8 +117,10 @@ def by_name(stored: Iterable[tuple[Cell, Outcome]]) -> Runs:
 
 
 def difference(runs: Runs, name: tuple[str, str]) -> Interval:
-    """Accuracy of `name` minus accuracy in turns, over the pairs of `_pairs`."""
-    bases = STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)
+    """Accuracy of `name` minus accuracy in turns at the same learning rate, over the pairs of `_pairs`."""
+    bases: Sequence[tuple[str, str]] = STALE_BASES if name[1].startswith(STALE) else (IN_TURNS,)
+    if name[1].removeprefix(STALE) in RATES:
+        bases = [("in turns", name[1])]
     return _gain([pair for base in bases if base in runs for pair in _pairs(runs[base], runs[name])])
 
 
@@ -193,9 +195,9 @@ def _summary(runs: Runs, waits: Runs) -> str:
         }
         # One seed says nothing about a difference.
         shown = [
-            f"{interval if interval.holds_zero else f'**{interval}**'} with {flags}"
-            for flags, interval in differences.items()
-            if interval.size > 1
+            f"{found if found.holds_zero else f'**{found}**'} with {flags}"
+            for flags, found in differences.items()
+            if found.size > 1
         ]
         if shown:
             ages = [run.staleness for variant in SUMMARIZED for run in _stale(runs, limit, variant).values()]
@@ -205,12 +207,13 @@ def _summary(runs: Runs, waits: Runs) -> str:
         return ""
     return (
         "If samples wait for tools, sandboxes or graders, choose a limit of 8 and twice as many groups in flight "
-        "(`--over-sampling-batch-size`) as a batch has; otherwise keep the limit of 2. Keep the default correction and "
-        "the learning rate of training in turns. With `gspo` and `gmpo`, set `--off-policy-correction sequence`. The "
-        "limit decides how long one slow sample may hold up training. The number of groups in flight decides how old "
-        "samples are: with N groups in flight and batches of P, they are on average about N / P versions old under any "
-        "limit that allows so many groups. Measured on a tiny model, these are the differences in accuracy to training "
-        "in turns with as many samples (**bold** if the 95 % interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
+        "(`--over-sampling-batch-size`) as a batch has; otherwise keep the limit of 2. Keep the default correction; "
+        "with `gspo` and `gmpo`, set `--off-policy-correction sequence`. Do not raise the learning rate: a rate with "
+        "which training in turns learns may be too high for stale samples. The limit decides how long one slow sample "
+        "may hold up training. The number of groups in flight decides how old samples are: with N groups in flight and "
+        "batches of P, they are on average about N / P versions old under any limit that allows so many groups. "
+        "Measured on a tiny model, these are the differences in accuracy to training in turns with as many samples and "
+        "the same learning rate (**bold** if the 95 % interval excludes 0):\n\n" + "\n".join(sentences) + "\n\n"
     )
 
 
@@ -249,7 +252,7 @@ loss over tokens, and a batch is one step, so their clip ranges have no effect.
 {"|---" * 7}|
 {chr(10).join(_stale_row(runs, name) for name in names)}
 
-`make study ARGS="stale"` runs {len(planned)} such cells. {len(planned) - len(names)} of them have not been run yet.
+`make study ARGS="stale"` runs {len(planned)} such cells. Cells that have not been run yet: {len(planned) - len(names)}.
 
 {_claim(runs)}{_warnings([run for name in names for run in runs[name].values()])}
 """
@@ -295,7 +298,7 @@ def _collapsed(run: Outcome) -> bool:
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:
     title = ", ".join(name).replace(STALE, "")
     found = list(runs[name].values())
-    against = "" if name in STALE_BASES else str(difference(runs, name))
+    against = "" if name[0] == "in turns" else str(difference(runs, name))
     numbers = [str(len(found)), _spread([run.after for run in found]), against]
     numbers += [f"{fmean(run.staleness for run in found):.2f}", str(max(run.max_staleness for run in found))]
     return f"| {title} | " + " | ".join([*numbers, f"{fmean(run.seconds for run in found):.0f}"]) + " |"

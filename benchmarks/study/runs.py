@@ -194,6 +194,9 @@ def cells(parts: Sequence[str], seeds: int) -> Iterator[Cell]:
                 for limit in limits:
                     for name in names:
                         yield _stale(limit, name, seed)
+        for seed in SEEDS[:seeds]:
+            for name, flags in RATES.items():
+                yield Cell("in turns", STALE + name, seed, (*fresh, *flags))
     if "waits" in parts:
         # With over-sampling, the next batch would train the surplus of a batch, one version late.
         fresh = ("--over-sampling-batch-size", "16")

@@ -149,7 +149,7 @@ def test_the_page_counts_the_cells_that_were_not_run(store: Path) -> None:
     text = page.page(page.by_name((cell, outcome(cell, 0.8)) for cell in cells), {}, {})
     assert "| limit 4, default | 1 | 0.800 | +0.000 (one seed) | 1.50 | 0 | 100 |" in text
     planned = len({(cell.schedule, cell.variant) for cell in runs.cells(["stale"], 1)})
-    assert f'`make study ARGS="stale"` runs {planned} such cells. {planned - 2} of them have not been run yet.' in text
+    assert f'`make study ARGS="stale"` runs {planned} such cells. Cells that have not been run yet: {planned - 2}.' in text
 
 
 def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(store: Path) -> None:
@@ -168,6 +168,13 @@ def test_a_run_is_compared_with_the_run_in_turns_that_has_the_same_warm_start(st
     )
     found = [str(page.difference(stored, (cell.schedule, cell.variant))) for cell in (old, new, other)]
     assert found == ["-0.100 (one seed)", "-0.200 (one seed)", "no pair"]
+
+
+def test_a_run_with_another_learning_rate_is_compared_with_the_run_in_turns_at_that_rate(store: Path) -> None:
+    cells = [cell for cell in runs.cells(["stale"], 1) if cell.variant.endswith("three times the rate")]
+    stored = page.by_name((cell, outcome(cell, 0.9 if cell.schedule == "in turns" else 0.4)) for cell in cells)
+    assert [cell.schedule for cell in cells] == ["limit 4", "in turns"]
+    assert str(page.difference(stored, ("limit 4", cells[0].variant))) == "-0.500 (one seed)"
 
 
 def test_runs_whose_tools_wait_are_compared_with_the_run_in_turns_on_the_same_machine(store: Path) -> None:
