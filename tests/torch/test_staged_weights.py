@@ -17,7 +17,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights import adapters as adapter_weights
 from miles_async.adapters.weights import engine as weights_engine
 from miles_async.adapters.weights import source as weights_source
-from miles_async.adapters.weights.adapters import AdapterSource
+from miles_async.adapters.weights.adapters import AdapterSource, loaded_versions
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
 from miles_async.adapters.weights.source import WeightSource
@@ -134,6 +134,12 @@ def test_an_engine_that_never_answers_is_reported_with_the_time_that_it_had() ->
         engine = EngineInfo("e", f"http://127.0.0.1:{server.getsockname()[1]}", 0, 1)
         with pytest.raises(EngineLostError, match=r":\d+/load_lora_adapter did not answer within 0\.1 s$"):
             weights_engine.call_engine(engine, "/load_lora_adapter", {"lora_name": "v1"}, timeout=0.1)
+
+
+def test_a_base_model_that_is_called_like_a_version_is_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [{"id": "v3", "parent": None}, {"id": "v4", "parent": "v3"}, {"id": "of-another-program", "parent": "v3"}]
+    monkeypatch.setattr(adapter_weights, "call_engine", lambda *_, **__: {"data": models})
+    assert loaded_versions(engine_on("here").info, timeout=1.0) == {4}
 
 
 def test_an_engine_joins_a_run_that_trains_an_adapter_although_another_engine_is_lost(

@@ -220,7 +220,9 @@ class AdapterSource:
 def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
     """The versions that an engine has loaded. Raises EngineLostError if it does not answer."""
     models = call_engine(engine, "/v1/models", timeout=timeout)["data"]
-    return {version for model in models if (version := version_of(model["id"])) is not None}
+    # Without a parent, it is the base model, whose folder may be called like a version.
+    adapters = (model["id"] for model in models if model["parent"] is not None)
+    return {version for name in adapters if (version := version_of(name)) is not None}
 
 
 def _versions_in(folder: Path) -> list[int]:
