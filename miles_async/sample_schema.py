@@ -8,7 +8,8 @@ checkpoints and events check nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -33,7 +34,7 @@ from miles_async.json_values import (
     shown_error,
 )
 from miles_async.parsing import Natural, TokenId, parse
-from miles_async.types import Group, Prompt, Sample, SampleStatus
+from miles_async.types import FROM_DATASET, Group, Prompt, Sample, SampleStatus
 
 T = TypeVar("T")
 
@@ -219,6 +220,19 @@ def accept_group(samples: Sequence[Sample]) -> None:
             errors.append(error)
     if errors:
         raise TrajectoryError(str(errors[0]), [sample for error in errors for sample in error.samples])
+
+
+@contextmanager
+def keep_origins(samples: Iterable[Sample]) -> Iterator[None]:
+    """Restore afterwards where the prompts are from (`types.FROM_DATASET`), whatever a user's code did to metadata."""
+    origins = [(sample, dict(sample.origin)) for sample in samples]
+    try:
+        yield
+    finally:
+        for sample, origin in origins:
+            # `accept_values` refuses metadata that are no mapping.
+            if origin and isinstance(sample.metadata, Mapping):
+                sample.metadata = {**sample.metadata, FROM_DATASET: origin}
 
 
 def _metadata(values: Any, refused: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, lea
 from miles_async.recording import shift_versions
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.sample_schema import accept_group, check_columns, check_stored
+from miles_async.sample_schema import accept_group, check_columns, check_stored, keep_origins
 from miles_async.types import Group, Sample, Verdict, VersionSpan
 from miles_async.user_code import USER_CODE_ERRORS
 
@@ -154,13 +155,14 @@ def _filter(path: str | None, args: Arguments) -> Callable[[Group], Verdict]:
     def keep(group: Group) -> Verdict:
         # A copy, because the filter may change the list.
         shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
-        try:
-            returned = function(args, shown_group)
-        except USER_CODE_ERRORS as error:
-            # User code can raise any exception. The group counts as failed; the run continues.
-            raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
-        finally:
-            accept_group(group)
+        with keep_origins(group):
+            try:
+                returned = function(args, shown_group)
+            except USER_CODE_ERRORS as error:
+                # User code can raise any exception. The group counts as failed; the run continues.
+                raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
+            finally:
+                accept_group(group)
         try:
             return Verdict.of(returned)
         except TypeError as error:
@@ -186,7 +188,8 @@ def reward_post_process(config: RunConfig, args: Arguments) -> PostProcess | Non
 
     def post_process(samples: list[Sample]) -> Sequence[float]:
         try:
-            returned = function(args, list(samples))
+            with keep_origins(samples):
+                returned = function(args, list(samples))
         except USER_CODE_ERRORS as error:
             raise UserError(f"{name} raised {shown(error)}: correct the function") from error
         try:
@@ -222,7 +225,8 @@ def conversion(config: RunConfig, args: Arguments) -> PostProcess | None:
 
     def convert(samples: list[Sample]) -> Sequence[float]:
         try:
-            data = function(args, list(samples))
+            with keep_origins(samples):
+                data = function(args, list(samples))
             # Lists of other objects, such as tensors, may raise anything, too.
             columns = {key: list(data[key]) for key in (*_CONVERTED, "tokens", "raw_reward") if key in data}
             rewards = list(map(float, data["rewards"]))
@@ -295,7 +299,8 @@ class BatchPreparation:
 
     def _filter_samples(self, sample_filter: Callable[..., Any], rollout_id: int, groups: list[Group]) -> None:
         try:
-            returned = sample_filter(self._args, groups)
+            with keep_origins(chain.from_iterable(groups)):
+                returned = sample_filter(self._args, groups)
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
             raise UserError(

@@ -57,8 +57,8 @@ class Reward(Plugin):
     """The reward compares the response with the label of its row, so that every row needs one."""
     reads_box: ClassVar[bool] = False
     """The reward takes the content of a box for one formula, so the prefix `boxed_` keeps the box around it."""
-    reads_around_box: ClassVar[bool] = False
-    """The reward needs the text around a box, too, so that the prefix `boxed_` would make every response wrong."""
+    reads_around_box: ClassVar[str | None] = None
+    """What the reward looks for outside of boxes. The prefix `boxed_`, which removes it, is refused then."""
     reads: ClassVar[Sequence[str]] = ()
     """Names of settings that the reward reads besides its own. Confined processes get no other settings, because
     settings can hold keys."""
@@ -154,8 +154,8 @@ def complaints(name: str | None, config: RunConfig, *, of_row: bool = False) -> 
         yield f"rm_type {name.removeprefix(BOXED)} {lacks}"
     if name.startswith(BOXED) and reward.reads_around_box:
         yield (
-            f"rm_type {name} would give every response the reward of a wrong one, because {reward.name} looks for the "
-            f"end of the reasoning, which is outside the box: set {reward.name}, which reads the box, too"
+            f"rm_type {name} would give every response the reward of a wrong one, because {reward.name} looks for "
+            f"{reward.reads_around_box}, which is outside the box: set {reward.name}, which reads the box, too"
         )
 
 

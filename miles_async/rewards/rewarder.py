@@ -24,9 +24,9 @@ from miles_async.json_values import (
 from miles_async.rewards.answers import last_boxed
 from miles_async.rewards.grader_pool import GraderError, GraderPool, UnavailableError, UnfinishedError
 from miles_async.rewards.threads import Threads
-from miles_async.sample_schema import accept_group, accept_values
+from miles_async.sample_schema import accept_group, accept_values, keep_origins
 from miles_async.time_limit import TimeLimit
-from miles_async.types import FROM_DATASET, REWARD_ERROR, Group, Sample
+from miles_async.types import REWARD_ERROR, Group, Sample
 from miles_async.user_code import USER_CODE_ERRORS, is_async, is_cancellation
 
 RewardFunction = Callable[..., Any]
@@ -102,16 +102,16 @@ class Rewarder:
         function finishes for no response. The error names the samples, and all others have their reward. An error of a
         function for whole groups may name no samples.
         """
-        origins = [dict(sample.origin) for sample in group]
-        try:
-            errors = await self._scored_with_errors(group)
-        except TrajectoryError:
-            if self.changes_samples:
-                with suppress(TrajectoryError):
-                    accept_group(group)
-            _convert_metadata(group, origins)
-            raise
-        _convert_metadata(group, origins)
+        with keep_origins(group):
+            try:
+                errors = await self._scored_with_errors(group)
+            except TrajectoryError:
+                if self.changes_samples:
+                    with suppress(TrajectoryError):
+                        accept_group(group)
+                _convert_metadata(group)
+                raise
+            _convert_metadata(group)
         raise_first(errors)
 
     def _shown(self, sample: Sample) -> Sample:
@@ -316,13 +316,10 @@ class Rewarder:
         return number
 
 
-def _convert_metadata(group: Group, origins: Sequence[Mapping[str, Any]]) -> None:
-    """Convert the metadata to plain values; the function may have been the last one to read a user's objects.
-
-    `origins` are those of the samples before the function saw them.
-    """
-    for sample, origin in zip(group, origins, strict=True):
-        sample.metadata = readable_entries(sample.metadata) | ({FROM_DATASET: origin} if origin else {})
+def _convert_metadata(group: Group) -> None:
+    """Convert the metadata to plain values; the function may have been the last one to read a user's objects."""
+    for sample in group:
+        sample.metadata = readable_entries(sample.metadata)
 
 
 def raise_first(errors: Sequence[TrajectoryError]) -> None:

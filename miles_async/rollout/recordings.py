@@ -16,9 +16,11 @@ from miles_async.adapters.storage.checksum import checksum
 from miles_async.adapters.storage.recording_store import RecordingDamagedError, RecordingStore, StoreFullError
 from miles_async.columns.column import NO_LIMITS, SampleLimits
 from miles_async.config.fields import SETTINGS, values_of
+from miles_async.config.redaction import redacted
 from miles_async.config.schema import RunConfig, SkipRole
 from miles_async.errors import UserError
 from miles_async.guests import GUESTS
+from miles_async.json_values import json_value
 from miles_async.models.lora import CONFIG, TENSORS
 from miles_async.recording import Recording, SkipAction, Steps, choose_step, differences
 from miles_async.types import Group
@@ -38,6 +40,10 @@ _RECORDED_IF_CHANGED = (
 """Settings that are part of the identity only if they differ from the default: older recordings have none of them."""
 _OF_DATASETS = {"apply_chat_template_kwargs", "max_prompt_len", "max_response_len"}
 """What a data set may set of this kind."""
+_MODEL = "config.json", "generation_config.json", "*.safetensors"
+_TOKENIZER = "tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "added_tokens.json"
+_CHAT_TEMPLATE = "chat_template*", "tokenizer_config.json", "special_tokens_map.json"
+"""The files of a checkpoint on which responses depend. Those that it lacks do not count."""
 _FINGERPRINT_BYTES = 1 << 20
 """Bytes read from each end of a weight file: reading all of a large checkpoint would take minutes."""
 
@@ -197,16 +203,19 @@ def _create_folder(folder: Path, setting: str) -> None:
 
 
 def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, Any]:
-    """Return the conditions that a recording depends on: model, tokenizer, sampling settings and seed.
+    """Return the conditions that a recording depends on: model, tokenizer, chat template, sampling settings and seed.
 
-    With `checkpoint`, the folder of the checkpoint, model and tokenizer are identified by their contents; without it,
-    by the setting `hf_checkpoint`.
+    With `checkpoint`, the folder of the checkpoint, the first three are identified by their contents; without it, by
+    the setting `hf_checkpoint`. Secrets are left out, because recordings are files.
     """
     rollout = config.rollout
     folder = None if checkpoint is None else Path(checkpoint)
     of_guests = chain.from_iterable(guest.recorded for guest in GUESTS.usable().values())
-    changed = values_of(config, [*_RECORDED_IF_CHANGED, *of_guests]).items()
-    further = {name: value for name, value in changed if value != SETTINGS[name].default}
+    names = [*_RECORDED_IF_CHANGED, *of_guests]
+    if rollout.custom_generate_function_path is not None or rollout.rollout_sample_hook_path:
+        names.append("custom_args")  # otherwise only functions read them that a replay calls again
+    changed = values_of(config, names).items()
+    further = {name: redacted(json_value(value)) for name, value in changed if value != SETTINGS[name].default}
     of_datasets = {
         name: dataset.model_dump(include=_OF_DATASETS, exclude_none=True)
         for name, dataset in config.data.datasets.items()
@@ -216,10 +225,9 @@ def identity_of(config: RunConfig, checkpoint: str | None = None) -> dict[str, A
     if (adapter := config.learner.lora_load) is not None:
         further["lora_load"] = adapter if folder is None else _fingerprint(Path(adapter).expanduser(), CONFIG, TENSORS)
     return {
-        "model": str(config.model.hf_checkpoint)
-        if folder is None
-        else _fingerprint(folder, "config.json", "*.safetensors"),
-        "tokenizer": None if folder is None else _fingerprint(folder, "tokenizer.json"),
+        "model": str(config.model.hf_checkpoint) if folder is None else _fingerprint(folder, *_MODEL),
+        "tokenizer": None if folder is None else _fingerprint(folder, *_TOKENIZER),
+        "chat_template": None if folder is None else _fingerprint(folder, *_CHAT_TEMPLATE),
         "n_samples_per_prompt": rollout.n_samples_per_prompt,
         "rollout_max_prompt_len": rollout.rollout_max_prompt_len,
         "rollout_max_response_len": rollout.rollout_max_response_len,

@@ -17,7 +17,7 @@ from miles_async.adapters.sglang.launch import EngineInfo
 from miles_async.adapters.weights import adapters as adapter_weights
 from miles_async.adapters.weights import engine as weights_engine
 from miles_async.adapters.weights import source as weights_source
-from miles_async.adapters.weights.adapters import AdapterSource
+from miles_async.adapters.weights.adapters import AdapterSource, loaded_versions
 from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
 from miles_async.adapters.weights.source import WeightSource
@@ -26,7 +26,7 @@ from miles_async.adapters.weights.transports.ipc import IPCTransport
 from miles_async.config.schema import Weights
 from miles_async.errors import EngineLostError
 from miles_async.models.lora import AdapterConfig, adapter_checksum, tensor_names
-from miles_async.transports import SourceOptions, Transport
+from miles_async.transports import ADAPTER, SourceOptions, Transport
 
 TENSORS = [("model.norm.weight", torch.arange(6.0)), ("model.embed.weight", torch.arange(12.0).view(3, 4))]
 
@@ -134,6 +134,34 @@ def test_an_engine_that_never_answers_is_reported_with_the_time_that_it_had() ->
         engine = EngineInfo("e", f"http://127.0.0.1:{server.getsockname()[1]}", 0, 1)
         with pytest.raises(EngineLostError, match=r":\d+/load_lora_adapter did not answer within 0\.1 s$"):
             weights_engine.call_engine(engine, "/load_lora_adapter", {"lora_name": "v1"}, timeout=0.1)
+
+
+def test_a_base_model_that_is_called_like_a_version_is_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [{"id": "v3", "parent": None}, {"id": "v4", "parent": "v3"}, {"id": "of-another-program", "parent": "v3"}]
+    monkeypatch.setattr(adapter_weights, "call_engine", lambda *_, **__: {"data": models})
+    assert loaded_versions(engine_on("here").info, timeout=1.0) == {4}
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_load_of_an_adapter_that_timed_out_is_not_repeated_and_one_that_failed_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """SGLang still holds its lock for a load that timed out, and may end it during a second one."""
+    monkeypatch.setattr(adapter_weights, "loaded_versions", lambda *_, **__: set())
+    settings = Weights(update_weight_timeout_seconds=0.1)
+    source = AdapterSource(tmp_path, AdapterConfig(2, 1.0, ("o_proj",)), settings, rank=0, resident=3)
+    of_a, of_b = tensor_names("model.layers.0.self_attn.o_proj")
+    source.stage(1, [(of_a, torch.ones(2, 8)), (of_b, torch.ones(8, 2))], [])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        source.connect([EngineInfo("e", f"http://127.0.0.1:{port}", 0, 1)], {})
+        outcome = source.send(1, "e", ADAPTER)
+    assert outcome.error is not None
+    assert outcome.error.startswith(f"engine e: http://127.0.0.1:{port}/load_lora_adapter")
+    assert outcome.error.endswith(" did not answer within 0.1 s") is listens
+    assert outcome.final is listens
 
 
 def test_an_engine_joins_a_run_that_trains_an_adapter_although_another_engine_is_lost(

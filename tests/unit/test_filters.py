@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from miles_async.batching.advantages import ScoredSample
 from miles_async.batching.batch import pack_samples
 from miles_async.columns.column import SampleLimits
 from miles_async.config.generation import trains_only
-from miles_async.errors import UserError
+from miles_async.errors import TrajectoryError, UserError
 from miles_async.events import SamplesRemoved, WarningRaised
 from miles_async.filters import (
     check_no_aborted,
@@ -50,6 +51,13 @@ def group(*rewards: Any, first: int = 0, status: SampleStatus = SampleStatus.COM
         for position, reward in enumerate(rewards)
     ]
     return Group(samples, feed_index=f"sample_0_{first}")
+
+
+def of_a_data_set(name: str) -> Group:
+    same = group(1.0, 1.0)
+    for sample in same:
+        sample.metadata = {FROM_DATASET: {"name": name, "epochs": 0.0}, "row": 1}
+    return same
 
 
 def test_a_group_of_equal_rewards_is_dropped_with_the_reward_as_reason() -> None:
@@ -92,6 +100,19 @@ def batch(args, rollout_id, data_source, evaluation=False):
     assert args.rollout_global_dataset
     return data_source
 
+def keep_and_judge(args, samples, **kwargs):
+    for sample in samples:
+        sample.metadata = {"judged": True}
+    return True
+
+def judge_and_fail(args, samples, **kwargs):
+    keep_and_judge(args, samples)
+    raise ValueError("no verdict")
+
+def judge(args, groups):
+    for group in groups:
+        keep_and_judge(args, group)
+
 def drop_first(args, samples):
     samples[0][0].remove_sample = True
 
@@ -127,15 +148,31 @@ def test_a_data_set_has_its_own_filter_and_each_group_is_observed_before(mine: s
     observed: list[str] = []
     keep = dynamic_filter(settings, flat_args(settings), lambda each: observed.append(each.dataset))
 
-    def of(name: str) -> Group:
-        same = group(1.0, 1.0)
-        for sample in same:
-            sample.metadata[FROM_DATASET] = {"name": name, "epochs": 0.0}
-        return same
-
-    assert keep(of("own"))
-    assert not keep(of("flat"))
+    assert keep(of_a_data_set("own"))
+    assert not keep(of_a_data_set("flat"))
     assert observed == ["own", "flat"]
+
+
+@pytest.mark.parametrize(
+    "name, verdict", [("keep_and_judge", nullcontext()), ("judge_and_fail", pytest.raises(TrajectoryError))]
+)
+def test_a_dynamic_filter_that_replaces_the_metadata_leaves_a_group_its_data_set(
+    mine: str, name: str, verdict: AbstractContextManager[Any]
+) -> None:
+    settings = run_config(dynamic_sampling_filter_path=f"{mine}.{name}")
+    judged = of_a_data_set("code")
+    with verdict:
+        dynamic_filter(settings, flat_args(settings))(judged)
+    origin = {"name": "code", "epochs": 0.0}
+    assert [sample.metadata for sample in judged] == [{"judged": True, FROM_DATASET: origin}] * 2
+
+
+async def test_a_sample_filter_that_replaces_the_metadata_leaves_each_group_its_data_set(mine: str) -> None:
+    settings = run_config(rollout_sample_filter_path=f"{mine}.judge")
+    groups = [of_a_data_set(name) for name in ("code", "mathematics")]
+    await BatchPreparation(settings, flat_args(settings), Trace())(0, groups)
+    assert [one.dataset for one in groups] == ["code", "mathematics"]
+    assert all(sample.metadata["judged"] for one in groups for sample in one)
 
 
 async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:

@@ -121,13 +121,16 @@ class AdapterSource:
 
         The engine verifies what it loads. A failure is in the outcome.
         """
-        started, size, error = time.perf_counter(), 0, None
+        started, size, error, final = time.perf_counter(), 0, None, False
         if self._rank == 0:
             try:
                 size = self._update(version, self._engines[name])
             except EngineLostError as failure:
                 error = f"engine {name}: {failure}"
-        return SendOutcome(engine=name, seconds=time.perf_counter() - started, bytes=size, error=error)
+                # SGLang goes on with a request that timed out. A repeated load waits for it, and then finds the version
+                # loaded, which SGLang refuses.
+                final = isinstance(failure.__cause__, TimeoutError)
+        return SendOutcome(engine=name, seconds=time.perf_counter() - started, bytes=size, error=error, final=final)
 
     def compare(self, name: str, logprobs: Sequence[float]) -> float:
         """See `WeightSource.compare`."""
@@ -220,7 +223,9 @@ class AdapterSource:
 def loaded_versions(engine: EngineInfo, *, timeout: float) -> set[int]:
     """The versions that an engine has loaded. Raises EngineLostError if it does not answer."""
     models = call_engine(engine, "/v1/models", timeout=timeout)["data"]
-    return {version for model in models if (version := version_of(model["id"])) is not None}
+    # Without a parent, it is the base model, whose folder may be called like a version.
+    adapters = (model["id"] for model in models if model["parent"] is not None)
+    return {version for name in adapters if (version := version_of(name)) is not None}
 
 
 def _versions_in(folder: Path) -> list[int]:

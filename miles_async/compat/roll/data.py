@@ -432,6 +432,10 @@ def evaluation(keys: CombinedKeys, kinds: Mapping[str, str | None], domain_of: M
     datasets = {}
     if data.get("file_name") is not None:
         check_sampling(keys, "validation.generating_args", sampling)
+    if "max_new_tokens" in sampling:
+        keys.translator.idle["validation.generating_args.max_new_tokens"] = (
+            "has no effect in ROLL either: responses of evaluations have the limit of those of the training"
+        )
     for file in _files(CombinedKeys(keys.translator, {key: data.get("file_name")}), key):
         domain = _domain(keys, key, file, domain_of) if len(kinds) > 1 else next(iter(kinds), None)
         if domain is not None and domain not in kinds:

@@ -30,7 +30,7 @@ class RollMath(_Mathematics):
     """
 
     name = "roll_math"
-    reads_around_box = True
+    reads_around_box = "the end of the reasoning"
 
 
 class Dapo(_Mathematics):
@@ -39,10 +39,11 @@ class Dapo(_Mathematics):
     name = "dapo"
     wrong = {"score": -1.0, "acc": 0.0}
     may_be_dictionary = True
+    reads_around_box = "`Answer:`"
 
 
 class Deepscaler(_Mathematics):
     """1 if the boxed answer after the reasoning equals one of the labels, and 0 otherwise."""
 
     name = "deepscaler"
-    reads_around_box = True
+    reads_around_box = "the end of the reasoning"

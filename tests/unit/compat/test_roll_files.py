@@ -257,6 +257,16 @@ def test_an_evaluation_has_the_reward_of_the_domain_of_its_rows(tmp_path: Path) 
     assert said.endswith("mixed.jsonl has rows of code_sandbox, ifeval: write one file for each domain")
 
 
+def test_the_response_length_of_an_evaluation_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    """ROLL replaces it by that of the training."""
+    content = named("qwen2.5-7B-rlvr_megatron-rlvr_config_8gpus").content(tmp_path)
+    content["validation"]["generating_args"]["max_new_tokens"] = 7
+    idle = translate(content, "ROLL").idle
+    assert idle["validation.generating_args.max_new_tokens"].startswith("has no effect in ROLL either")
+    del content["validation"]["generating_args"]["max_new_tokens"]
+    assert not any("validation" in key for key in translate(content, "ROLL").idle)
+
+
 def test_trajectories_of_a_group_are_the_samples_of_a_prompt(tmp_path: Path) -> None:
     content = named("qwen2.5-0.5B-agentic-agent_val_frozen_lake_async").content(tmp_path)
     outcome = translate(content, "ROLL")

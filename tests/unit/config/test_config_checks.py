@@ -493,20 +493,27 @@ def test_a_fused_router_computes_in_the_precision_of_the_model_or_in_float32(tmp
 
 def test_a_reward_names_the_setting_that_it_needs() -> None:
     assert "rm_type remote_rm needs a reward server: set rm_url" in refusal(rm_type="remote_rm")
-    assert "set it to score or acc" in refusal(rm_type="boxed_dapo", reward_key="accuracy")
+    assert "set it to score or acc" in refusal(rm_type="dapo", reward_key="accuracy")
     assert "custom_rm_isolated has no effect without custom_rm_path" in refusal(custom_rm_isolated=True)
     assert "rm_type 'boxed_' is unknown" in refusal(rm_type="boxed_")
 
 
-@pytest.mark.parametrize("name", ["roll_math", "deepscaler"])
-def test_a_reward_that_reads_the_reasoning_is_refused_with_the_prefix_boxed(name: str) -> None:
-    assert f"because {name} looks for the end of the reasoning" in refusal(rm_type=f"boxed_{name}")
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("roll_math", "the end of the reasoning"),
+        ("deepscaler", "the end of the reasoning"),
+        ("dapo", "`Answer:`"),
+    ],
+)
+def test_a_reward_that_needs_the_text_around_a_box_is_refused_with_the_prefix_boxed(name: str, needs: str) -> None:
+    assert f"because {name} looks for {needs}, which is outside the box" in refusal(rm_type=f"boxed_{name}")
     assert refusals(rm_type=name) == []
 
 
 def test_the_reward_dapo_trains_on_its_score_unless_another_key_is_set() -> None:
     assert refusals(rm_type="dapo") == []
-    assert config(rm_type="boxed_dapo").rollout.reward_key == "score"
+    assert config(rm_type="dapo").rollout.reward_key == "score"
     assert config(rm_type="dapo", reward_key="acc").rollout.reward_key == "acc"
     assert config(rm_type="exact").rollout.reward_key is None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from miles_async.config.disk import disk_space
 from miles_async.config.table import table
 from tests.configuration import run_config
+from tests.planned_models import checkpoint
 
 LARGE = {
     "rollout_function_path": "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -53,6 +56,16 @@ def test_the_table_names_the_space_of_checkpoints_only_if_there_are_some() -> No
     assert "disk" in rows()
     assert "save" not in rows()
     assert rows(save="saved")[-2:] == ["disk", "save"]
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [("Qwen3-0.6B", 596_049_920), ("Llama-3.1-8B", 8_030_261_248), ("DeepSeek-V3", 671_026_404_352)],
+)
+def test_a_checkpoint_has_each_parameter_of_the_model_once(name: str, parameters: int, tmp_path: Path) -> None:
+    """Tied embeddings, latent attention and leading dense layers included."""
+    space = disk_space(run_config(hf_checkpoint=checkpoint(name, tmp_path)), "train_async.py")
+    assert space.checkpoint == 14 * parameters
 
 
 def test_a_run_that_trains_adapters_stores_these_alone() -> None:

@@ -246,6 +246,49 @@ def test_the_identity_of_a_recording_names_its_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "file, name",
+    [
+        ("generation_config.json", "model"),
+        ("tokenizer.json", "tokenizer"),
+        ("tokenizer.model", "tokenizer"),
+        ("vocab.json", "tokenizer"),
+        ("merges.txt", "tokenizer"),
+        ("chat_template.jinja", "chat_template"),
+        ("tokenizer_config.json", "chat_template"),
+    ],
+)
+def test_each_file_that_affects_a_response_is_part_of_the_identity_of_a_recording(
+    tmp_path: Path, file: str, name: str
+) -> None:
+    (tmp_path / file).write_text("before")
+    before = identity_of(run_config(), str(tmp_path))
+    assert differences(before, identity_of(run_config(), str(tmp_path))) == {}
+    (tmp_path / file).write_text("behind")
+    assert [*differences(before, identity_of(run_config(), str(tmp_path)))] == [name]
+
+
+@pytest.mark.parametrize(
+    "function", [{"custom_generate_function_path": "my.own"}, {"rollout_sample_hook_path": ["my.own"]}]
+)
+def test_arguments_of_functions_that_make_responses_are_part_of_the_identity_of_a_recording(
+    function: Mapping[str, Any],
+) -> None:
+    def identity(**arguments: Any) -> Mapping[str, Any]:
+        return identity_of(run_config(**function, custom_args=arguments))
+
+    assert [*differences(identity(), identity(turns=3))] == ["custom_args"]
+    assert [*differences(identity(turns=2), identity(turns=3))] == ["custom_args"]
+    assert identity(api_key="a" * 20) == identity(api_key="b" * 20), "a secret is not written to a recording"
+
+
+def test_arguments_of_functions_that_a_replay_calls_again_are_no_part_of_the_identity_of_a_recording() -> None:
+    before, after = (
+        identity_of(run_config(custom_rm_path="my.reward", custom_args={"penalty": one})) for one in (1, 2)
+    )
+    assert before == after
+
+
+@pytest.mark.parametrize(
     "setting, flag, value",
     [
         ("rollout_top_p", "--rollout-top-p", "0.5"),
