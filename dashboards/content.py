@@ -505,13 +505,13 @@ LEARNER = Dashboard(
                 ),
                 Panel(
                     "Gradient norm",
-                    "Before clipping. Spikes while the effective sample size falls announce a collapse.",
+                    "Before clipping.",
                     "short",
                     {"grad_norm": of("step_metric", 'name="grad_norm"')},
                 ),
                 Panel(
                     "Collapse risk",
-                    "1 while the effective sample size and the gradient norm announce a collapse of the policy. Lower "
+                    "1 while the effective sample size and the reward announce a collapse of the policy. Lower "
                     "--max-weight-staleness or --lr.",
                     "short",
                     {"risk": of("collapse_risk")},

@@ -609,7 +609,7 @@ class VerdictChanged(Event, frozen=True):
 class CollapseRiskChanged(Event, frozen=True):
     """Signs that the policy may collapse soon appeared or are gone (`observability/diagnosis/collapse.py`).
 
-    The signs are also gone after a collapse: a policy that gives every prompt the same answer is on-policy again.
+    The signs of a collapse last until the reward is back, or the learner continues from a checkpoint.
 
     Worry if `high` is true: lower `--max-weight-staleness` or `--lr`, and resume from an earlier checkpoint.
     """

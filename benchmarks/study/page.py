@@ -223,7 +223,7 @@ def _collapses(runs: Runs) -> Iterator[str]:
         shown = []
         for variant, flags in STALE_FLAGS.items():
             found = _stale(runs, limit, variant).values()
-            if collapsed := sum(map(_collapsed, found)):
+            if collapsed := sum(_collapse(run) is not None for run in found):
                 shown.append(f"in {collapsed} of {len(found)} runs with `{' '.join(flags)}`")
         if shown:
             yield f"- Limit {limit}: the reward collapsed {', '.join(shown)}."
@@ -277,22 +277,27 @@ def _claim(runs: Runs) -> str:
 
 
 def _warnings(found: Sequence[Outcome]) -> str:
-    """How many collapses the collapse warning announced in the runs, and how often it was wrong."""
-    collapsed = [run for run in found if _collapsed(run)]
-    foreseen = sum(bool(run.announced) for run in collapsed)
-    warned = sum(bool(run.announced) for run in found)
+    """How many collapses a collapse warning announced in the runs, and how often it was wrong."""
+    ends = [(run.announced, _collapse(run)) for run in found]
+    collapses = [(announced, end) for announced, end in ends if end is not None]
+    foreseen = sum(bool(announced) and announced[0] < end for announced, end in collapses)
+    wrong = sum(bool(announced) for announced, end in ends if end is None)
     return (
-        f"The reward collapsed in {len(collapsed)} of these {len(found)} runs: its mean over {WINDOW} batches fell "
-        f"below half of the highest such mean. The [collapse warning](../how-to/monitor.md#if-a-collapse-is-announced) "
-        f"announced {foreseen} of these collapses, and it appeared in {warned - foreseen} of the other "
-        f"{len(found) - len(collapsed)} runs."
+        f"The reward collapsed in {len(collapses)} of these {len(found)} runs: its mean over {WINDOW} batches fell "
+        f"below half of the highest such mean. These runs had an earlier collapse warning: an effective sample size "
+        f"below half of its usual value, or below 0.8 of it with spikes of the gradient norm. It announced {foreseen} "
+        f"of these collapses before they had happened, and it appeared in {wrong} of the other "
+        f"{len(found) - len(collapses)} runs. [The present warning](../how-to/monitor.md#if-a-collapse-is-announced) "
+        f"looks at the reward instead of the gradient norm."
     )
 
 
-def _collapsed(run: Outcome) -> bool:
+def _collapse(run: Outcome) -> int | None:
+    """The number of batches after which the reward has collapsed; None if it never does."""
     rewards = [point["reward"] for point in run.points]
     highest = itertools.accumulate(rewards, max)
-    return any(reward < before / 2 for reward, before in zip(rewards, highest, strict=True))
+    fallen = (reward < before / 2 for reward, before in zip(rewards, highest, strict=True))
+    return next((WINDOW * number for number, is_low in enumerate(fallen, 1) if is_low), None)
 
 
 def _stale_row(runs: Runs, name: tuple[str, str]) -> str:

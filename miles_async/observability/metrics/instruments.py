@@ -139,7 +139,7 @@ class Instruments:
             "verdict",
         )
         self.collapse_risk = gauge(
-            "collapse_risk", "1 while the effective sample size and the gradient norm announce a collapse, else 0."
+            "collapse_risk", "1 while the effective sample size and the reward announce a collapse, else 0."
         )
         self.training = gauge(
             "training", "1 from the first optimizer step after a start or a restart of the driver until the run ends."

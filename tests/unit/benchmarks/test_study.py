@@ -210,7 +210,7 @@ def test_the_page_compares_the_decoupled_objective_with_the_naive_one(store: Pat
 def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Path) -> None:
     stale = list(itertools.islice(runs.cells(["stale"], 1), 4))
     learns, falls = ([{"reward": reward} for reward in rewards] for rewards in ((0.3, 0.6, 0.7), (0.3, 0.6, 0.2)))
-    outcomes = [(learns, []), (falls, [12]), (falls, []), (learns, [8])]
+    outcomes = [(learns, []), (falls, [12]), (falls, [31]), (learns, [8])]
     stored = [
         (cell, replace(outcome(cell, 0.8), points=points, announced=announced))
         for cell, (points, announced) in zip(stale, outcomes, strict=True)
@@ -218,7 +218,7 @@ def test_the_page_counts_collapses_and_the_warnings_that_foresaw_them(store: Pat
     turns = Cell("in turns", "default", runs.SEEDS[0])
     text = " ".join(page.page(page.by_name([(turns, outcome(turns, 0.8)), *stored]), {}, {}).split())
     assert "The reward collapsed in 2 of these 4 runs:" in text
-    assert "announced 1 of these collapses, and it appeared in 1 of the other 2 runs." in text
+    assert "announced 1 of these collapses before they had happened, and it appeared in 1 of the other 2 runs." in text
 
 
 def test_a_run_in_turns_is_compared_without_the_time_of_its_evaluations(store: Path) -> None:
