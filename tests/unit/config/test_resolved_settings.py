@@ -172,7 +172,7 @@ def test_the_function_of_miles_for_continuous_generation_drops_groups_and_says_s
         config, flags = resolved(line)
         assert config.rollout.rollout_function_path == Stream.function
         assert config.rollout.max_attempts == 1
-        assert "like miles: max_attempts 1 (3)" in flags.notes
+        assert "like miles (default here in parentheses): max_attempts 1 (3)" in flags.notes
 
 
 @pytest.mark.parametrize(
