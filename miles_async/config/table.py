@@ -58,7 +58,7 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
             (
                 "queue",
                 bounds.room,
-                f"maximum of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
+                f"maximum number of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
             ),
         ]
     groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"
