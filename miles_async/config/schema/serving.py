@@ -132,7 +132,7 @@ class Cluster(Section):
     shut down with the run."""
     max_restarts: int = Field(3, ge=0)
     """Maximum number of restarts of a lost rollout worker or learner in a row, without a trained batch in between. A
-    learner is restarted from a checkpoint (save_interval). With 0, and with --colocate, its loss ends the run."""
+    learner needs save_interval. With 0, and with --colocate, the loss of either ends the run."""
     drain_seconds: float = Field(10.0, ge=0, le=LONGEST_SECONDS)
     """Time limit in seconds, after Ctrl-C or SIGTERM, for groups in flight, the current step and its checkpoint
     together; what is left is abandoned. Raise this for models whose step and checkpoint take longer. The sender of
