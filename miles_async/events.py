@@ -632,7 +632,7 @@ class EventsReceived(Event, frozen=True):
 class RunContinued(Event, frozen=True):
     """Another rollout worker begins to restore the run. All events of its predecessors come before this one.
 
-    Worry if it happens again and again: the warning before it says how the rollout worker ended.
+    Worry if it happens repeatedly: the warning before it says how the rollout worker ended.
     """
 
 

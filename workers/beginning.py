@@ -161,7 +161,7 @@ def unfinished_run(config: RunConfig) -> Beginning | None:
                 f"({error}): unset resume to begin another run"
             ) from error
         log.warning(
-            f"another run continues run {run} from checkpoint {starts_from.folder.name}: unfinished groups are "
+            f"a new run continues run {run} from checkpoint {starts_from.folder.name}: unfinished groups are "
             f"generated again, because the store is not usable ({error})"
         )
         return _another_run(starts_from)

@@ -247,7 +247,9 @@ def _data_row(read: _FirstRows, tokenizer: CheckpointTokenizer | None, character
         return ("data", len(read.groups), text)
     if tokenizer is None:
         unread = config.model.hf_checkpoint
-        reason = "" if unread is None else f"; they are not measured, because {unread} is no folder with a tokenizer"
+        reason = (
+            "" if unread is None else f"; their lengths are unknown, because {unread} is not a folder with a tokenizer"
+        )
         return ("data", len(read.groups), f"{text}{reason}")
     if read.dataset is not None and read.dataset.max_response_len is not None:
         config = with_settings(config, rollout_max_response_len=read.dataset.max_response_len)

@@ -297,8 +297,8 @@ class Cluster:
             checkpoint = await self.learner.replace(before.checkpoint, before.began_with, limit)
         except TimeoutError:
             raise FatalError(
-                f"another learner does not start: it has not advanced for {limit:.0f} s (--no-progress-abort-seconds); "
-                f"its node or its devices may be gone; see `ray status` and {self.logs}"
+                f"the replacement of the learner does not start: it has not advanced for {limit:.0f} s "
+                f"(--no-progress-abort-seconds); its node or its devices may be gone; see `ray status` and {self.logs}"
             ) from None
         self.handles = replace(before, learner_ranks=self.learner.actors, learner_checkpoint=checkpoint)
 

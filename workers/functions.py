@@ -304,7 +304,8 @@ class BatchPreparation:
         except USER_CODE_ERRORS as error:
             # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
             raise UserError(
-                f"rollout_sample_filter_path {self._filter_path} raised {shown(error)} at rollout {rollout_id}"
+                f"rollout_sample_filter_path {self._filter_path} raised {shown(error)} at rollout {rollout_id}: "
+                "correct the function"
             ) from error
         if returned is not None and returned is not groups:
             raise UserError(

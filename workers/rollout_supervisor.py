@@ -129,9 +129,9 @@ class RolloutSupervisor:
         ray.kill(self.current)
         learner_is_lost = await learner_death() is not None
         self._warn(
-            f"{death}; another learner and another rollout worker continue from the last checkpoint"
+            f"{death}; a new learner and a new rollout worker continue from the last checkpoint"
             if learner_is_lost
-            else f"{death}; another rollout worker continues the run"
+            else f"{death}; a new rollout worker continues the run"
         )
         await asyncio.sleep(min(MAX_BACKOFF_SECONDS, 2.0**self._restarts - 1))
         self._restarts += 1
@@ -140,7 +140,7 @@ class RolloutSupervisor:
             await replace_learner()
         with suppress(RayActorError):  # `run` finds out that this one is lost as well
             await self.wait_for_answer()
-            self._warn(f"another rollout worker was ready after {time.monotonic() - began:.0f} s")
+            self._warn(f"a new rollout worker was ready after {time.monotonic() - began:.0f} s")
 
     async def events(self) -> list[Event]:
         """Return the events since the last call. Waits up to half a second for the first event.

@@ -87,7 +87,7 @@ class Watchdog:
 
     async def _dump_stacks(self) -> None:
         path = await asyncio.to_thread(dump_stacks, self._cluster.processes, Path(self._cluster.logs))
-        log.warning("stacks of every process", file=str(path))
+        log.warning("wrote the Python stacks of all processes", file=str(path))
 
 
 def dump_stacks(processes: Iterable[psutil.Process], folder: Path) -> Path:

@@ -132,9 +132,9 @@ def check_cards(plan: Plan, config: RunConfig) -> None:
         if _differ(engine):
             size = next(size for size in range(len(engine) // 2, 0, -1) if not any(map(_differ, _parts(engine, size))))
             raise UserError(
-                f"engine {number} would get {_described(engine)}: SGLang refuses cards whose memory differs; set "
+                f"engine {number} would get {_described(engine)}: SGLang refuses GPUs whose memory differs; set "
                 f"rollout_num_gpus_per_engine to {size}, or actor_num_nodes and actor_num_gpus_per_node so that the "
-                "learner takes all cards of one kind"
+                "learner takes all GPUs of one kind"
             )
     memory, learner = config.cluster.gpu_memory_gib, config.learner
     smallest = min((bundle.card.memory for bundle in plan.learner if bundle.card), default=None)

@@ -116,7 +116,7 @@ def meaning(name: str, flag: Flag) -> tuple[str, str]:
 
 
 def guest_help(project: str) -> str:
-    """A line for each flag of a project that is no flag of this project. Raises UserError for an unknown project."""
+    """A line for each flag of a project that is not a flag of this project. Raises UserError for an unknown project."""
     known = {name.lower().removesuffix("-lm"): name for name in GUESTS.names}
     if project.lower() not in known:
         names = ", ".join(f"--help-{name}" for name in sorted(known) if GUESTS.find(known[name]).flags())

@@ -83,7 +83,7 @@ def unlike(config: RunConfig, given: Container[tuple[str, ...]], preset: str | N
                 found[setting] = ours, values[ours]
         if found:
             shown = (f"{setting} {_shown(ours)} ({_shown(theirs)})" for setting, (ours, theirs) in found.items())
-            yield f"unlike {guest.name}: {', '.join(shown)}"
+            yield f"unlike {guest.name} (its value in parentheses): {', '.join(shown)}"
 
 
 def _used(config: RunConfig, setting: str) -> Iterator[Any]:
@@ -104,7 +104,7 @@ def like(guest: Guest, before: RunConfig, after: RunConfig) -> Iterator[str]:
         if (ours := SETTINGS[name].value(before)) != theirs == SETTINGS[name].value(after)
     ]
     if found:
-        yield f"like {guest.name}: {', '.join(found)}"
+        yield f"like {guest.name} (default here in parentheses): {', '.join(found)}"
 
 
 def _of_guests() -> Mapping[str, Mapping[str, Any]]:

@@ -77,4 +77,4 @@ def _parquet_rows(path: Path) -> int:
     try:
         return int(read_metadata(path).num_rows)
     except ArrowInvalid as error:
-        raise UserError(f"prompt_data {path} is not a Parquet file: {error}") from error
+        raise UserError(f"prompt_data {path} is not a Parquet file ({error}): copy it again") from error

@@ -51,14 +51,14 @@ def table(config: RunConfig, entry: str, read: Sequence[TableRow] = ()) -> str:
             ("staleness", _or_no_limit(bounds.staleness), "maximum age of a freshly sampled group, in weight versions"),
         ]
     if keeps_groups is not False:
-        rows.append(("held", bounds.held, "maximum of groups that a worker holds and that are being trained"))
+        rows.append(("held", bounds.held, "maximum number of groups that a worker holds or the learner trains"))
     if schedule is Schedule.FULLY_ASYNC and not keeps_groups:
         rows += [
             ("B", _or_no_limit(bounds.slots), "slots for groups between admission and live weights"),
             (
                 "queue",
                 bounds.room,
-                f"maximum of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
+                f"maximum number of groups in flight and queued (queue_capacity {rollout.queue_capacity})",
             ),
         ]
     groups = f"{rollout.rollout_batch_size} groups of {rollout.n_samples_per_prompt}"

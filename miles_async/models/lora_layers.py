@@ -257,7 +257,7 @@ def _modules(targets: Targets) -> tuple[str, ...]:
         if not any(_matches(entry, *candidate) for candidate in candidates):
             others = f"use {ALL_LINEAR}, or some of {', '.join(known)}"
             if is_name(entry):
-                raise UserError(f"{entry} is no linear layer that can have an adapter: {others}")
+                raise UserError(f"{entry} is not a linear layer that can have an adapter: {others}")
             raise UserError(
                 f"{entry} matches no linear layer that can have an adapter: {others}, or a pattern of names such as "
                 "model.layers.0.self_attn.q_proj"

@@ -29,7 +29,7 @@ class Stream(RolloutMode):
     """The pipeline's producer generates all the time, and the function takes groups from its queue."""
 
     name = "stream"
-    summary = "drains the stream"
+    summary = "takes groups from the stream of the producer"
     function = "miles_async.rollout.fully_async_rollout.generate_rollout_fully_async"
     schedule = Schedule.FULLY_ASYNC
     uses_window = True

@@ -211,7 +211,7 @@ class Evaluator:
                 if not group.aborted:
                     return None
                 failure = InfrastructureError(
-                    f"problem {group.feed_index} was aborted again and again ({MAX_INTERRUPTIONS} times)",
+                    f"problem {group.feed_index} was aborted {MAX_INTERRUPTIONS} times",
                     [sample for sample in group if sample.status is SampleStatus.ABORTED],
                 )
                 interruptions += 1

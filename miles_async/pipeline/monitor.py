@@ -116,9 +116,9 @@ class RunMonitor:
         drops = self.lifecycle.ledger.dropped.items()
         dropped = ", ".join(f"{count} {reason}" for reason, count in drops if count) or "none"
         return (
-            f"nothing moved for {idle_seconds:.0f}s (--no-progress-abort-seconds): queue {producer.queued}, "
-            f"{self.generator.requests.in_flight} requests in flight, "
-            f"{producer.attempts.rewarding} groups wait for rewards, trainer version {run_state.trainer_version}, "
+            f"no progress for {idle_seconds:.0f}s (--no-progress-abort-seconds; see the line `stall` in the log): "
+            f"{producer.queued} groups queued, {self.generator.requests.in_flight} requests in flight, "
+            f"{producer.attempts.rewarding} groups waiting for rewards, trainer version {run_state.trainer_version}, "
             f"live version {run_state.live_version}; dropped: {dropped}{self._taken_sentence()}"
         )
 

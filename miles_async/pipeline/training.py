@@ -125,7 +125,7 @@ class Training:
         sentence = f"loss or gradient was not finite in {times} batches{of} in a row, up to rollout {rollout_id}"
         for group in chain.from_iterable(batches):
             self.dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
-        raise FatalError(f"{sentence}; their groups are in the dead letters: look at their rewards, or lower lr")
+        raise FatalError(f"{sentence}; their groups are in the dead letters: check their rewards, or lower lr")
 
 
 def mean_reward(groups: Sequence[Group]) -> float:

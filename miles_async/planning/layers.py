@@ -69,7 +69,7 @@ _LAYOUT = re.compile(r"E(t|\|(?=[tL]))*L")
 
 
 def parts_of(layout: str) -> tuple[int, ...] | None:
-    """The number of layers of each part of a pipeline, such as (2, 2, 0) for `Ett|tt|L`; None if it is no layout.
+    """The number of layers of each part of a pipeline, such as (2, 2, 0) for `Ett|tt|L`; None if it is not a layout.
 
     Megatron's notation (`pipeline_model_parallel_layout`) has E for the embedding, t for a layer and L for the loss, |
     between parts, commas without a meaning, and repetitions such as `(tt|)*29` and `t*2`.

@@ -49,7 +49,7 @@ class RunRewards:
         rewarder = self._of_datasets.get(group.dataset, self._training)
         if rewarder is None:
             raise TrajectoryError(
-                f"group {group.feed_index} is from none of the data sets, and the run has no other reward: set rm_type"
+                f"group {group.feed_index} belongs to no data set, and the run has no other reward: set rm_type"
             )
         await rewarder.score(group)
 

@@ -90,7 +90,7 @@ def test_a_check_prints_the_derived_values() -> None:
     assert done.returncode == 0
     assert "schedule    fully async" in done.stdout
     *notes, _ = done.stderr.splitlines()  # the test itself prints the last line
-    assert [note.partition(":")[2][:20] for note in notes] == [" note: unlike slime:", " note: the trained m"]
+    assert [note.partition(":")[2][:20] for note in notes] == [" note: unlike slime ", " note: the trained m"]
 
 
 def test_the_launch_script_checks_a_run_on_eight_gpus(tmp_path: Path) -> None:

@@ -88,13 +88,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
         for number in LOST:
             trains(running, SAVE_INTERVAL + 1)  # with the batch before, that is one more than a checkpoint needs
             os.kill(running.process("ray::LearnerRank"), number)
-            running.says_again("another rollout worker was ready", START_SECONDS)
+            running.says_again("a new rollout worker was ready", START_SECONDS)
             engines.append(running.process("sglang::scheduler"))
         trains(running, 2)  # the line of the second batch follows the step of the first one
         learners.append(running.process("ray::LearnerRank"))
         for number in LOST:
             os.kill(running.process("ray::RolloutWorker"), number)
-            running.says_again("another rollout worker was ready", START_SECONDS)
+            running.says_again("a new rollout worker was ready", START_SECONDS)
             trains(running, 2)
             engines.append(running.process("sglang::scheduler"))
             learners.append(running.process("ray::LearnerRank"))

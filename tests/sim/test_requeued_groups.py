@@ -165,7 +165,7 @@ def test_the_time_limit_of_a_sample_does_not_count_its_time_in_line() -> None:
 
 def test_the_time_limit_of_a_sample_counts_the_time_in_which_it_is_answered() -> None:
     world = queueing(groups=16, response_tokens=9_000)
-    with pytest.raises(FatalError, match="nothing moved"):
+    with pytest.raises(FatalError, match="no progress"):
         world.run()
     assert {reason for _, reason, _ in world.dead_letters.letters} == {DropReason.FAILED}
     assert all("longer than 60 s (generate_timeout_seconds)" in error for _, _, error in world.dead_letters.letters)

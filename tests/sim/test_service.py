@@ -355,7 +355,7 @@ def test_data_may_end_with_the_last_batch() -> None:
 
 def test_a_stuck_engine_warns_and_then_stops_the_run_with_its_cause() -> None:
     world = World(config=config(), engines=EngineModel(stall_every=0.1, stall_seconds=1e6))
-    with pytest.raises(FatalError, match=r"nothing moved for 600s .* 8 requests in flight"):
+    with pytest.raises(FatalError, match=r"no progress for 600s .* 8 requests in flight"):
         world.run()
     warnings = world.trace.of(Stalled)
     assert [round(event.seconds) for event in warnings[:2]] == [30, 60]
@@ -444,8 +444,8 @@ def test_a_group_that_a_function_returns_twice_is_refused_before_it_is_trained_t
 @pytest.mark.parametrize(
     "trouble, cause",
     [
-        ({"keep": lambda group: False}, r"8 requests in flight, 0 groups wait for rewards, .*; dropped: \d+ filtered$"),
-        ({"reward_seconds": 1e6}, r"0 requests in flight, 8 groups wait for rewards, .*; dropped: none$"),
+        ({"keep": lambda group: False}, r"8 requests in flight, 0 groups waiting for .*; dropped: \d+ filtered$"),
+        ({"reward_seconds": 1e6}, r"0 requests in flight, 8 groups waiting for rewards, .*; dropped: none$"),
         ({"engines": EngineModel(lost_rate=1.0)}, r"; dropped: \d+ engine_lost$"),
     ],
 )

@@ -76,7 +76,7 @@ def posted(tmp_path_factory: pytest.TempPathFactory) -> Posted:
         try:
             running.says("Staleness stats", START_SECONDS)
             os.kill(running.process(WORKER), signal.SIGKILL)
-            running.says_again("another rollout worker was ready", START_SECONDS)
+            running.says_again("a new rollout worker was ready", START_SECONDS)
             for _ in range(2):  # the line of the second batch follows the step of the first one
                 running.says_again("Staleness stats", START_SECONDS)
             os.kill(running.process("gcs_server"), signal.SIGKILL)

@@ -80,7 +80,7 @@ def _first_rows(path: Path, count: int) -> Any:
 
 @contextmanager
 def _valid(path: Path) -> Iterator[None]:
-    """Raises UserError if the block finds that a file is no valid Parquet file."""
+    """Raises UserError if the block finds that a file is not a valid Parquet file."""
     import pyarrow as pa
 
     try:

@@ -205,7 +205,7 @@ class BufferedSource:
             name = choose(self._args, {name: feed.state() for name, feed in self.feeds.items()})
         except USER_CODE_ERRORS as error:
             # User code can raise any exception.
-            raise UserError(f"dataset_sampling raised {shown(error)}") from error
+            raise UserError(f"dataset_sampling raised {shown(error)}: correct the function") from error
         if not isinstance(name, str) or name not in self.feeds:
             raise UserError(f"dataset_sampling returned {shown(name)}: return one of {', '.join(self.feeds)}")
         return name

@@ -139,7 +139,10 @@ class AnswerParserProcess:
                     line = await process.stdout.readline()
                 started = msgspec.json.decode(line or b'{"error": "their process has died"}', type=Chosen)
             if started.error:
-                raise UserError(f"the parsers of tool calls and reasoning cannot start: {started.error}")
+                raise UserError(
+                    f"the parsers of tool calls and reasoning cannot start: {started.error}; "
+                    "set tool_call_parser and reasoning_parser to none to run without them"
+                )
         except BaseException:
             with suppress(ProcessLookupError):
                 process.kill()

@@ -340,7 +340,7 @@ def _flag(key: str, value: Any) -> Iterator[str]:
 def _require_checkpoint(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise UserError(
-            f"{path} is no Hugging Face checkpoint: it has no config.json; set hf_checkpoint to a checkpoint folder"
+            f"{path} is not a Hugging Face checkpoint: it has no config.json; set hf_checkpoint to a checkpoint folder"
         )
 
 

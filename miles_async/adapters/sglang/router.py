@@ -116,7 +116,10 @@ def require_router(url: str, key: str = "", within: float = 10.0) -> None:
             json.load(answer)["workers"]
     except urllib.error.HTTPError as error:
         if error.code != HTTPStatus.UNAUTHORIZED:
-            raise UserError(f"the sglang-router at {url} answers {error.code} to a request for /workers") from error
+            raise UserError(
+                f"the sglang-router at {url} answers {error.code} to /workers: set sglang_router_ip and "
+                "sglang_router_port to the address of an sglang-router"
+            ) from error
         raise UserError(
             f"the sglang-router at {url} refuses the key of this run: set sglang_router_api_key to the api_key that it "
             "was started with"

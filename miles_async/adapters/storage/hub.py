@@ -105,7 +105,7 @@ def _snapshot(setting: str, name: str, kind: str, patterns: Sequence[str]) -> Pa
     except (OSError, HFValidationError) as error:
         reason = "HF_HUB_OFFLINE is set, and the cache does not have it" if HF_HUB_OFFLINE else _first_line(error)
         raise UserError(
-            f"{setting} {name} is no local path, and this {what} cannot be downloaded from the Hugging Face Hub "
+            f"{setting} {name} is not a local path, and this {what} cannot be downloaded from the Hugging Face Hub "
             f"({reason}); check the name, download it where the Hub can be reached, or set {setting} to {target}"
         ) from error
 

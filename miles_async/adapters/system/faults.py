@@ -68,7 +68,7 @@ class FaultEffects:
         line = {"number": number, "kind": fault.kind, "point": point, "time": self._clock.time()}
         with self._listed.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        log.warning("a configured fault happens now", **line)
+        log.warning("injecting a configured fault", **line)
         match fault.kind:
             case "kill" | "stop":
                 _signal(fault.process, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

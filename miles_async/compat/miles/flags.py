@@ -1,4 +1,4 @@
-"""The rule of each flag that Miles adds to slime's and Megatron-LM's, if it is no flag of this project."""
+"""The rule of each flag that Miles adds to slime's and Megatron-LM's, if it is not a flag of this project."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _modules(keys: CombinedKeys, key: str) -> Sequence[str] | None:
     target = keys.values[key]
     names = target.split(",") if isinstance(target, str) else target
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        keys.refuse(f"{key} {target!r:.80} is no list of layers: write it as all-linear or q_proj,v_proj")
+        keys.refuse(f"{key} {target!r:.80} is not a list of layers: write it as all-linear or q_proj,v_proj")
         return None
     stripped = [name.strip() for name in names]
     try:

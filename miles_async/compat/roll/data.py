@@ -90,8 +90,8 @@ def sizes(keys: CombinedKeys) -> None:
         keys.set("rollout.n_samples_per_prompt", trajectories, key)
         if batch is not None and batch % trajectories:
             keys.refuse(
-                f"rollout_batch_size {batch} counts trajectories, but is no multiple of {key} {trajectories}: set it "
-                f"to {max(trajectories, batch - batch % trajectories)}"
+                f"rollout_batch_size {batch} counts trajectories, but is not a multiple of {key} {trajectories}: set "
+                f"it to {max(trajectories, batch - batch % trajectories)}"
             )
         elif batch is not None:
             keys.set("rollout.rollout_batch_size", batch // trajectories, "rollout_batch_size")
@@ -339,7 +339,7 @@ def _files(keys: CombinedKeys, key: str) -> Sequence[str]:
             return (file,)
         case [*files] if files and all(isinstance(file, str) for file in files):
             return files
-    keys.refuse(f"{key} is no list of files: write it as [file.jsonl]")
+    keys.refuse(f"{key} is not a list of files: write it as [file.jsonl]")
     return ()
 
 
@@ -351,7 +351,7 @@ def _domain_of(keys: CombinedKeys, rewards: Mapping[str, Any]) -> Mapping[str, s
         if isinstance(tags, list):
             found.update({str(tag): name for tag in tags})
         else:
-            keys.refuse(f"rewards.{name}.tag_included is no list: write it as [tag]")
+            keys.refuse(f"rewards.{name}.tag_included is not a list: write it as [tag]")
     return found
 
 
@@ -392,7 +392,7 @@ def _domain(keys: CombinedKeys, key: str, file: str, domain_of: Mapping[str, str
         with Path(file).expanduser().open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in islice(lines, _ROWS_READ) if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSONL"
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSONL"
         keys.refuse(f"{key}: {file} cannot be read for the tags of its rows: {reason}")
         return None
     found = {

@@ -122,7 +122,7 @@ def _environment(keys: CombinedKeys, tag: str) -> Mapping[str, Any]:
     """What the environment process needs of an entry of `custom_envs`."""
     found = keys.section("custom_envs").get(tag)
     if not isinstance(found, Mapping):
-        keys.refuse(f"custom_envs.{tag} is missing, or is no section: add it, or remove it from tags")
+        keys.refuse(f"custom_envs.{tag} is missing, or is not a section: add it, or remove it from tags")
         return {}
     manager = Roll.manager_of(found)
     runner = str(found.get("agent_runner_cls")).rpartition(".")[2]

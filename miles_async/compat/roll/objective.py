@@ -54,8 +54,8 @@ def advantages(keys: CombinedKeys) -> None:
         if estimator in ("step_reinforce", "gigpo"):
             advice += f", or set env_manager_cls of custom_envs to one of {', '.join(Roll.BY_STEP)}"
         keys.refuse(
-            f"adv_estimator {estimator!r:.80} is no advantage_estimator here: set it to {advice}, or write a function "
-            "for custom_advantage_function_path"
+            f"adv_estimator {estimator!r:.80} is not an advantage_estimator here: set it to {advice}, or write a "
+            "function for custom_advantage_function_path"
         )
         left = ("gamma", "lambd", "value_clip", "reward_pretrain", "reward_normalization")
         keys.note("depends on adv_estimator", *_OWN_ADVANTAGES, *left, *_OF_STEPS)

@@ -1,4 +1,4 @@
-"""The rule of each flag of slime that is no flag of this project."""
+"""The rule of each flag of slime that is not a flag of this project."""
 
 from __future__ import annotations
 

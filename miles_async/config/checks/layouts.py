@@ -139,7 +139,7 @@ def _layout(learner: Learner, layers: int, others: Sequence[str]) -> Iterator[st
     if others:
         yield f"{named} cannot be combined with {' and '.join(others)}: unset one of them"
     elif parts is None:
-        yield f"{named} is no layout: write E for the embedding, t for a layer and L for the loss, as in E|(tt|)*30L"
+        yield f"{named} is not a layout: write E for the embedding, t for a layer and L for the loss, as in E|(tt|)*30L"
     elif sum(parts) != layers:
         yield f"{named} has {sum(parts)} layers, but the model has {layers}: write t once for each layer"
     elif len(parts) % stages:

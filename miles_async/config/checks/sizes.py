@@ -142,7 +142,7 @@ def key_age_problem(config: RunConfig, *, overlaps: bool) -> str | None:
     if keys < 0:
         # A group that is dropped for the age of its keys finds the same cached prompt when it is generated again.
         return (
-            f"max_weight_staleness {limit} drops groups with older keys again and again, because max_kv_staleness "
+            f"max_weight_staleness {limit} keeps dropping groups with older keys, because max_kv_staleness "
             f"{keys} lets new requests go on from cached prompts of any age: set max_kv_staleness to 0 or more, or "
             "max_weight_staleness to null"
         )

@@ -77,7 +77,7 @@ class Data(Section):
     adapters: dict[str, AdapterShare] = {}
     """Several adapters to train in one run (lora_rank), by name. Each data set names the adapter that it trains, and
     each adapter has its own batches, optimizer state and weight versions. Batches train the adapters in proportion to
-    their weights, as far as these have full batches. If unset, the run trains one adapter on all data sets."""
+    their weights, if they have full batches. If unset, the run trains one adapter on all data sets."""
     dataset_sampling: str = "weights"
     """How the next prompt is chosen. weights: from the data sets in proportion to their weights, in the order of each.
     difficulty: the same, but without prompts whose mean reward was outside of difficulty_band: they are left out in the

@@ -183,7 +183,7 @@ class Learner(LoraSettings):
     terabytes takes long."""
     resume: Literal["auto"] | None = None
     """auto continues the newest run that saves to the same folder, if it did not end: the run's folder, store, weight
-    versions and prompts are kept. If there is no such run, a run begins. Needs save and save_interval."""
+    versions and prompts are kept. If there is none, a new run begins. Needs save and save_interval."""
     load: str | None = None
     """The save folder of an earlier run. The run resumes from the newest checkpoint in it. If the folder is empty, or
     load is unset, the run starts from the beginning."""

@@ -133,16 +133,15 @@ class Rollout(Section):
     """Key of the number to train on if the reward is a dictionary. With rm_type code, dapo, roll_choice
     or roll_ifeval, score if unset."""
     reward_processes: int = Field(2, ge=1, le=1024)
-    """Maximum number of processes for each reward that may hang: rm_type code, reasoning_gym, math, roll_math, dapo
-    and deepscaler, confined rewards of installed packages, and custom_rm_path with custom_rm_isolated. A reward that
-    hangs occupies one of them for reward_timeout_seconds."""
+    """Maximum number of processes for each reward that may hang: confined rewards, such as rm_type code and math, and
+    custom_rm_path with custom_rm_isolated. A reward that hangs occupies one of them for reward_timeout_seconds."""
     reward_memory_gb: float = Field(4.0, ge=1, le=1e6)
-    """Memory limit in GB for each process of a confined reward, such as rm_type code, reasoning_gym, math, dapo or
-    deepscaler. A response that needs more memory counts as wrong. The limit applies to address space."""
+    """Memory limit in GB for each process of a confined reward, such as rm_type code or math. A response that needs
+    more memory counts as wrong. The limit applies to address space."""
     allow_unconfined_rewards: bool = False
     """Let rewards such as rm_type code and reasoning_gym run responses as Python code even where the kernel permits no
-    seccomp filter. If off, the run ends there with an error. A response could then use the network and the files of the
-    user."""
+    seccomp filter, so that a response can use the network and the files of the user. If off, the run ends with an error
+    there."""
     reward_timeout_seconds: float = Field(60.0, gt=0, le=LONGEST_SECONDS)
     """Time limit in seconds for scoring one sample, or for one request to rm_url. The time in which a reward waits for
     a process, for rm_url or for the engines does not count. If a built-in reward or a plain function exceeds the limit,

@@ -36,10 +36,10 @@ class Weights(Section):
     new weights and continues, in_place continues with the keys and values of the old weights, abort ends the requests
     and sends them again, from the first token unless partial_rollout is set."""
     max_kv_staleness: int = Field(0, ge=-1)
-    """How many weight versions older than the weights the keys and values may be that engines go on with after a
-    publish. Requests and cached prefixes with older ones are computed again. 0 computes everything again, -1 nothing.
-    Other values than 0 need pause_generation_mode retract. max_weight_staleness counts the age of the keys, so -1 needs
-    a run without this limit."""
+    """Largest age, in weight versions, of keys and values that engines keep using after a publish. Older ones of
+    requests and cached prefixes are recomputed. 0 recomputes everything, -1 nothing. Values other than 0 need
+    pause_generation_mode retract. max_weight_staleness counts the age of the keys, so -1 needs a run without this
+    limit."""
 
     lora_newest_each_turn: bool = False
     """Let each turn of an agent use the newest version of the adapter that lora_rank trains. If off, all turns of a
@@ -69,7 +69,7 @@ class Engine(Section):
     """Any other argument of the SGLang server, under SGLang's own name. The flag `--sglang-mem-fraction-static 0.8`
     sets a single argument."""
     allow_untested: list[str] = []
-    """Names of groups of SGLang arguments that were never tried with this project and that the run uses all the same,
+    """Names of groups of SGLang arguments that were never tried with this project and that the run uses nevertheless,
     such as quantization or lora. A refusal prints the names that a run needs. Without them, engines might sample from
     another policy than the one that trains, unnoticed."""
     engine_env_vars: dict[str, str] = {}
@@ -131,12 +131,12 @@ class Cluster(Section):
     """Address of an existing Ray cluster, such as 10.0.0.1:6379. If unset, a cluster is started on this machine and
     shut down with the run."""
     max_restarts: int = Field(3, ge=0)
-    """Times that a rollout worker that was lost is started again before a batch is trained. Learner, engines and all
-    finished groups are kept meanwhile. With 0, and with --colocate, a lost rollout worker ends the run."""
+    """Maximum number of restarts of a lost rollout worker or learner in a row, without a trained batch in between. A
+    learner needs save_interval. With 0, and with --colocate, the loss of either ends the run."""
     drain_seconds: float = Field(10.0, ge=0, le=LONGEST_SECONDS)
-    """Seconds that groups in flight, the current step and its checkpoint have together after Ctrl-C or SIGTERM; then
-    they are abandoned. Raise this for models whose step and checkpoint take longer. The sender of SIGTERM must wait at
-    least 15 seconds longer than this before it sends SIGKILL."""
+    """Time limit in seconds, after Ctrl-C or SIGTERM, for groups in flight, the current step and its checkpoint
+    together; what is left is abandoned. Raise this for models whose step and checkpoint take longer. The sender of
+    SIGTERM must wait at least 15 seconds longer than this before it sends SIGKILL."""
     store_dir: str | None = None
     """Folder on a local disk for the state of the run that survives the rollout worker: unfinished prompts and finished
     groups. If unset, it is in the folder of the run."""

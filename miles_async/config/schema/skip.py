@@ -45,7 +45,7 @@ class SkipRollout(SkipRole):
 
 class SkipAsyncRollout(SkipRole):
     """Skip the generation of single groups in fully asynchronous runs. A step is the position of a prompt in the order
-    in which prompts are fed."""
+    in which prompts are taken from the data."""
 
     flag_prefix = "skip_async_rollout_"
 

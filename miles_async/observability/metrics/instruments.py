@@ -243,7 +243,7 @@ class Instruments:
         self.unfinished_rewards = counter(
             "unfinished_rewards",
             "Samples that count as wrong because their reward exceeded its limits of time or memory. "
-            "Worry if it rises steadily: the reward function hangs on some texts. Repair it, or raise "
+            "Worry if it rises steadily: the reward function hangs on some texts. Fix it, or raise "
             "--reward-timeout-seconds or --reward-memory-gb.",
         )
         self.filtered_groups = BoundedLabels(
@@ -527,7 +527,7 @@ class Instruments:
         self.engine_changes = counter(
             "engine_changes",
             "How often an engine was routed, fenced or lost. "
-            "Worry if `lost` rises again and again: the log of the engine in the run folder has the cause.",
+            "Worry if `lost` keeps rising: the log of the engine in the run folder has the cause.",
             "engine",
             "state",
         )

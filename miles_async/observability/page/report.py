@@ -48,7 +48,10 @@ class RunData:
             later = read_events(folder.events, after=known.parts)
             return RunData.from_events(folder.path.resolve(), config, later, known.view)
         except OSError as error:
-            raise UserError(f"{folder.path} is not a run folder ({error.strerror}: {error.filename})") from error
+            raise UserError(
+                f"{folder.path} is not a run folder ({error.strerror}: {error.filename}): "
+                "name a folder such as runs/latest"
+            ) from error
 
     @staticmethod
     def from_events(

@@ -40,7 +40,9 @@ class DataSource(Reward):
         return _REWARDS[source]
 
     def score(self, args: Any, sample: Sample) -> float:
-        raise UserError(f"rm_type data_source scores no sample itself: name {self.of_row(sample.metadata)}")
+        raise UserError(
+            f"rm_type data_source only chooses another reward: set rm_type to {self.of_row(sample.metadata)}"
+        )
 
 
 class Gsm8k(Reward):

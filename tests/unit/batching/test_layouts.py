@@ -98,9 +98,9 @@ def test_uneven_pipelines_that_do_not_divide_are_refused(tmp_path: Path, layout:
         ({"stages": 2, "first": 2, "megatron_args": ENDS}, "decoder_first_pipeline_num_layers cannot be combined with "
          "megatron_args account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split: unset one"),
         ({"stages": 2, "megatron_args": ENDS | {LAYOUT: "Ettt|tttL"}}, "cannot be combined with account_for_embedding"),
-        ({"stages": 2, "megatron_args": {LAYOUT: "ttt|ttt"}}, "'ttt|ttt' is no layout: write E for the embedding"),
-        ({"stages": 2, "megatron_args": {LAYOUT: "Ettt|tttm|L"}}, "is no layout"),
-        ({"stages": 2, "megatron_args": {LAYOUT: [["embedding"]]}}, "[['embedding']] is no layout"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "ttt|ttt"}}, "'ttt|ttt' is not a layout: write E for the embedding"),
+        ({"stages": 2, "megatron_args": {LAYOUT: "Ettt|tttm|L"}}, "is not a layout"),
+        ({"stages": 2, "megatron_args": {LAYOUT: [["embedding"]]}}, "[['embedding']] is not a layout"),
         ({"stages": 2, "megatron_args": {LAYOUT: "Ettt|ttL"}}, "has 5 layers, but the model has 6: write t once for"),
         ({"stages": 2, "megatron_args": {LAYOUT: "Ett|tt|ttL"}}, "has 3 parts, which pipeline_model_parallel_size 2 "
          "does not divide: write 2 parts"),

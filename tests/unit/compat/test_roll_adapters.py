@@ -100,7 +100,7 @@ def test_values_may_be_variables_of_the_file() -> None:
         (
             {"lora_target": True},
             {},
-            "actor_train.model_args.lora_target True is no list of layers: write it as all-linear or q_proj,v_proj",
+            "actor_train.model_args.lora_target True is not a list of layers: write it as all-linear or q_proj,v_proj",
         ),
         (
             {"lora_target": "all-linear", "lora_rank": 0},

@@ -335,7 +335,7 @@ def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "edits, message",
     [
-        ({"custom_envs": {}}, "custom_envs.FrozenLake is missing, or is no section"),
+        ({"custom_envs": {}}, "custom_envs.FrozenLake is missing, or is not a section"),
         ({"train_env_manager.tags": []}, "train_env_manager.tags [] is not a list of different tags"),
         ({"train_env_manager.tags": ["FrozenLake"] * 2}, "is not a list of different tags"),
         (
@@ -355,11 +355,12 @@ def test_sampling_may_be_that_of_the_environment_managers(tmp_path: Path) -> Non
         ),
         (
             {"adv_estimator": "gigpo"},
-            "adv_estimator 'gigpo' is no advantage_estimator here: set it to grpo or reinforce, or set",
+            "adv_estimator 'gigpo' is not an advantage_estimator here: set it to grpo or reinforce, or set",
         ),
         (
             {"adv_estimator": "gae", "env_manager_cls": "roll.StepEnvManager"},
-            "adv_estimator 'gae' is no advantage_estimator here: set it to step_reinforce, gigpo, grpo or reinforce",
+            "adv_estimator 'gae' is not an advantage_estimator here: set it to step_reinforce, gigpo, grpo or "
+            "reinforce",
         ),
         (
             {

@@ -315,7 +315,7 @@ def test_the_settings_of_all_roles_and_of_the_whole_run_are_translated() -> None
         ),
         (
             lambda roll: roll["actor_train"].update(data_args={"file_name": {"math": "a.jsonl"}}),
-            "actor_train.data_args.file_name is no list of files: write it as [file.jsonl]",
+            "actor_train.data_args.file_name is not a list of files: write it as [file.jsonl]",
         ),
         (
             lambda roll: roll["actor_train"].update(system_envs="NVTE_FLASH_ATTN=1"),

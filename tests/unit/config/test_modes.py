@@ -141,7 +141,7 @@ def test_a_wrapper_has_the_bounds_of_the_shipped_function(write: Callable[[str],
     shipped = run_config(**sizes, rollout_function_path=Stream.function)
     assert bounds_of(wrapper, "train_async.py") == bounds_of(shipped, "train_async.py")
     assert table(wrapper, "train_async.py") == table(shipped, "train_async.py")
-    assert "the rollout function drains the stream" in table(wrapper, "train_async.py")
+    assert "the rollout function takes groups from the stream of the producer" in table(wrapper, "train_async.py")
 
 
 def test_the_table_of_a_worker_shows_its_limits(write: Callable[[str], str]) -> None:

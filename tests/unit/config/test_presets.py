@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
 
 
 def unlike_slime(notes: list[str]) -> str:
-    [note] = [note for note in notes if note.startswith("unlike slime: ")]
+    [note] = [note for note in notes if note.startswith("unlike slime ")]
     return note
 
 
@@ -206,7 +206,9 @@ def test_a_data_set_may_have_the_reward_that_scores_other_answers_in_slime(setti
 @pytest.mark.parametrize("name", ["slime", "miles"])
 def test_a_preset_names_only_the_values_with_another_meaning(capsys: pytest.CaptureFixture[str], name: str) -> None:
     notes = said(capsys, "--preset", name, "--num-rollout", "4", *SIZES)[1]
-    assert [note for note in notes if "unlike" in note] == [f"unlike {name}: rm_type math (boxed_math)"]
+    assert [note for note in notes if "unlike" in note] == [
+        f"unlike {name} (its value in parentheses): rm_type math (boxed_math)"
+    ]
 
 
 def test_a_default_that_matters_only_in_some_runs_is_named_only_there(capsys: pytest.CaptureFixture[str]) -> None:

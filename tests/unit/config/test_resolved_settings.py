@@ -68,7 +68,7 @@ def test_epochs_need_a_file(prompts: str) -> None:
 def test_a_file_that_is_no_parquet_file_is_named(tmp_path: Path) -> None:
     data = rows(tmp_path / "rows.parquet", 1)
     [sentence] = problems(f"--num-epoch 3 --prompt-data {data}")
-    assert sentence.startswith(f"prompt_data {data} is not a Parquet file: ")
+    assert sentence.startswith(f"prompt_data {data} is not a Parquet file (")
 
 
 def test_a_micro_batch_holds_the_longest_sample() -> None:
@@ -172,7 +172,7 @@ def test_the_function_of_miles_for_continuous_generation_drops_groups_and_says_s
         config, flags = resolved(line)
         assert config.rollout.rollout_function_path == Stream.function
         assert config.rollout.max_attempts == 1
-        assert "like miles: max_attempts 1 (3)" in flags.notes
+        assert "like miles (default here in parentheses): max_attempts 1 (3)" in flags.notes
 
 
 @pytest.mark.parametrize(

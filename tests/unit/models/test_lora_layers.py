@@ -103,7 +103,7 @@ def test_what_cannot_have_an_adapter_is_one_sentence(target: str, sentence: str)
 @pytest.mark.parametrize(
     "target, sentence",
     [
-        ("lm_tail", "lm_tail is no linear layer that can have an adapter: use all-linear, or some of q_proj"),
+        ("lm_tail", "lm_tail is not a linear layer that can have an adapter: use all-linear, or some of q_proj"),
         (
             "*.linear_fc3",
             "linear_fc3 matches no linear layer that can have an adapter: use all-linear, or some of q_proj",

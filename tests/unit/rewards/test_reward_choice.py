@@ -301,6 +301,6 @@ async def test_a_run_needs_no_reward_of_its_own_if_each_data_set_has_one() -> No
     rewards = RunRewards(run_config(datasets={"words": {"prompt_data": "a", "rm_type": "f1"}}, rm_type=None), None)
     await rewards.score(group := from_dataset("words", label="a b", response="b a"))
     assert group[0].reward == 1.0
-    with pytest.raises(TrajectoryError, match="is from none of the data sets"):
+    with pytest.raises(TrajectoryError, match="belongs to no data set"):
         await rewards.score(from_dataset("other", label="a b", response="b a"))
     await rewards.close()

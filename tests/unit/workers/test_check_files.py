@@ -242,7 +242,7 @@ def test_everything_that_is_wrong_is_in_one_list(tmp_path: Path) -> None:
 def test_what_is_downloaded_later_is_not_read(tmp_path: Path) -> None:
     config = job(tmp_path, [GOOD], hf_checkpoint="owner/model", apply_chat_template=True)
     [row] = said(config)
-    assert "they are not measured, because owner/model is no folder with a tokenizer" in row
+    assert "their lengths are unknown, because owner/model is not a folder with a tokenizer" in row
     [row] = said(with_settings(config, prompt_data="owner/name:train"))
     assert row == "0 rows read of owner/name:train, which is downloaded when the run starts"
 

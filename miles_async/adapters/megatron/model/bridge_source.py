@@ -352,7 +352,8 @@ class BridgeSource(ModelSource):
                     continue
                 if mapping is None:
                     raise UserError(
-                        f"Megatron-Bridge has no mapping of {name}, a parameter of the model of {self._path}"
+                        f"Megatron-Bridge has no mapping of {name}, a parameter of the model of {self._path}: "
+                        "use another model"
                     )
                 module, weight = library.module_and_parameter(models, local, stage)
                 if "config" not in vars(module):

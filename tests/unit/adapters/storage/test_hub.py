@@ -111,7 +111,7 @@ def test_a_name_that_cannot_be_downloaded_is_refused_with_one_sentence(hub: Hub,
     with pytest.raises(UserError) as refused:
         with_downloads(run_config(**{setting: "nobody/nothing"}))
     said = str(refused.value)
-    assert said.startswith(f"{setting} nobody/nothing is no local path")
+    assert said.startswith(f"{setting} nobody/nothing is not a local path")
     assert "(Cannot find a cached snapshot.)" in said
     assert said.endswith(remedy)
 
