@@ -200,7 +200,8 @@ class Journal:
         while True:
             await self._pending.wait()
             await self._clock.sleep(WRITE_SECONDS)
-            await self.flush()
+            if self._pending.is_set():  # nobody has flushed meanwhile
+                await self.flush()
 
     async def flush(self) -> bool:
         """Store everything that has happened until now, and deliver its events. Returns whether all of it is stored.
@@ -221,8 +222,8 @@ class Journal:
 
     async def _flush(self) -> bool:
         async with self._writing:
-            if self._pending.is_set():
-                await self._write(self._take())
+            # Even if nothing is pending: the values of `progress` change without it.
+            await self._write(self._take())
             return self._failed_at is None
 
     def _take(self) -> Changes:

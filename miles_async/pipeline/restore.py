@@ -226,9 +226,12 @@ class Restorer:
         run_state = self.run_state
         if not learner.staged and len(run_state.lineages) > 1:
             return dict(enumerate(run_state.lineages))
-        due: dict[str, int] = {}
-        if (owner := run_state.owner_of(learner.version)) is not None:
-            due[owner] = learner.version
+        if (owner := run_state.owner_of(learner.version)) is None:
+            raise FatalError(
+                f"the learner has staged version {learner.version}, but the store ends before it, so its adapter is "
+                "not known; resume from the last checkpoint"
+            )
+        due = {owner: learner.version}
         for name, lineage in run_state.lineages.items():
             for version in lineage.newest(run_state.announced_version):
                 if version > learner.version:

@@ -103,8 +103,18 @@ async def test_events_leave_only_with_what_was_stored() -> None:
     [batch] = store.batches
     assert batch.events == driver.events
     assert (state_of(batch, 0), tracked(batch), forgotten(batch)) == (GroupState.FED, ["sample_0_0"], [])
+
+
+async def test_a_flush_stores_progress_that_no_event_reports() -> None:
+    """The number of a weight version must be stored before the learner uses it, although nothing else happened."""
+    store = Store()
+    journal, _ = run_with(store, Driver(), VirtualClock())
+    announced = [4, 5]
+    journal.progress = lambda: {"announced_version": announced[0]}
     await journal.flush()
-    assert len(store.batches) == 1, "nothing has changed since"
+    announced.pop(0)
+    assert await journal.flush()
+    assert [batch.progress["announced_version"] for batch in store.batches] == [4, 5]
 
 
 async def test_a_group_is_stored_as_a_whole_when_it_has_finished_and_removed_when_it_has_ended() -> None:
