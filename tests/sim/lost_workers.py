@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -139,6 +140,10 @@ class MemoryStore:
             self._events.append((changes.number, list(changes.events)))
         self._events = [entry for entry in self._events if entry[0] > changes.delivered]
         self.largest = max(self.largest, len(self._groups) + len(self._prompts))
+
+    @property
+    def announced_version(self) -> int:
+        return int(self._progress.get("announced_version", -1))
 
     async def read(self) -> StoredRun | None:
         if not self._number:
@@ -285,8 +290,10 @@ class LastingEngines(Engines):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.learner: LastingTrainer
+        self.stored_version: Callable[[], float]
 
     async def stage(self, version: int, adapter: str = "", lineage: Lineage | None = None) -> None:
+        assert self.stored_version() >= version, "another rollout worker could use the number for other weights"
         await self.learner.stage(version, adapter, self._model.stage_seconds)
 
     async def send(self, version: int, engine: str) -> SendOutcome:
@@ -350,7 +357,7 @@ class LostWorkers(World):
     async def _serve(self, clock: VirtualClock, store: Any, stored: StoredRun | None) -> None:
         assert isinstance(self.fleet, LastingEngines)
         assert isinstance(self.trainer, LastingTrainer)
-        self.fleet.learner = self.trainer
+        self.fleet.learner, self.fleet.stored_version = self.trainer, self._stored_version
         self.trainer.adapters = len(self.config.data.adapter_weights)
         if stored is None and self.resume_from is None:
             self.trainer.last = _started_from(-1, self.trainer.adapters - 1, None)
@@ -403,6 +410,10 @@ class LostWorkers(World):
             return False
         return not self.life.dead
 
+    def _stored_version(self) -> float:
+        """The newest version that the store knows."""
+        return self.store.announced_version
+
     @staticmethod
     def _cancel_soon(worker: asyncio.Future[None]) -> None:
         asyncio.get_running_loop().call_soon(worker.cancel)
@@ -444,6 +455,9 @@ class FaultyLostWorkers(LostWorkers):
     async def _live(self, clock: VirtualClock) -> bool:
         self.injector = FaultInjector(self.config.faults, self.listed, clock)
         return await super()._live(clock)
+
+    def _stored_version(self) -> float:
+        return inf  # a full disk must not keep the learner from training
 
     def _wrapped_store(self) -> RunStore:
         return self.injector.port("store", super()._wrapped_store())
