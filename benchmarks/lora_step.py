@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,8 @@ from benchmarks.learner_step import JOBS, LOSS, THREADS, TRAINING, create_model,
 from benchmarks.records import record
 
 MOST_SECONDS, MOST_BYTES = 0.85, 0.35
+REST_SECONDS = 0.5
+"""Before each step: the threads of the other learner wait actively for a while after its step."""
 
 
 def main() -> int:
@@ -44,6 +47,7 @@ def main() -> int:
             seconds: dict[str, list[float]] = {name: [] for name in ends}
             for _ in range(1 + options.repeats):
                 for name, end in ends.items():
+                    time.sleep(REST_SECONDS)
                     end.send(job)
                     seconds[name].append(end.recv())
             # The first step creates the state of the optimizer.
@@ -76,11 +80,12 @@ def learn(model: str, rank: int, pipe: Connection) -> None:
     gradients = [buffer.grad_data for chunk in trained.chunks for buffer in chunk.buffers]
     storages = distinct_storages([*model_tensors(trained), *gradients])
     pipe.send(sum(storage.nbytes() for storage in storages.values()))
-    while True:
-        steps = batches[pipe.recv()]
-        started = time.perf_counter()
-        learner.train(1, steps)
-        pipe.send(time.perf_counter() - started)
+    with suppress(EOFError):  # all steps were measured
+        while True:
+            steps = batches[pipe.recv()]
+            started = time.perf_counter()
+            learner.train(1, steps)
+            pipe.send(time.perf_counter() - started)
 
 
 if __name__ == "__main__":
