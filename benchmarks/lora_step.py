@@ -26,7 +26,7 @@ from benchmarks.records import record
 
 MOST_SECONDS, MOST_BYTES = 0.85, 0.35
 REST_SECONDS = 0.5
-"""Before each step: the threads of the other learner wait actively for a while after its step."""
+"""Pause before each step, because the threads of the other learner keep spinning for a while after its step."""
 
 
 def main() -> int:

@@ -95,7 +95,7 @@ class Interval:
 def page(runs: Runs, waits: Runs, simulated: Mapping[str, float]) -> str:
     """The page in Markdown. `runs` holds at least one run in turns, and `waits` those of the job whose tools wait.
 
-    `simulated` says by schedule how many times as fast as in turns the simulator is, where tools wait.
+    `simulated` has the speed-up over training in turns that the simulator predicts for each schedule of `waits`.
     """
     sections = (
         INTRODUCTION.format(summary=_summary(runs, waits)),
@@ -329,12 +329,12 @@ accuracy is reached when its evaluation has ended. Two runs shared a machine at 
 start was {fmean(loads):.1f} processes. Ratios and differences are those of runs with the same seed on the same machine,
 with their 95 % intervals. Runs in turns were repeated on each machine.
 
-| schedule | seeds | accuracy | difference | mean age | oldest | seconds | as fast | simulated | 95 % of the gain |
+| schedule | seeds | accuracy | difference | mean age | oldest | seconds | speed-up | simulated | 95 % of the gain |
 {"|---" * 10}|
 {chr(10).join(rows)}
 
-`as fast` says how many times as fast as in turns a run is, and `simulated` what `make sim ARGS="waiting"` predicts for
-[100 batches](scheduling.md#samples-that-wait-for-tools). The last column says how many times sooner a run reaches 95 %
+The speed-up is that over runs in turns. `make sim ARGS="waiting"` predicts the simulated one for [100
+batches](scheduling.md#samples-that-wait-for-tools). The last column says how many times sooner a run reaches 95 %
 of the gain in accuracy of the run in turns, among the runs that reach it with the same number of samples.
 """
 

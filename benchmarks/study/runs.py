@@ -64,7 +64,7 @@ STALE = "stale "
 AGAIN = ("default", "default, again")
 """Runs in turns. Warm starts and times may differ between machines, so another machine repeats these runs."""
 FRESH = tuple(STALE + name for name in AGAIN)
-"""The same without the surplus of over-sampling."""
+"""Those that are compared with runs on really stale samples."""
 STALE_GROUPS = {1: 64, 2: 96, 4: 192, 8: 448, 16: 896}
 """Groups in flight by staleness limit, in batches of 64. See `slow_grader.py`."""
 STALE_RATIO = {8: 0.1, 16: 0.1}

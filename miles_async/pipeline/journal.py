@@ -200,7 +200,7 @@ class Journal:
         while True:
             await self._pending.wait()
             await self._clock.sleep(WRITE_SECONDS)
-            if self._pending.is_set():  # nobody has flushed meanwhile
+            if self._pending.is_set():  # unless another flush has written everything meanwhile
                 await self.flush()
 
     async def flush(self) -> bool:
@@ -222,7 +222,7 @@ class Journal:
 
     async def _flush(self) -> bool:
         async with self._writing:
-            # Even if nothing is pending: the values of `progress` change without it.
+            # The values of `progress` may have changed even if nothing is pending.
             await self._write(self._take())
             return self._failed_at is None
 

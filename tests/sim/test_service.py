@@ -444,7 +444,10 @@ def test_a_group_that_a_function_returns_twice_is_refused_before_it_is_trained_t
 @pytest.mark.parametrize(
     "trouble, cause",
     [
-        ({"keep": lambda group: False}, r"8 requests in flight, 0 groups waiting for .*; dropped: \d+ filtered$"),
+        (
+            {"keep": lambda group: False},
+            r"8 requests in flight, 0 groups waiting for rewards, .*; dropped: \d+ filtered$",
+        ),
         ({"reward_seconds": 1e6}, r"0 requests in flight, 8 groups waiting for rewards, .*; dropped: none$"),
         ({"engines": EngineModel(lost_rate=1.0)}, r"; dropped: \d+ engine_lost$"),
     ],

@@ -83,7 +83,7 @@ def test_the_fully_asynchronous_example_of_slime_trains(tmp_path: Path) -> None:
     steps, said = trained(words, tmp_path / "runs")
     assert len(steps) == 3
     assert all(event.metrics["logprob_gap_max"] < 1e-3 for event in steps)
-    assert "unlike slime " in said
+    assert "unlike slime (its value in parentheses): " in said
 
 
 def test_the_fully_asynchronous_example_of_verl_trains(tmp_path: Path) -> None:

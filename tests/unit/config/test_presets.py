@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
 
 
 def unlike_slime(notes: list[str]) -> str:
-    [note] = [note for note in notes if note.startswith("unlike slime ")]
+    [note] = [note for note in notes if note.startswith("unlike slime (its value in parentheses): ")]
     return note
 
 

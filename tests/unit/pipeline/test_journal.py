@@ -105,6 +105,20 @@ async def test_events_leave_only_with_what_was_stored() -> None:
     assert (state_of(batch, 0), tracked(batch), forgotten(batch)) == (GroupState.FED, ["sample_0_0"], [])
 
 
+async def test_nothing_is_written_at_intervals_unless_something_has_changed() -> None:
+    store, clock = Store(), VirtualClock()
+    journal, lifecycle = run_with(store, Driver(), clock)
+    writing = asyncio.create_task(journal.run())
+    lifecycle.feed(group(0))
+    await journal.flush()
+    await clock.sleep(10.0)
+    assert len(store.batches) == 1, "nothing has changed since"
+    lifecycle.feed(group(1))
+    await clock.sleep(10.0)
+    assert len(store.batches) == 2
+    writing.cancel()
+
+
 async def test_a_flush_stores_progress_that_no_event_reports() -> None:
     """The number of a weight version must be stored before the learner uses it, although nothing else happened."""
     store = Store()
