@@ -50,6 +50,7 @@ class DrainedWorld(World):
         assert isinstance(self.fleet, LastingEngines)
         assert isinstance(self.trainer, LastingTrainer)
         self.fleet.learner = self.trainer.ranks = self.trainer
+        self.fleet.stored_version = lambda: self.store.announced_version
         stop = asyncio.get_running_loop().call_at(self.stop_after, lambda: self.service.stop())
         await super()._serve(clock, self.store, None)
         stop.cancel()
