@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+CANCEL_GRACE_SECONDS = 5.0
+"""Time that a user's code has to end after it was cancelled."""
 
 innermost_limit: ContextVar[TimeLimit | None] = ContextVar("time_limit", default=None)
 """The innermost limit of the running code. A task inherits the limits of the code that creates it."""
@@ -44,6 +49,23 @@ class TimeLimit:
         innermost_limit.reset(self._token)
         await self._timeout.__aexit__(kind, error, traceback)
 
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` under this limit.
+
+        A user's code may ignore its cancellation. Nobody waits for it after CANCEL_GRACE_SECONDS.
+        """
+        async with self:
+            task = asyncio.create_task(_until_exit(work))
+            try:
+                await asyncio.wait([task])
+            finally:
+                if task.cancel():
+                    await asyncio.wait([task], timeout=CANCEL_GRACE_SECONDS)
+            result = task.result()
+            if isinstance(result, SystemExit | KeyboardInterrupt):
+                raise result
+            return result
+
     def expired(self) -> bool:
         """Whether the limit has cancelled its block."""
         return self._timeout.expired()
@@ -61,6 +83,14 @@ class TimeLimit:
         if not self._waiting and not self._ended and self._seconds_left is not None:
             self._timeout.reschedule(asyncio.get_running_loop().time() + self._seconds_left)
             self._seconds_left = None
+
+
+async def _until_exit(work: Coroutine[Any, Any, T]) -> T | SystemExit | KeyboardInterrupt:
+    """The result of `work`, or an error that would end the event loop if a task raised it."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        return error
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Heartbeat:
     pid: int
     """Its process id there."""
     metrics: str | Literal[False] | None
-    """The `host:port` of its metrics, None if it has none, or False if its server does not answer."""
+    """The `host:port` of its metrics, None if it has none, or False if what the process serves does not answer."""
 
 
 def heartbeat(metrics: str | Literal[False] | None = None) -> Heartbeat:

@@ -66,6 +66,10 @@ log = structlog.get_logger(__name__)
 EventBatch = tuple[int, Sequence[Event]]
 """The number of a batch of events, and the events."""
 
+REPORT_SECONDS = 30.0
+"""A service reports twice a second. One that has reported nothing for so long hangs, although the event loop responds:
+its store does not answer, or the run does not end after an error."""
+
 
 class Outbox:
     """Holds the events that the journal has stored until the driver has received them."""
@@ -75,8 +79,11 @@ class Outbox:
         self._filled = asyncio.Event()
         self.received = 0
         """Number of the last batch that the driver has received."""
+        self.filled_at = time.monotonic()
+        """Time of the last batch."""
 
     def put(self, number: int, events: Sequence[Event]) -> None:
+        self.filled_at = time.monotonic()
         self._batches.append((number, events))
         self._filled.set()
 
@@ -382,8 +389,9 @@ class RolloutWorker:
         return await self._outbox.take(received, 0.5)
 
     async def heartbeat(self) -> Heartbeat:
-        """The heartbeat of this process, which shows that the event loop is responsive."""
-        return heartbeat()
+        """The heartbeat of this process: the event loop is responsive, and the service reports."""
+        reports = not self._serves.is_set() or time.monotonic() - self._outbox.filled_at < REPORT_SECONDS
+        return heartbeat(None if reports else False)
 
     async def add_engine(self, name: str, actors: Sequence[Any]) -> None:
         """Start another engine in the background. It receives requests once it holds the current weights.

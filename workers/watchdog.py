@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 120.0
 """A rollout worker that has not answered for so long hangs, and is replaced."""
+LOST_SECONDS = 300.0
+"""A rollout worker that has not answered for so long could not be replaced."""
 STOPPED_SECONDS = 10.0
 """A process that is stopped (SIGSTOP) and has not answered for so long is killed, and another one takes its place."""
 PY_SPY_SECONDS = 10.0
@@ -59,8 +61,8 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Probe processes, update subscribers, and dump stacks once per stall.
 
-        `now` is in seconds of the monotonic clock. A rollout worker that hangs is killed. Normally the rollout worker
-        ends a stalled run; raises FatalError if the run stalls and the rollout worker does not answer.
+        `now` is in seconds of the monotonic clock. A rollout worker that hangs is killed, and another one continues.
+        The rollout worker ends a stalled run. Raises FatalError if the run stalls and no rollout worker answers.
         """
         self._subscribers.emit(*self._heartbeats.look(now))
         self._subscribers.update_scrape_targets(self._heartbeats.addresses)
@@ -75,7 +77,7 @@ class Watchdog:
         silent = self._heartbeats.silence("rollout", now)
         if silent >= SILENCE_SECONDS:
             self._cluster.rollout.end_hung(silent)
-        if silent and stalled >= self._settings.no_progress_abort_seconds:
+        if silent >= LOST_SECONDS and stalled >= self._settings.no_progress_abort_seconds:
             raise FatalError(
                 f"the rollout worker has not answered for {silent:.0f}s, and the run made no progress for "
                 f"{stalled:.0f}s (--no-progress-abort-seconds); see its stack and its log in {self._cluster.logs}"

@@ -8,44 +8,67 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import structlog
+
 from miles_async.errors import FatalError
 
 T = TypeVar("T")
 
 
+ABANDONED_AFTER_SECONDS = 60.0
+"""A task that has not ended so long after its cancellation is abandoned, so that the run can end."""
+
+log = structlog.get_logger(__name__)
+
+
 class TaskSupervisor:
     """Owns tasks: one that fails ends the block with its error, and leaving the block ends all of them.
 
-    An `asyncio.TaskGroup` waits for its tasks at the end of the block; loops never end, so they are cancelled instead.
-    The error of the first task that failed is raised without an exception group around it.
+    An `asyncio.TaskGroup` waits for its tasks at the end of the block, without a limit. Here they are cancelled,
+    because loops never end. A task that ignores its cancellation, such as a user's function or a call of a disk that
+    does not answer, is abandoned, so that it cannot hide the error of the run.
     """
 
     def __init__(self) -> None:
-        self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._owner: asyncio.Task[Any]
+        """The task that runs the block."""
+        self._failure: BaseException | None = None
+        """The error of the first task that failed."""
+        self._is_leaving = False
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
+        owner = asyncio.current_task()
+        assert owner is not None, "entered in a coroutine"
+        self._owner = owner
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # A task that failed has cancelled the owner, whom somebody else may have cancelled as well.
+        failed = self._failure is not None and not self._owner.uncancel()
+        self._is_leaving = True
         for task in self._tasks:
             task.cancel()
-        failure: BaseException | None = None
-        try:
-            await self._group.__aexit__(kind, error, traceback)
-        except BaseExceptionGroup as failures:
-            failure = root_cause(failures)
-        if failure is not None:
-            raise failure
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=ABANDONED_AFTER_SECONDS)
+            if late:
+                log.warning(
+                    "the run ends without tasks that ignore their cancellation",
+                    tasks=sorted(task.get_name() for task in late),
+                    seconds=ABANDONED_AFTER_SECONDS,
+                )
+        if self._failure is not None and (failed or error is None):
+            raise self._failure
 
     def spawn(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that may return. If it raises, the block ends."""
-        task = self._group.create_task(work, name=name)
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+        if self._is_leaving:
+            task.cancel()
         return task
 
     def forever(self, name: str, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -55,18 +78,18 @@ class TaskSupervisor:
         task.add_done_callback(lambda _: loop.close())
         return task
 
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (failure := task.exception()) is None or self._failure is not None:
+            return
+        self._failure = failure
+        if not self._is_leaving:
+            self._owner.cancel()
+
 
 async def _never_returns(name: str, loop: Coroutine[Any, Any, None]) -> None:
     await loop
     raise FatalError(f"the {name} loop ended unexpectedly; this is a bug, please report it with the log")
-
-
-def root_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception inside nested exception groups."""
-    failure: BaseException = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
 
 
 class ChangeSignal:

@@ -122,7 +122,8 @@ class Training:
         if (times := len(batches)) < self.config.learner.max_nonfinite_batches:
             return
         of = f" of adapter {adapter}" if adapter else ""
-        sentence = f"loss or gradient was not finite in {times} batches{of} in a row, up to rollout {rollout_id}"
+        which = f"{times} batches{of} in a row, up to rollout" if times > 1 else f"the batch{of} of rollout"
+        sentence = f"loss or gradient was not finite in {which} {rollout_id}"
         for group in chain.from_iterable(batches):
             self.dead_letters.dead_letter(group, DropReason.NONFINITE, sentence)
         raise FatalError(f"{sentence}; their groups are in the dead letters: check their rewards, or lower lr")

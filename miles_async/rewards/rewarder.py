@@ -35,10 +35,6 @@ RewardFunction = Callable[..., Any]
 With `group_rm` it is `fn(args, samples)` instead and returns a list with one reward per sample.
 """
 
-
-CANCEL_GRACE_SECONDS = 5.0
-"""Time that an async reward function has to end after it was cancelled."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -213,7 +209,7 @@ class Rewarder:
         if isinstance(self.function, GraderPool):
             return await self.function.grade(shown)
         if self._is_async:
-            return await self._call_concurrently(shown)
+            return await asyncio.gather(*map(self._await, shown))
         results: list[Any] = []
         while len(results) < len(shown):
             results += await self._threads.score(self._call, shown[len(results) :], self.timeout_seconds)
@@ -221,25 +217,11 @@ class Rewarder:
                 results.append(UnfinishedError(self._too_slow()))
         return results
 
-    async def _call_concurrently(self, shown: list[Sample]) -> list[Any]:
-        """Score each sample with the async function. No call is left when this method raises.
-
-        Otherwise a call could write into the samples while the next attempt at the group generates them.
-        """
-        calls = [asyncio.create_task(self._await(sample)) for sample in shown]
-        try:
-            return await asyncio.gather(*calls)
-        finally:
-            for call in calls:
-                call.cancel()
-            # A function may ignore its cancellation, so the wait is limited.
-            await asyncio.wait(calls, timeout=CANCEL_GRACE_SECONDS)
-
     async def _score_together(self, shown: list[Sample], group: Group) -> list[Any]:
         """Return the rewards of a group. Raises TrajectoryError, or InfrastructureError, which names all samples."""
+        limit = TimeLimit(self.timeout_seconds)
         try:
-            async with TimeLimit(self.timeout_seconds) as limit:
-                rewards = list(await self._call_together(shown))
+            rewards = list(await limit.run(self._call_together(shown)))
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
@@ -269,9 +251,9 @@ class Rewarder:
         return f"took longer than {self.timeout_seconds:g} s (reward_timeout_seconds)"
 
     async def _await(self, sample: Sample) -> Any:
+        limit = TimeLimit(self.timeout_seconds)
         try:
-            async with TimeLimit(self.timeout_seconds) as limit:
-                return await self.function(self.args, sample)  # type: ignore[operator]
+            return await limit.run(self.function(self.args, sample))  # type: ignore[operator]
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from miles_async.adapters.sglang.permits import Permits
 from miles_async.rewards.grader_pool import GraderPool, UnavailableError
 from miles_async.rewards.rewarder import Rewarder
-from miles_async.time_limit import TimeLimit, permit, waiting_in_line
+from miles_async.time_limit import CANCEL_GRACE_SECONDS, TimeLimit, permit, waiting_in_line
 from miles_async.types import Group, Sample, SampleStatus
 
 pytestmark = pytest.mark.virtual_time
@@ -147,3 +148,16 @@ async def test_the_time_limit_of_a_reward_does_not_count_its_time_in_line(whole_
     await rewarder.score(group)
     assert group.rewards == [1.0, 1.0]
     await rewarder.close()
+
+
+async def test_work_that_ignores_its_cancellation_is_abandoned() -> None:
+    async def work() -> None:
+        while now() < 1e6:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+
+    limit = TimeLimit(10.0)
+    with pytest.raises(TimeoutError):
+        await limit.run(work())
+    assert limit.expired()
+    assert now() == 10.0 + CANCEL_GRACE_SECONDS

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from miles_async.errors import TrajectoryError
+from miles_async.errors import InfrastructureError, TrajectoryError
 from miles_async.rewards.rewarder import Rewarder
 from miles_async.types import Group, Sample
 
@@ -60,6 +61,19 @@ async def test_async_calls_have_ended_when_the_scoring_of_their_group_is_cancell
     with pytest.raises(asyncio.CancelledError):
         await scoring
     assert [sample.metadata for sample in group] == [{"ended": True}] * 2
+
+
+@pytest.mark.virtual_time
+async def test_an_async_call_that_ignores_its_cancellation_does_not_outlast_its_time_limit() -> None:
+    async def reward(args: Any, sample: Sample) -> float:
+        while asyncio.get_running_loop().time() < 1e6:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+        return 1.0
+
+    async with asyncio.timeout(60.0):
+        with pytest.raises(InfrastructureError, match="took longer than 5 s"):
+            await rewarder(reward).score(pair())
 
 
 def test_the_thread_of_a_plain_reward_that_missed_its_deadline_scores_no_further_sample() -> None:
