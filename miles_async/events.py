@@ -49,22 +49,22 @@ class RunStarted(Event, frozen=True):
     """W, in groups."""
     slots: int | None
     """B, in groups; None without a staleness limit."""
+    in_flight: int
+    """N, in groups."""
+    longest_response: int
+    """`--rollout-max-response-len`."""
+    model: str
+    """Name of the model, for people."""
+    configuration: str
+    """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
     staleness_limit: int | None = None
     """`--max-weight-staleness`."""
     max_kv_staleness: int = 0
     """`--max-kv-staleness`."""
-    in_flight: int = 0
-    """N, in groups; 0 in event logs of earlier versions."""
-    longest_response: int = 0
-    """`--rollout-max-response-len`; 0 in event logs of earlier versions."""
-    model: str = ""
-    """Name of the model, for people; empty in event logs of earlier versions."""
-    configuration: str = ""
-    """Identifies the configuration without its seeds and names (`observability/page/earlier.py`)."""
     untested: tuple[str, ...] = ()
     """Flags of SGLang that were never tried and that the user has allowed."""
     save_interval: int | None = None
-    """Rollouts between two checkpoints; None if none are written at intervals, and in logs of earlier versions."""
+    """Rollouts between two checkpoints; None if none are written at intervals."""
 
     @property
     def longest_group(self) -> int:
@@ -262,8 +262,8 @@ class SamplesRemoved(Event, frozen=True):
     rollout: int
     samples: int
     """Number of excluded samples."""
-    tokens: int = 0
-    """Their response tokens; 0 in event logs of earlier versions."""
+    tokens: int
+    """Their response tokens."""
 
 
 class DataSkipped(Event, frozen=True):
@@ -570,8 +570,8 @@ class Pulse(Event, frozen=True, kw_only=True):
     live_version: int
     idle_seconds: float
     """Seconds since the last progress; 0 while an evaluation runs."""
-    warn_seconds: float = 0.0
-    """Seconds without progress after which a warning follows; 0 in event logs of earlier versions."""
+    warn_seconds: float
+    """Seconds without progress after which a warning follows."""
     slow_group_seconds: float = 0.0
     """Almost no group of the run takes longer (`scheduling/durations.py`); 0 before enough groups have ended."""
     processors: float = 0.0

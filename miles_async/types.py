@@ -301,7 +301,7 @@ class Sample:
         arguments = dict(values) if "spans" in values else _without_slime_fields(values)
         arguments["status"] = SampleStatus(arguments["status"])
         arguments["spans"] = [VersionSpan(**span) for span in arguments["spans"]]
-        # Dictionaries of older versions have no sampling mask.
+        # slime's dictionaries have no sampling mask.
         if (mask := arguments.get("sampling_mask")) is not None:
             from miles_async.sampling_mask import SamplingMask
 

@@ -791,7 +791,7 @@ class Recount:
 
 def _is_of_another_worker(event: Raw) -> bool:
     """Whether only a rollout worker that replaces a lost one emits this event."""
-    return event["type"] in ("RunContinued", "LearnerRestored") or event.get("reason") == "worker_lost"
+    return event["type"] in ("RunContinued", "LearnerRestored")
 
 
 def _was_lost_in_flight(event: Raw) -> bool:

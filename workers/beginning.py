@@ -113,11 +113,8 @@ def _is_of_model(folder: Path, config: RunConfig) -> bool:
 
 
 def _check_model(config: RunConfig, checkpoint: Path) -> None:
-    """Raises UserError if a checkpoint is of a model with other dimensions, or of adapters of another form.
-
-    Earlier versions stored neither.
-    """
-    saved, own = read_progress(checkpoint).get("model", {}), dimensions(config)
+    """Raises UserError if a checkpoint is of a model with other dimensions, or of adapters of another form."""
+    saved, own = read_progress(checkpoint)["model"], dimensions(config)
     changed = [f"{name} {saved[name]}, not {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
     if changed:
         raise UserError(

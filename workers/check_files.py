@@ -353,7 +353,7 @@ def _load_rows(config: RunConfig, source: BufferedSource | None) -> list[TableRo
         f"{len(progress['owed'])}; checksums are compared at the start"
     )
     layout = parallel_layout(config.learner)
-    if (saved := progress.get("layout", layout)) != layout:
+    if (saved := progress["layout"]) != layout:
         text += f"; random numbers start from the seed, because its layout is {saved}"
     return [
         ("load", checkpoint.rollout + 1, text),

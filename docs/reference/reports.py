@@ -20,7 +20,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from prometheus_client import CollectorRegistry
 
-from miles_async.observability.metrics.instruments import BoundedLabels, Instruments
+from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.observability.metrics.view_metrics import view_metrics
+from miles_async.observability.view import RunView
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "dashboards" / "rules"
@@ -195,13 +197,14 @@ def log_lines_page() -> str:
 
 
 def prometheus_metrics() -> Iterator[tuple[str, str, Sequence[str], str]]:
-    """Name, kind, labels and text of every metric, in the order of their declarations."""
-    instruments = vars(Instruments(CollectorRegistry()))
-    for metric in (value.metric if isinstance(value, BoundedLabels) else value for value in instruments.values()):
-        if not isinstance(metric, CollectorRegistry):
-            [family] = metric.describe()
-            suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-            yield f"{family.name}{suffix}", family.type, metric._labelnames, family.documentation
+    """Name, kind, labels and text of every metric, by name."""
+    view = RunView()
+    of_events = MetricsRecorder(CollectorRegistry(), view).metrics.values()
+    families = [(family, metric._labelnames) for metric in of_events for family in metric.describe()]
+    families += [(family, family._labelnames) for family in view_metrics(view, 0.0)]
+    for family, labels in sorted(families, key=lambda each: each[0].name):
+        suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
+        yield f"{family.name}{suffix}", family.type, labels, family.documentation
 
 
 def alerts_by_metric() -> dict[str, list[str]]:

@@ -70,9 +70,7 @@ class Spans(Column):
 
     def arrays(self, value: Any) -> dict[str, NDArray[Any]]:
         rows = [(span.version, span.start, span.end, span.oldest, span.reused) for span in value]
-        array = np.array(rows, np.int64).reshape(-1, 5)
-        # Without older keys, the last two columns say nothing. Earlier versions of this project read the first three.
-        return {"": array if any(span.oldest_keys is not None for span in value) else array[:, :3].copy()}
+        return {"": np.array(rows, np.int64).reshape(-1, 5)}
 
     def restored(self, arrays: Mapping[str, NDArray[Any]]) -> Any:
         return [_restored(*row) for row in arrays[""].tolist()]
@@ -93,7 +91,7 @@ class Spans(Column):
         )
 
 
-def _restored(version: int, start: int, end: int, oldest: int | None = None, reused: int = 0) -> VersionSpan:
+def _restored(version: int, start: int, end: int, oldest: int, reused: int) -> VersionSpan:
     return VersionSpan(version, start, end, None if oldest == version else oldest, reused)
 
 

@@ -25,7 +25,7 @@ from miles_async.observability.diagnosis.collapse import CollapseDetector
 from miles_async.observability.view import RunView
 
 if TYPE_CHECKING:
-    from miles_async.observability.metrics.instruments import Values
+    from miles_async.observability.metrics.recorder import Totals, Values
     from miles_async.observability.trace.perfetto import WrittenTrace
 
 MAX_BYTES = 256 << 20
@@ -61,7 +61,7 @@ class Snapshot(NamedTuple):
     parts: int
     """Number of these parts."""
     view: RunView
-    metrics: Values | None
+    metrics: tuple[Values, Totals] | None
     """None before the first event."""
     collapse: CollapseDetector
     trace: WrittenTrace | None

@@ -249,8 +249,6 @@ class RunView:
         self.engine_use.start_run(event.time)
 
     def _group_moved(self, event: events.GroupMoved) -> None:
-        if event.reason == DropReason.WORKER_LOST:  # logs of earlier versions have no `RunContinued`
-            self._interrupt(Interruption.ROLLOUT_WORKER)
         if event.after == GroupState.DROPPED:
             self.tokens.drop(event, self.groups.live.get(event.sequence))
         if event.after == GroupState.FINISHED or event.reason == DropReason.FILTERED:
@@ -367,7 +365,7 @@ class RunView:
         """What a change is estimated from; None if the last batches say too little."""
         run, learner = self.run, self.learner.per_batch
         seconds = sum(learner.values())
-        if run is None or not run.in_flight or not seconds or not self.groups.recent:
+        if run is None or not seconds or not self.groups.recent:
             return None
         # In a synchronous run, the groups of a batch are admitted when the weights of the batch before it are live.
         slots = run.groups_per_rollout if self._synchronous else run.slots

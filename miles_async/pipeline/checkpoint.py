@@ -92,9 +92,7 @@ def resume(progress: Mapping[str, Any], data: DataSource, journal: Journal) -> N
     """
     try:
         data.seek(progress["data"])
-        # Checkpoints of earlier versions have some of the prompts beside the position.
-        owed = [*progress["data"].get("buffer", ()), *progress["owed"]]
-        data.add_samples([Group.from_prompt_dict(values) for values in owed])
+        data.add_samples([Group.from_prompt_dict(values) for values in progress["owed"]])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"the progress of the checkpoint is not valid ({type(error).__name__}: {error}): load another checkpoint"

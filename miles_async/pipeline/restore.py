@@ -99,8 +99,7 @@ def progress_values(
 
 def stored_position(progress: Mapping[str, Any]) -> Mapping[str, Any]:
     """The position in the data from the values that `progress_values` has returned."""
-    # Stores of earlier versions have the metadata in the position.
-    return {"metadata": progress.get("metadata", {}), **progress["data"]}
+    return {"metadata": progress["metadata"], **progress["data"]}
 
 
 @dataclass(eq=False, repr=False)

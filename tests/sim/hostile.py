@@ -116,7 +116,7 @@ class SavingTrainer(Trainer):
     async def write_state(self, rollout_id: int, progress: Mapping[str, Any]) -> None:
         assert self.folder is not None
         draft = self.folder.begin(rollout_id)
-        self.folder.write_progress(draft, progress)
+        self.folder.write_progress(draft, {"model": {}, **progress})
         self.folder.commit(draft, rollout_id, keep=1)
         await super().write_state(rollout_id, read_progress(self.folder.latest().folder))
 

@@ -75,6 +75,7 @@ def rollout(number: int) -> Iterator[Event]:
             time=start + second, generating=1, rewarding=0, oldest=number, oldest_seconds=1.0, waits_for=None,
             waits_seconds=0.0, head=number, head_state="in_flight", head_seconds=1.0, queue=3, blocked=0, collected=0,
             wanted=1, trainer_version=number, live_version=number, idle_seconds=0.0,
+            warn_seconds=30.0,
         )  # fmt: skip
     if number % 100 == 0:
         yield Evaluated(

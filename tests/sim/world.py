@@ -409,6 +409,8 @@ class World:
             in_flight=self.bounds.in_flight,
             max_kv_staleness=self.config.weights.max_kv_staleness,
             longest_response=self.config.rollout.rollout_max_response_len,
+            model="sim",
+            configuration="sim",
         )
 
     def _generator(self, clock: VirtualClock) -> Generator:

@@ -14,6 +14,10 @@ RUN = RunStarted(
     queue_capacity=1000,
     window=3,
     slots=8,
+    in_flight=8,
+    longest_response=16,
+    model="tiny",
+    configuration="one",
 )
 PUBLISHED = PublishEnded(
     time=101.0,

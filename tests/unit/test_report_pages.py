@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from miles_async.config.fields import SETTINGS
 from miles_async.events import Event
-from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.summary import summarize
 from miles_async.observability.view import RunView
 from tests.unit.test_docs import hook
@@ -39,7 +39,7 @@ def names(page: str) -> list[str]:
 
 def test_the_metrics_page_has_every_metric_that_a_run_registers(reports: ModuleType) -> None:
     registry = CollectorRegistry()
-    Instruments(registry)
+    MetricsRecorder(registry, RunView())
     suffixes = {"counter": "_total", "info": "_info"}
     registered = [metric.name + suffixes.get(metric.type, "") for metric in registry.collect()]
     assert len(registered) > 80

@@ -251,7 +251,6 @@ class Feed:
     def seek(self, position: Mapping[str, Any]) -> None:
         """Restore the result of `position`. Raises UserError if the data or its order differ."""
         own = self._order_of_data
-        # Checkpoints of earlier versions have only some of the entries.
         changed = [
             f"{_SETTINGS.get(name, name)} was {old} and is {own[name]}"
             for name, old in position["order"].items()
@@ -265,10 +264,9 @@ class Feed:
             )
         self.epoch_id, self.sample_offset = position["epoch_id"], position["sample_offset"]
         self._order = self._epoch_order()
-        # The run before may have followed the rewards of prompts, or not.
-        self.prompts, self._warned = position.get("prompts", 0), position.get("warned", False)
-        self._outside = dict(position.get("outside", ()))
-        self._recent = deque(((mean, same) for mean, same in position.get("recent", ())), maxlen=RECENT_GROUPS)
+        self.prompts, self._warned = position["prompts"], position["warned"]
+        self._outside = dict(position["outside"])
+        self._recent = deque(((mean, same) for mean, same in position["recent"]), maxlen=RECENT_GROUPS)
 
     def _origin(self, **position: float) -> dict[str, Any]:
         """The metadata of the samples of a row."""

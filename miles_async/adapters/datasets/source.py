@@ -131,7 +131,7 @@ class BufferedSource:
         Raises UserError if the data or its order differ: the saved position would then refer to other rows.
         """
         size = self._n_samples_per_prompt
-        saved = position["order"].get("n_samples_per_prompt", size)
+        saved = position["order"]["n_samples_per_prompt"]
         if saved != size:
             changed = f"n_samples_per_prompt was {saved} and is {size}"
             raise UserError(f"the saved data position is of other data ({changed}): set it to {saved}")
@@ -146,8 +146,7 @@ class BufferedSource:
                 feed.seek(positions[name])
             self._credits.update(position.get("shares", {}))
             self.sample_index = position["sample_index"]
-            # Checkpoints of earlier versions have no metadata.
-            self._metadata, self._metadata_is_stored = dict(position.get("metadata", {})), False
+            self._metadata, self._metadata_is_stored = dict(position["metadata"]), False
             self._buffer.clear()
 
     def _position(self) -> dict[str, Any]:

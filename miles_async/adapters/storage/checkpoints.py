@@ -199,7 +199,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {checkpoint.name} is gone or has no {_PROGRESS}") from None
     except ValueError as error:  # not JSON, or not even text
         raise UserError(f"checkpoint {checkpoint}: {_PROGRESS} is broken: {error}; load another checkpoint") from error
-    kinds = {"rollout": int, "data": dict, "owed": list}
+    kinds = {"rollout": int, "data": dict, "owed": list, "model": dict}
     values = progress if isinstance(progress, dict) else {}
     wrong = [name for name, kind in kinds.items() if not isinstance(values.get(name), kind)]
     if wrong:

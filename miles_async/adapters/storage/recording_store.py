@@ -35,7 +35,7 @@ from miles_async.sample_schema import check_stored
 from miles_async.types import trajectories_of
 
 BATCH, META = "gen_batch.safetensors", "meta.json"
-FORMAT = 2
+FORMAT = 3
 DRAFT_LIFETIME_SECONDS = 3600.0
 """A temporary folder older than this belongs to a writer that was killed."""
 

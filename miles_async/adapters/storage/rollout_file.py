@@ -25,7 +25,7 @@ from miles_async.errors import TrajectoryError, UserError
 from miles_async.guests import GUESTS
 from miles_async.types import Group
 
-FORMAT = "miles_async rollout 2"
+FORMAT = "miles_async rollout 3"
 _GROUPS = ":groups"
 
 

@@ -57,7 +57,7 @@ from miles_async.stored_run import Changes, StoredContent, StoredGroup, StoredRu
 from miles_async.types import Group, Sample
 
 FILE = "run.sqlite"
-FORMAT = 5
+FORMAT = 6
 """Version of the schema and of the encoding. SQLite keeps it as `user_version`."""
 PAGE_BYTES = 4 << 10
 """A page of the file. A batch writes each page that it changes, so that large pages cost small groups many bytes."""

@@ -11,6 +11,7 @@ from miles_async.adapters.datasets.factory import open_data
 from miles_async.atomic_files import write_atomically
 from miles_async.config.fields import SETTINGS, with_settings
 from miles_async.config.schema import RunConfig
+from miles_async.errors import UserError
 from miles_async.pipeline.rollout_source import PositionInData, RolloutSource
 from miles_async.rollout.contract import Arguments
 from miles_async.types import Group
@@ -82,8 +83,11 @@ class RolloutDataSource(PositionInData, DataSource):
         """Continue from the position below the folder `load`, if there is one. Raises UserError for other data."""
         if self.args.load is not None and (path := _file(self.args.load, rollout_id)).exists():
             state = json.loads(path.read_text())
-            self._data.seek(state)
-            self._data.add_samples(list(map(Group.from_prompt_dict, state["buffer"])))
+            try:
+                self._data.seek(state)
+                self._data.add_samples(list(map(Group.from_prompt_dict, state["buffer"])))
+            except KeyError as error:
+                raise UserError(f"{path} has no {error}: name in load the folder of a run of this version") from error
 
 
 def _file(folder: str, rollout_id: int | None) -> Path:

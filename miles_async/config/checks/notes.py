@@ -63,9 +63,7 @@ def _stale_samples(config: RunConfig, entry: str) -> Iterator[str]:
 
 def _reference(config: RunConfig) -> Iterator[str]:
     folder = config.algorithm.ref_load
-    if folder is not None and not config.keeps_reference:
-        yield "ref_load has no effect, because no reference model is used: set use_kl_loss or kl_coef, or unset it"
-    elif folder is not None and is_of_megatron(folder):
+    if folder is not None and config.keeps_reference and is_of_megatron(folder):
         yield (
             f"ref_load {folder} has the format of Megatron-LM, so the reference model is hf_checkpoint; ref_load "
             "should be a conversion of it: set ref_load to a Hugging Face checkpoint if it is another model"
@@ -128,31 +126,6 @@ def _whole_texts(config: RunConfig) -> Iterator[str]:
 def _unlike_the_paper(config: RunConfig) -> Iterator[str]:
     if config.learner.loss_type == "policy_loss":
         yield from differences(config.algorithm)
-
-
-def _unused_with_worker(config: RunConfig) -> Iterator[str]:
-    """Settings of the pipeline's producer, which does not run beside the worker of a rollout function."""
-    if not rollout_mode(config).keeps_groups:
-        return
-    rollout, skip = config.rollout, config.skip
-    settings = {
-        "windowed_fifo_ratio": rollout.windowed_fifo_ratio is not None,
-        "over_sampling_batch_size": rollout.over_sampling_batch_size is not None,
-        "over_sampling_filter_path": rollout.over_sampling_filter_path is not None,
-        "rollout_all_samples_process_path": rollout.rollout_all_samples_process_path is not None,
-        "dynamic_sampling_filter_path": rollout.dynamic_sampling_filter_path is not None,
-        "head_deadline_seconds": rollout.head_deadline_seconds is not None,
-        "dataset_sampling": config.data.dataset_sampling == "difficulty",
-        "adaptive_concurrency": config.engine.adaptive_concurrency,
-        "skip.rollout": skip.rollout.enable,
-        "skip.async_rollout": skip.async_rollout.enable,
-    }
-    settings |= {
-        f"datasets.{name}.dynamic_sampling_filter_path": dataset.dynamic_sampling_filter_path is not None
-        for name, dataset in config.data.datasets.items()
-    }
-    for name in (name for name, is_set in settings.items() if is_set):
-        yield f"{name} has no effect, because the worker of {rollout.rollout_function_path} generates: unset it"
 
 
 def _unused_over_sampling_filter(config: RunConfig, entry: str) -> Iterator[str]:
@@ -291,7 +264,6 @@ NOTES_ON_SCHEDULE = (
 )
 """These also get the entry script, which determines the schedule."""
 NOTES = (
-    _unused_with_worker,
     _reference,
     _flags_not_compared,
     _kl_loss,

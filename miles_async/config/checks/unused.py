@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from miles_async.config.fields import SETTINGS, Setting
-from miles_async.config.generation import evaluates, generates_by_user, serves_agents
+from miles_async.config.generation import evaluates, generates_by_user, rollout_mode, serves_agents
 from miles_async.config.losses import estimator_of, loss_aggregation, objective_name, objective_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives.objective import OBJECTIVES
@@ -37,6 +37,11 @@ class Needs:
 def _own_rewards(config: RunConfig) -> bool:
     """Whether code of the user or a server may return rewards of any form."""
     return config.rollout.custom_rm_path is not None or config.data.environment is not None or generates_by_user(config)
+
+
+def _no_worker(config: RunConfig) -> bool:
+    """Whether no worker of the rollout function takes the place of the pipeline's producer."""
+    return not rollout_mode(config).keeps_groups
 
 
 def _of_plugins() -> Iterator[Needs]:
@@ -71,6 +76,7 @@ def _either(setting: str, names: Iterable[str]) -> str:
     return f"{setting} {', '.join(others)} or {last}" if others else f"{setting} {last}"
 
 
+_NO_WORKER = "a rollout function without a worker, because the worker generates the groups"
 _DICTIONARIES = [name for name, reward in REWARDS.usable().items() if reward.may_be_dictionary]
 
 NEEDS = (
@@ -119,7 +125,7 @@ NEEDS = (
     ),
     Needs("overlong_penalty", lambda c: c.algorithm.overlong_buffer_len is not None, "overlong_buffer_len"),
     Needs("kl_loss_coef", lambda c: c.algorithm.use_kl_loss, "use_kl_loss"),
-    Needs("kl_loss_type ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
+    Needs("kl_loss_type ref_load ref_env_vars", lambda c: c.keeps_reference, "use_kl_loss or kl_coef"),
     Needs(
         "min_lr",
         lambda c: c.learner.lr_decay_style != "constant",
@@ -219,6 +225,14 @@ NEEDS = (
         "custom_convert_samples_to_train_data_path unset",
     ),
     Needs("environment_python", lambda c: c.data.environment is not None, "environment"),
+    Needs(
+        "windowed_fifo_ratio over_sampling_batch_size over_sampling_filter_path rollout_all_samples_process_path "
+        "dynamic_sampling_filter_path head_deadline_seconds adaptive_concurrency skip_rollout_enable "
+        "skip_async_rollout_enable",
+        _no_worker,
+        _NO_WORKER,
+    ),
+    Needs("dataset_sampling", lambda c: c.data.dataset_sampling != "difficulty" or _no_worker(c), _NO_WORKER),
     Needs("difficulty_band", lambda c: c.data.dataset_sampling == "difficulty", "dataset_sampling difficulty"),
 )
 
@@ -245,5 +259,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _is_changed(config: RunConfig, name: str) -> bool:
+    """Whether the run, or one of its data sets, sets another value than the default."""
     setting = SETTINGS[name]
-    return bool(setting.value(config) != setting.default)
+    of_data_sets = (dataset.model_dump().get(name) for dataset in config.data.datasets.values())
+    return bool(setting.value(config) != setting.default) or any(value is not None for value in of_data_sets)

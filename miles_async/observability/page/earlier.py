@@ -62,9 +62,9 @@ def earlier_runs(run: RunStarted | None, folder: Path | None) -> list[EarlierRun
     """Return the newest runs beside `folder` with the configuration of `run` that began before it, newest first.
 
     Folders whose summary is missing, damaged or of another version are skipped, and so are runs without a batch.
-    Nothing is found for a run that has not started (None), or whose events are of an earlier version.
+    Nothing is found for a run that has not started (None).
     """
-    if run is None or folder is None or not run.configuration:
+    if run is None or folder is None:
         return []
     try:
         names = sorted((path for path in folder.resolve().parent.iterdir() if not path.is_symlink()), reverse=True)

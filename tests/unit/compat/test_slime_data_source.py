@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miles_async.compat.slime.data_source import RolloutDataSource
+from miles_async.errors import UserError
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments, flat_args
 from tests.configuration import run_config
@@ -51,6 +52,17 @@ def test_another_source_continues_from_a_saved_position(args: Arguments) -> None
     assert other.sample_offset == 0, "nothing was saved after this rollout"
     other.load(7)
     assert (other.get_samples(1)[0][0].prompt, other.metadata) == ("q2", {"seen": 2})
+
+
+def test_a_saved_position_of_another_version_is_refused(args: Arguments, tmp_path: Path) -> None:
+    source = RolloutDataSource(args)
+    source.save(7)
+    path = tmp_path / "rollout" / "global_dataset_state_dict_7.json"
+    position = json.loads(path.read_text())
+    del position["prompts"]
+    path.write_text(json.dumps(position))
+    with pytest.raises(UserError, match=r"state_dict_7\.json has no 'prompts': name in load the folder of a run"):
+        source.load(7)
 
 
 def test_the_source_that_a_rollout_function_receives_counts_as_one() -> None:

@@ -14,6 +14,7 @@ from miles_async.config.fields import SETTINGS
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import table
 from miles_async.losses.policy import PolicyLossSettings
+from miles_async.rollout import fully_async
 from miles_async.types import Sample
 from tests.configuration import run_config
 
@@ -231,7 +232,7 @@ def test_rows_that_choose_their_reward_are_excepted_from_the_note(tmp_path: Path
     assert "has no effect, except on rows whose metadata name another rm_type: it needs" in note
 
 
-IN_RANGE = {"eps_clip_c": 3.0, "rejection_veto": 0.5, "off_policy_correction": "tis"}
+IN_RANGE = {"dataset_sampling": "difficulty", "eps_clip_c": 3.0, "rejection_veto": 0.5, "off_policy_correction": "tis"}
 
 
 def another_value(name: str) -> Any:
@@ -276,11 +277,19 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@fully_async(keeps_groups=True)
+def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[Any]:
+    return []
+
+
+WORKER = {"rollout_function_path": f"{__name__}.rollout"}
+
+
 @pytest.mark.parametrize("needs", unused.NEEDS, ids=lambda needs: needs.settings.split()[0])
 def test_each_setting_of_the_table_is_noted_where_it_is_not_used(needs: unused.Needs) -> None:
     supervised = "policy_loss" in needs.condition
-    tiny = "tiny model" in needs.condition
-    base = SUPERVISED if supervised else {"hf_checkpoint": "x"} if tiny else WHERE_UNUSED.get(needs.settings, {})
+    worker = "without a worker" in needs.condition
+    base = SUPERVISED if supervised else WORKER if worker else WHERE_UNUSED.get(needs.settings, {})
     for name in needs.settings.split():
         run = config(**base | {name: another_value(name)})
         assert any(note.startswith(f"{name} has no effect") for note in unused.unused_settings(run)), name

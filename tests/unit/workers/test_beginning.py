@@ -34,7 +34,7 @@ def run(config: RunConfig, *, saved: int | None = None, reason: str | None = Non
     """Leave what a run leaves that was lost, or that ended for `reason`, after the checkpoint of rollout `saved`."""
     folder = RunFolder.create(config)
     folder.events.write_bytes(b"" if reason is None else encode(RunEnded(time=1.0, reason=reason)) + b"\n")
-    progress = {"saved": saved, "data": {"order": {}, "sample_offset": 7}}
+    progress = {"saved": saved, "metadata": {}, "data": {"order": {}, "sample_offset": 7}}
     with closing(SqliteRunStore(folder.store, folder.path.name)) as store:
         asyncio.run(store.write(Changes(number=1, progress=progress)))
     return folder
@@ -45,7 +45,8 @@ def save(tmp_path: Path, run: str, *rollouts: int, **facts: Any) -> None:
     for rollout in rollouts:
         draft = checkpoints.begin(rollout)
         (draft / "weights").write_text(f"weights of {rollout}")
-        progress = {"run": run, "rollout": rollout, "version": rollout, "changed": None, "data": {}, "owed": []}
+        progress = {"run": run, "rollout": rollout, "version": rollout, "changed": None, "model": {}}
+        progress |= {"data": {}, "owed": []}
         checkpoints.write_progress(draft, progress | facts)
         checkpoints.commit(draft, rollout, keep=5)
 

@@ -22,6 +22,7 @@ from miles_async.config.fields import with_settings
 from miles_async.config.flags import parse_flags
 from miles_async.config.model_shape import dimensions
 from miles_async.config.schema import RunConfig
+from miles_async.config.table import parallel_layout
 from miles_async.errors import TemplateError, UserError
 from miles_async.modes.shipped import Supervised
 from tests.configuration import KEY_FLAGS, KEYS, run_config
@@ -250,11 +251,13 @@ def test_what_is_downloaded_later_is_not_read(tmp_path: Path) -> None:
 def saved(folder: Path, config: RunConfig, rollout: int = 4, **facts: Any) -> None:
     """Write a checkpoint as a run with `config` does."""
     order = {"seed": 42, "shuffle": False, "n_samples_per_prompt": 8, "rows": 10_000, "content": "unknown"}
-    data = {"epoch_id": 0, "sample_offset": 3, "sample_index": 24, "order": order}
+    data = {"epoch_id": 0, "sample_offset": 3, "sample_index": 24, "order": order, "metadata": {}}
+    data |= {"prompts": 3, "warned": False, "outside": [], "recent": []}
     checkpoints = CheckpointFolder(folder)
     draft = checkpoints.begin(rollout)
     (draft / "weights").write_text("weights")
-    progress = {"rollout": rollout, "data": data, "owed": [{}], "model": dimensions(config), **facts}
+    of_model = {"model": dimensions(config), "layout": parallel_layout(config.learner)}
+    progress = {"rollout": rollout, "data": data, "owed": [{}], **of_model, **facts}
     checkpoints.write_progress(draft, progress)
     checkpoints.commit(draft, rollout, None)
 

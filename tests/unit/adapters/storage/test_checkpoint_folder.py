@@ -33,7 +33,7 @@ def save(folder: CheckpointFolder, *rollouts: int, keep: int = 2) -> Path:
         draft = folder.begin(rollout_id)
         (draft / "actor").mkdir()
         (draft / WEIGHTS).write_text(f"weights of {rollout_id}")
-        folder.write_progress(draft, {"rollout": rollout_id, "data": {}, "owed": []})
+        folder.write_progress(draft, {"rollout": rollout_id, "data": {}, "owed": [], "model": {}})
         checkpoint = folder.commit(draft, rollout_id, keep)
     return checkpoint
 
@@ -184,7 +184,7 @@ DAMAGES = [
     (change_a_digit_of_the_progress, r"rollout_0000009 is damaged: the contents of progress\.json have changed"),
     (delete_weights, r"rollout_0000009 is damaged: actor/__0_0.distcp is missing"),
     (delete_checkpoint, r"rollout_0000009 is gone"),
-    (empty_progress, r"progress\.json is broken: no valid rollout, data, owed"),
+    (empty_progress, r"progress\.json is broken: no valid rollout, data, owed, model"),
     (binary_progress, r"progress\.json is broken: .*decode"),
     (binary_file_list, r"files\.json is broken"),
 ]
@@ -239,7 +239,7 @@ def test_the_check_of_a_checkpoint_reports_all_bytes_that_it_reads(tmp_path: Pat
     folder, read = CheckpointFolder(tmp_path), list[int]()
     draft = folder.begin(4)
     (draft / "weights").write_bytes(b"0" * 3_000_000)
-    progress = {"rollout": 4, "data": {}, "owed": [], "run": "a run", "version": 3, "changed": None}
+    progress = {"rollout": 4, "data": {}, "owed": [], "model": {}, "run": "a run", "version": 3, "changed": None}
     folder.write_progress(draft, progress)
     path = folder.commit(draft, 4, keep=1)
     assert folder.newest_of("a run", read.append) is not None

@@ -27,7 +27,7 @@ def save(root: Path, rollout_id: int, keep: int = 2, folder: CheckpointFolder | 
 
 
 def progress_after(rollout_id: int) -> dict[str, object]:
-    return {"rollout": rollout_id, "data": {}, "owed": []}
+    return {"rollout": rollout_id, "data": {}, "owed": [], "model": {}}
 
 
 def names(root: Path) -> list[str]:

@@ -207,8 +207,8 @@ def test_the_store_of_another_run_or_another_format_is_refused_by_name(tmp_path:
     with pytest.raises(UserError, match="belongs to run a, not to run b: set --store-dir to another folder"):
         SqliteRunStore(tmp_path, "b")
     with closing(sqlite3.connect(tmp_path / FILE)) as connection:
-        connection.execute("PRAGMA user_version = 7")
-    with pytest.raises(UserError, match="has format version 7, and this version of miles_async reads format version 5"):
+        connection.execute("PRAGMA user_version = 5")
+    with pytest.raises(UserError, match="has format version 5, and this version of miles_async reads format version 6"):
         SqliteRunStore(tmp_path, "a")
 
 

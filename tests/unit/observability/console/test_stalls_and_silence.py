@@ -43,6 +43,7 @@ PULSE = Pulse(
     trainer_version=3,
     live_version=2,
     idle_seconds=10.0,
+    warn_seconds=0.0,
 )
 
 

@@ -23,7 +23,8 @@ from miles_async.events import (
     StepEnded,
     StepStarted,
 )
-from miles_async.observability.metrics.instruments import Instruments
+from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.observability.view import RunView
 from miles_async.types import EngineLoad, Group
 from tests.sim.engines import Engines
 from tests.unit.observability.metrics.alert_scenarios import ASKED, RULES, driven, ended, promtool, scraped, simulated
@@ -53,7 +54,7 @@ def test_the_rules_are_valid() -> None:
 
 def test_the_rules_ask_only_for_metrics_that_the_driver_serves() -> None:
     registry = CollectorRegistry()
-    Instruments(registry)
+    MetricsRecorder(registry, RunView())
     families = {family.name for family in registry.collect()}
     suffixes = ("", "_total", "_sum", "_count", "_bucket")
     assert {name for name in ASKED if not any(name.removesuffix(suffix) in families for suffix in suffixes)} == set()

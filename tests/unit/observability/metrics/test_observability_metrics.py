@@ -259,7 +259,7 @@ def test_metrics_give_a_reason_for_every_dropped_or_skipped_group() -> None:
         GroupFiltered(time=101.0, sequence=1, reason="all_0"),
         GroupFiltered(time=101.0, sequence=2, reason="all_0"),
         GroupFiltered(time=101.0, sequence=3, reason="over_sampling"),
-        SamplesRemoved(time=102.0, rollout=0, samples=5),
+        SamplesRemoved(time=102.0, rollout=0, samples=5, tokens=40),
         DataSkipped(time=103.0, reason="bad_row", sentence="data.jsonl, line 4: no key 'label'"),
         AgentSessionExpired(time=103.0),
         DeadLettered(time=104.0, feed_index="sample_0_1", reason="failed"),
@@ -313,6 +313,7 @@ def pulse(time: float, **changes: Any) -> Pulse:
         "trainer_version": 0,
         "live_version": 0,
         "idle_seconds": 0.0,
+        "warn_seconds": 30.0,
     }
     return Pulse(time=time, **{**figures, **changes})
 
@@ -500,8 +501,8 @@ def test_label_values_of_users_are_escaped_and_bounded_in_number() -> None:
     see = Watched(GroupFiltered(time=101.0, sequence=0, reason=rude))
     see.observe(*[GroupFiltered(time=101.0, sequence=i, reason=f"reason {i}") for i in range(500)])
     text = generate_latest(see.registry).decode()
-    series = [family for family in text_string_to_metric_families(text) if family.name.endswith("filtered_groups")]
-    values = [sample for sample in series[0].samples if sample.name.endswith("_total")]
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    values = families["miles_async_filtered_groups"]
     assert len(values) == 65
     assert sum(sample.value for sample in values) == 501
     assert rude in {sample.labels["reason"] for sample in values}

@@ -89,9 +89,7 @@ def test_damaged_and_foreign_folders_are_skipped(tmp_path: Path) -> None:
     assert [run.run for run in earlier_runs(THIS, this)] == ["good"]
 
 
-def test_a_run_without_a_known_configuration_or_folder_has_no_earlier_runs(tmp_path: Path) -> None:
-    ended(tmp_path, "old", configuration="")
-    assert earlier_runs(replace(THIS, configuration=""), tmp_path / "this") == []
+def test_a_run_whose_folder_is_gone_has_no_earlier_runs(tmp_path: Path) -> None:
     assert earlier_runs(THIS, tmp_path / "missing" / "this") == []
 
 

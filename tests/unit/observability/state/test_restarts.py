@@ -190,11 +190,6 @@ def test_a_rollout_worker_and_a_learner_that_are_replaced_are_told_apart() -> No
     assert (figures["restarts"], figures["interrupted_seconds"]) == ({"learner": 1}, {"learner": 10})
 
 
-def test_logs_without_the_event_of_a_restart_show_it_by_the_groups_that_were_lost() -> None:
-    view = view_of(*KILLED, moved(1, "in_flight", "dropped", "worker_lost", time=126.0), phase(128.0))
-    assert view.uptime.seconds == {"rollout_worker": 10}
-
-
 def test_a_publish_that_a_driver_did_not_end_is_over_when_the_next_one_continues() -> None:
     ended = replace(PUBLISHED, time=179.0, version=3)
     assert view_of(*KILLED).publishes.running is not None

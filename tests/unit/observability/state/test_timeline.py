@@ -249,6 +249,7 @@ def test_queue_and_head_are_drawn_from_the_events_of_the_rollout_worker() -> Non
         trainer_version=3,
         live_version=2,
         idle_seconds=0.0,
+        warn_seconds=30.0,
     )
     view.apply(pulse)
     series = view.charts.figures("whole", 100.5)["series"]
@@ -268,6 +269,7 @@ def test_the_status_has_the_values_that_an_event_log_leaves_out() -> None:
         trainer_version=0,
         live_version=0,
         idle_seconds=0.0,
+        warn_seconds=30.0,
     )
     view = RunView()
     view.apply(RUN)

@@ -7,23 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from miles_async.errors import UserError
-from miles_async.events import Event, EventsMissing, EventsReceived, GroupMoved, QueueChanged, decode, encode
-from miles_async.observability.console.stall_report import stall_facts
-from miles_async.observability.metrics.recorder import MetricsRecorder
+from miles_async.events import Event, EventsMissing, EventsReceived, QueueChanged
 from miles_async.observability.page.report import RunData
 from miles_async.observability.trace import event_log
 from miles_async.observability.trace.event_log import EventLogWriter, read_events
-from miles_async.observability.trace.groups import by_state, life
-from miles_async.observability.view import RunView
-from miles_async.scheduling.ledger import LIVE
 from tests.audit import Audit
-from tests.configuration import run_config
-from tests.sim.world import World
 from tests.unit.example_events import RUN
 from tests.waiting import PATIENCE_SECONDS
 
@@ -189,39 +180,3 @@ def test_a_damaged_part_is_reported(tmp_path: Path) -> None:
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"events-000002\.jsonl\.gz is damaged after line"):
         list(read_events(path))
-
-
-def as_earlier_versions_wrote(event: Event) -> Event:
-    """The event as it is read from a log of earlier versions, which have every field and every state."""
-    values = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(event).items()}
-    if isinstance(event, GroupMoved):
-        values["counts"] = dict.fromkeys(LIVE, 0) | event.counts
-    read: Event = decode(msgspec.json.encode({"type": type(event).__name__, **values}))
-    return read
-
-
-def all_readers(events: list[Event]) -> dict[str, object]:
-    """What each reader of the event log shows at the end."""
-    registry = CollectorRegistry()
-    view, audit = RunView(), Audit(3)
-    metrics = MetricsRecorder(registry, view)
-    for event in events:
-        view.apply(event)
-        metrics.observe(event)
-        audit.observe(event)
-    return {
-        "report": RunData.from_events(Path("run"), {}, iter(events)).values(),
-        "metrics": [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line],
-        "audit": (audit.violations, audit.owed, audit.recycled),
-        "stall": stall_facts(view),
-        "states": list(by_state(events)),
-        "life": list(life(lambda: iter(events), "sample_0_17")),
-    }
-
-
-def test_all_readers_show_the_same_from_a_log_of_an_earlier_version() -> None:
-    events = World(config=run_config(rollout_batch_size=8, num_rollout=10, max_weight_staleness=3)).run().trace.events
-    written = [decode(encode(event)) for event in events]
-    earlier = [as_earlier_versions_wrote(event) for event in events]
-    assert written == events
-    assert all_readers(written) == all_readers(earlier)
