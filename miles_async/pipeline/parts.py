@@ -194,6 +194,10 @@ class Parts:
 
     def _may_answer(self) -> bool:
         """Whether the engines may be answering requests of this run."""
+        # Evaluations have requests of their own, and a user's function may send others.
         return bool(
-            self.producer.attempts.at_engines_since or self._ports.generator.requests.in_flight or self.held.taken
+            self.producer.attempts.at_engines_since
+            or self._ports.generator.requests.in_flight
+            or self.held.taken
+            or self.run_state.evaluates
         )
