@@ -183,6 +183,8 @@ async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_o
     async with started(configure()) as process:
         with pytest.raises(InfrastructureError, match="the sandbox is down"):
             await process.run({"does": "fail"}, "")
+        with pytest.raises(InfrastructureError, match="failed: CancelledError"):
+            await process.run({"does": "await_a_task_that_is_cancelled"}, "")
         for does, message in (
             ("lose_model", "a request to the model failed: 503: no engine"),
             ("have_a_bug", "its code failed: TypeError in the reward"),
