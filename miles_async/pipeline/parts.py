@@ -173,6 +173,9 @@ class Parts:
             channel=self._ports.channel,
             fleet=self._ports.fleet,
             pause_mode=self._config.weights.engine_pause,
+            request_seconds=max(
+                self._config.weights.update_weight_timeout_seconds, self._config.engine.engine_health_timeout_seconds
+            ),
             adapters=self._ports.adapters,
             colocated=self._config.cluster.colocate,
             queue_depth=lambda: self.producer.queued,
