@@ -189,7 +189,10 @@ class GeneratorFactory:
         """
         generator = self._user_function(engine, limits, evaluation=evaluation) or engine
         paths = self.config.rollout.rollout_sample_hook_path
-        return HookedGenerator(generator, paths, self.args, limits, evaluation=evaluation) if paths else generator
+        if not paths:
+            return generator
+        seconds = self.config.rollout.generate_timeout_seconds
+        return HookedGenerator(generator, paths, self.args, limits, timeout_seconds=seconds, evaluation=evaluation)
 
     def _user_function(
         self, engine: SGLangGenerator, limits: SampleLimits, *, evaluation: bool

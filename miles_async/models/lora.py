@@ -129,13 +129,18 @@ def write_adapter(
     """Write a folder that `peft` and SGLang load into an existing `folder`. `tensors` have PEFT's names.
 
     `hash_of_base` is what `base_hash` returns. Like the checksum of the tensors, it becomes metadata of their file.
+    Raises OSError if the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     metadata = {"format": "pt", _CHECKSUM: str(adapter_checksum(tensors.values()))}
     if hash_of_base is not None:
         metadata["base"] = hash_of_base
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, metadata)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS, metadata)
+    except SafetensorError as error:
+        raise OSError(f"cannot write to {folder} ({error}); check whether the disk is full") from error
     (folder / CONFIG).write_text(json.dumps(peft_config(config, base), indent=2) + "\n")
 
 

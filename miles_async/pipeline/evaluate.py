@@ -178,8 +178,8 @@ class Evaluator:
             failures.wrong = error
         zero = identity_set(failed)
         answered = Group((one for one in group if one not in zero), feed_index=group.feed_index)
-        with self.run_state.working():
-            unscored = await self._score(answered, eval_set.rewarder or self.rewarder)
+        unscored = await self._score(answered, eval_set.rewarder or self.rewarder)
+        self.run_state.mark_progress()
         failures.missing = failures.missing or unscored
         group.leave_out(answered.missing)
         for sample in failed:
@@ -234,8 +234,7 @@ class Evaluator:
         await self.run_state.changed.until(self.may_generate)
         self.run_state.evaluation_requests += 1
         try:
-            with self.run_state.working():
-                await generator.generate(group)
+            await generator.generate(group)
         finally:
             self.run_state.evaluation_requests -= 1
             self.run_state.changed.notify()

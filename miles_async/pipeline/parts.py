@@ -173,6 +173,9 @@ class Parts:
             channel=self._ports.channel,
             fleet=self._ports.fleet,
             pause_mode=self._config.weights.engine_pause,
+            request_seconds=max(
+                self._config.weights.update_weight_timeout_seconds, self._config.engine.engine_health_timeout_seconds
+            ),
             adapters=self._ports.adapters,
             colocated=self._config.cluster.colocate,
             queue_depth=lambda: self.producer.queued,
@@ -194,6 +197,10 @@ class Parts:
 
     def _may_answer(self) -> bool:
         """Whether the engines may be answering requests of this run."""
+        # Evaluations have requests of their own, and a user's function may send others.
         return bool(
-            self.producer.attempts.at_engines_since or self._ports.generator.requests.in_flight or self.held.taken
+            self.producer.attempts.at_engines_since
+            or self._ports.generator.requests.in_flight
+            or self.held.taken
+            or self.run_state.evaluates
         )

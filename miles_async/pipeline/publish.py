@@ -18,7 +18,9 @@ from miles_async.scheduling.ledger import GroupState
 from miles_async.types import Group, SendOutcome
 
 LEASE_SECONDS = 900.0
-"""Longer than any use of the staging buffer: every send and every request to an engine has a shorter limit."""
+"""Time for what a use of the staging buffer does beside requests to engines whose time limit is a setting."""
+LEASE_REQUESTS = 20
+"""A write that fails, its repetition and all fallbacks take less time than so many of these requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class Publisher:
     fleet: Fleet
     pause_mode: str
     """That of `Fleet.pause`."""
+    request_seconds: float
+    """The longest of the settings that limit requests to an engine."""
     adapters: AdapterVersions | None = None
     colocated: bool = False
     """Whether engines have released their memory before each publish."""
@@ -77,7 +81,7 @@ class Publisher:
 
     def __post_init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
-        self._buffer_lease = Lease("the staging buffer", LEASE_SECONDS)
+        self._buffer_lease = Lease("the staging buffer", LEASE_SECONDS + LEASE_REQUESTS * self.request_seconds)
         """Held while the buffer is filled or sent, so that no engine gets a mixture of two versions."""
         self._staged: _StagedVersion | None = None
         self._in_buffer = 0

@@ -46,8 +46,8 @@ class RunState:
         publish."""
         self._last_progress = self._last_moved = clock.monotonic()
         """When the run made progress last: of any kind, and of another kind than tokens of the engines."""
-        self._working = 0
-        """Number of `working` blocks that are entered now."""
+        self._evaluation_seconds = 0.0
+        """The limit of the evaluation that runs now; 0 while none runs."""
 
     def age_of(self, group: Group) -> int:
         """Staleness of the group now: the age of its oldest token in weight updates.
@@ -71,7 +71,8 @@ class RunState:
         return next((name for name, one in self.lineages.items() if version in one.newest(version)), None)
 
     def mark_progress(self) -> None:
-        """Restart the clock that detects stalls: a group was collected, a step ended or the learner has worked."""
+        """Restart the clock that detects stalls: a group was collected, a problem of an evaluation has ended, a step
+        ended or the learner has worked."""
         self._last_progress = self._last_moved = self.clock.monotonic()
 
     def mark_tokens(self, within: float) -> None:
@@ -83,14 +84,16 @@ class RunState:
             self._last_progress = now
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the time inside the block as progress, because the pipeline cannot see whether the work advances."""
-        self._working += 1
+    def evaluating(self, within: float) -> Iterator[None]:
+        """Count the time inside the block as progress, up to `within` seconds after progress of another kind.
+
+        Nothing shows whether functions of users in an evaluation advance. A run in which one never returns ends.
+        """
+        self._evaluation_seconds = within
         try:
             yield
         finally:
-            self._working -= 1
-            self.mark_progress()
+            self._evaluation_seconds = 0.0
 
     def exclude_pause(self, seconds: float) -> None:
         """Leave out of `idle_seconds` the last `seconds`, in which this process did not run."""
@@ -99,6 +102,12 @@ class RunState:
         self._last_moved = min(self._last_moved + seconds, now)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation runs."""
+        return self._evaluation_seconds > 0
+
+    @property
     def idle_seconds(self) -> float:
-        """Seconds since the last progress; 0 inside `working`."""
-        return 0.0 if self._working else self.clock.monotonic() - self._last_progress
+        """Seconds since the last progress."""
+        now = self.clock.monotonic()
+        return now - max(self._last_progress, min(now, self._last_moved + self._evaluation_seconds))

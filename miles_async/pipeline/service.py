@@ -226,6 +226,7 @@ class Service:
             if rollout == before_training or self._config.evaluation_due(rollout)
         ]
         if missed:
+            self._enter_phase("evaluate")
             await self._evaluate_now(missed[-1])
 
     async def _train(self) -> None:
@@ -397,11 +398,12 @@ class Service:
     async def _evaluate(self, rollout_id: int) -> None:
         clock, run_state = self._ports.clock, self.run_state
         started, first_version = clock.monotonic(), run_state.live_version
-        if self._ports.functions.evaluate is not None:
-            with run_state.working():
-                scores = await self._ports.functions.evaluate(rollout_id, self._source)
-        else:
-            scores = await self._evaluator.evaluate(rollout_id)
+        evaluate = self._ports.functions.evaluate
+        with run_state.evaluating(self._config.rollout.generate_timeout_seconds):
+            if evaluate is not None:
+                scores = await evaluate(rollout_id, self._source)
+            else:
+                scores = await self._evaluator.evaluate(rollout_id)
         live_versions = first_version, run_state.live_version
         self._evaluator.report(rollout_id, scores, clock.monotonic() - started, live_versions)
         self._evaluated = rollout_id

@@ -1,4 +1,4 @@
-"""Calls of plain reward functions in threads, each with a deadline that begins when the call begins."""
+"""Calls of plain reward functions and hooks in threads. Those of rewards have a deadline each, from their beginning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Calls = SimpleQueue[Callable[[], None] | None]
 class Threads:
     """Daemon threads that are reused; a call always finds a free one.
 
-    The pool of the standard library would not do: a reward that hangs forever would occupy one of its threads, and keep
-    the process alive. A new thread per group would cost more time than a simple reward.
+    The pool of the standard library would not do: a function that hangs forever would occupy one of its threads, and
+    keep the process alive. A new thread per group would cost more time than a simple reward.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class Threads:
             try:
                 result = call()
             except BaseException as error:
-                # `sys.exit` in a reward must not end the run, and a future does not accept StopIteration.
+                # `sys.exit` in a function must not end the run, and a future does not accept StopIteration.
                 ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
                 failure = error if ordinary else RuntimeError(repr(error))
-            # The event loop is closed if the run ended without waiting for this reward.
+            # The event loop is closed if the run ended without waiting for this call.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(resolve, result, failure)
 
@@ -94,7 +94,7 @@ class Threads:
             calls = self._free.pop()
         except IndexError:
             calls = SimpleQueue()
-            threading.Thread(target=self._serve, args=(calls,), name="reward", daemon=True).start()
+            threading.Thread(target=self._serve, args=(calls,), name="user-function", daemon=True).start()
         calls.put(call)
 
     def _serve(self, calls: _Calls) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -12,11 +14,13 @@ from miles_async.config.user_functions import load_function, with_keywords
 from miles_async.errors import EngineLostError, InfrastructureError, TrajectoryError, is_infrastructure
 from miles_async.identity import identity_set
 from miles_async.json_values import shown, shown_type
+from miles_async.rewards.threads import Threads
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator
 from miles_async.sample_schema import accept_values, check_columns
+from miles_async.time_limit import TimeLimit
 from miles_async.types import Group, Sample
-from miles_async.user_code import USER_CODE_ERRORS, call_plain_or_async, is_cancellation
+from miles_async.user_code import USER_CODE_ERRORS, is_async, is_cancellation
 
 SETTING = "rollout_sample_hook_path"
 
@@ -31,13 +35,19 @@ class HookedGenerator:
         args: Arguments,
         limits: SampleLimits,
         *,
+        timeout_seconds: float,
         evaluation: bool,
     ) -> None:
-        """`limits` are those of the samples. Raises UserError if a hook cannot be imported."""
+        """`limits` are those of the samples, and `timeout_seconds` is for each call of a hook.
+
+        Raises UserError if a hook cannot be imported.
+        """
         self._generator = generator
         self.requests = generator.requests
         self._args = args
         self._limits = limits
+        self._timeout_seconds = timeout_seconds
+        self._threads = Threads()
         # A sample belongs to no batch yet.
         keywords = {"rollout_id": None, "evaluation": evaluation}
         self._hooks = [(path, with_keywords(load_function(path, setting=SETTING), keywords)) for path in paths]
@@ -86,9 +96,16 @@ class HookedGenerator:
 
     async def _call(self, path: str, hook: Callable[..., Any], hooked: Sample, sample: Sample) -> Any:
         try:
-            return await call_plain_or_async(hook, self._args, hooked)
+            async with TimeLimit(self._timeout_seconds) as limit:
+                if is_async(hook):
+                    return await hook(self._args, hooked)
+                # A plain hook may block, perhaps for ever.
+                result = await self._threads.run(partial(hook, self._args, hooked))
+                return await result if inspect.isawaitable(result) else result
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
+            late = f"took longer than {self._timeout_seconds:g} s (generate_timeout_seconds)"
+            cause = late if limit.expired() else f"raised {shown(error)}"
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
-            raise kind(f"sample {sample.index}: {SETTING} {path} raised {shown(error)}", [sample]) from error
+            raise kind(f"sample {sample.index}: {SETTING} {path} {cause}", [sample]) from error

@@ -43,6 +43,10 @@ class FakeEnvironment:
                 raise ModelRequestError("503: no engine")
             case "have_a_bug":
                 raise TaskFailedError("TypeError in the reward")
+            case "await_a_task_that_is_cancelled":
+                own = asyncio.ensure_future(asyncio.sleep(3600))
+                own.cancel()
+                await own
             case "crash":
                 os._exit(3)
             case "wait":

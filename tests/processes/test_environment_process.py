@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from miles_async.adapters.datasets.factory import eval_groups, open_data
+from miles_async.adapters.environments import process as process_of_environment
 from miles_async.adapters.environments.process import EnvironmentProcess, with_environment_tasks
 from miles_async.config.schema import RunConfig
 from miles_async.environments import ENVIRONMENTS
@@ -127,6 +128,9 @@ if __name__ == "__main__":
             result = [{"prompt": f"{library} {name}", "label": None, "task": settings}]
         else:
             result = {"reward": request["task"]["worth"], "metrics": {}}
+        if settings["worth"] == "the process":
+            print('{"id": 1, "res', end="", flush=True)
+            raise SystemExit(3)
         print(json.dumps({"id": request["id"], "result": result}), flush=True)
 else:
     from miles_async.environments import EnvironmentLibrary
@@ -151,6 +155,34 @@ async def test_a_package_adds_a_library_whose_environments_run_in_their_own_pyth
     assert (sample.prompt, sample.metadata["task"]) == ("toys blocks", {"worth": 0.5})
     async with started(config) as process:
         assert (await process.run(sample.metadata["task"], "http://model"))["reward"] == 0.5
+
+
+async def test_a_process_that_dies_while_it_answers_fails_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, monkeypatch, ENVIRONMENTS, "toys", "of_users:Toys", LIBRARY)
+    config = run_config(
+        environment="toys:blocks",
+        environment_python=sys.executable,
+        environment_settings={"worth": "the process"},
+        cache_dir=str(tmp_path),
+    )
+    with pytest.raises(UserError, match="environment toys:blocks ended with exit code 3"):
+        with_environment_tasks(config)
+    async with started(config) as process:
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match="its process ended with exit code 3"):
+                await process.run({"worth": 1}, "http://model")
+
+
+async def test_a_process_whose_answer_is_too_long_is_replaced(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_of_environment, "MAX_LINE_BYTES", 1000)
+    async with started(configure(environment_settings={"text": "x" * 10_000})) as process:
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match="its process ended with exit code -9"):
+                await process.run({"number": 1}, "")
 
 
 def test_a_missing_interpreter_is_reported_with_the_command_that_creates_it() -> None:
@@ -183,6 +215,8 @@ async def test_a_failure_of_the_environment_is_told_from_those_of_its_code_and_o
     async with started(configure()) as process:
         with pytest.raises(InfrastructureError, match="the sandbox is down"):
             await process.run({"does": "fail"}, "")
+        with pytest.raises(InfrastructureError, match="failed: CancelledError"):
+            await process.run({"does": "await_a_task_that_is_cancelled"}, "")
         for does, message in (
             ("lose_model", "a request to the model failed: 503: no engine"),
             ("have_a_bug", "its code failed: TypeError in the reward"),

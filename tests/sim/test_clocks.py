@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.schema import RunConfig
-from miles_async.errors import FatalError
+from miles_async.errors import FatalError, RouterLostError
 from miles_async.events import (
     AdmissionBlocked,
     BatchDrained,
@@ -110,6 +110,68 @@ def test_a_long_evaluation_by_a_user_function_is_progress() -> None:
     world = World(config=config(num_rollout=2), evaluate=evaluate).run()
     assert [scores.seconds for scores in world.trace.of(Evaluated)] == [650.0, 650.0]
     assert world.trace.of(Stalled) == []
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_long_evaluation_is_progress_while_the_engines_generate(schedule: Schedule) -> None:
+    def latency(group: Group, rng: object) -> float:
+        return 5000.0 if group.feed_index.startswith("eval") else 1.0
+
+    world = World(config=config(num_rollout=2), schedule=schedule, problems=1, latency=latency).run()
+    assert [scores.seconds for scores in world.trace.of(Evaluated)] == pytest.approx([5000.0, 5000.0])
+    assert world.trace.of(Stalled) == []
+
+
+def test_an_evaluation_whose_tokens_come_from_elsewhere_is_progress_while_its_problems_end() -> None:
+    def latency(group: Group, rng: object) -> float:
+        return 1000.0 * int(group.feed_index.removeprefix("eval_")) if group.feed_index.startswith("eval") else 1.0
+
+    world = World(config=config(num_rollout=2), engine_kind=Elsewhere, problems=6, latency=latency).run()
+    assert [scores.seconds for scores in world.trace.of(Evaluated)] == pytest.approx([5000.0, 5000.0])
+    assert world.trace.of(Stalled) == []
+
+
+async def never_returns(rollout_id: int, source: RolloutSource) -> Scores:
+    """A run that waits for it should have ended before."""
+    await asyncio.sleep(1e4)
+    return {"held_out": {"rewards": [1.0]}}
+
+
+def test_an_evaluation_by_a_user_function_that_never_returns_ends_the_run_after_the_time_limit_of_functions() -> None:
+    world = World(config=config(generate_timeout_seconds=1000), evaluate=never_returns)
+    with pytest.raises(FatalError, match="no progress for 600s"):
+        world.run()
+    assert world.trace.of(Pulse)[-1].time == pytest.approx(1600.0, abs=2.0)
+
+
+def test_the_tokens_of_an_evaluation_by_a_user_function_are_progress() -> None:
+    class Generating(Engines):
+        """Generates for requests that the function sends itself."""
+
+        async def loads(self) -> Sequence[EngineLoad]:
+            return [EngineLoad(source="e", kv_usage=0.0, queued=0, generated=int(self._clock.monotonic()), held=0)]
+
+    async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+        await asyncio.sleep(5000.0)
+        return {"held_out": {"rewards": [1.0]}}
+
+    world = World(config=config(num_rollout=2), evaluate=evaluate, engine_kind=Generating).run()
+    assert [scores.seconds for scores in world.trace.of(Evaluated)] == pytest.approx([5000.0, 5000.0])
+    assert world.trace.of(Stalled) == []
+
+
+def test_requests_of_an_evaluation_that_fail_again_and_again_are_no_progress() -> None:
+    class Refusing(Engines):
+        """Its router answers 503, and would answer again after the run should have ended."""
+
+        async def generate(self, group: Group) -> None:
+            if self._clock.monotonic() < 1e4:
+                await self._clock.sleep(0.7)
+                raise RouterLostError("503")
+            await super().generate(group)
+
+    with pytest.raises(FatalError, match="no progress for 600s"):
+        World(config=config(generate_timeout_seconds=1000), problems=3, engine_kind=Refusing).run()
 
 
 def test_an_evaluation_that_waits_for_engines_is_no_progress() -> None:
@@ -227,3 +289,16 @@ def test_a_learner_that_hangs_in_its_step_is_detected(trainer: type[Trainer]) ->
         world.run()
     assert len(world.trainer.batches) == 2
     assert world.trace.of(Stalled)[0].seconds == pytest.approx(30.0, abs=0.5)
+
+
+@pytest.mark.parametrize("trainer", [Frozen, Deadlocked])
+def test_a_learner_that_hangs_is_detected_beside_an_evaluation_that_hangs(trainer: type[Trainer]) -> None:
+    async def evaluate(rollout_id: int, source: RolloutSource) -> Scores:
+        return {"held_out": {"rewards": [1.0]}} if rollout_id < 0 else await never_returns(rollout_id, source)
+
+    settings = config(eval_interval=2, generate_timeout_seconds=1000)
+    world = World(config=settings, trainer_kind=trainer, evaluate=evaluate)
+    with pytest.raises(FatalError, match="no progress for 600s"):
+        world.run()
+    assert len(world.trainer.batches) == 2
+    assert world.trace.of(Pulse)[-1].time == pytest.approx(1600.0, abs=20.0)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from miles_async.errors import FatalError
 from miles_async.events import PublishEnded, WriteFailed
 from miles_async.observability.metrics.recorder import MetricsRecorder
 from miles_async.observability.view import RunView
 from miles_async.scheduling.bounds import Schedule
 from miles_async.types import SendOutcome
 from tests.configuration import run_config
-from tests.sim.engines import Engines
+from tests.sim.engines import EngineModel, Engines
 from tests.sim.world import World
 
 VERSION = 2
@@ -98,6 +100,20 @@ def test_a_write_that_timed_out_is_not_repeated() -> None:
     trouble = Trouble(failures=99, final=True)
     assert steps(play(trouble)) == [("fence", None)]
     assert trouble.attempts == 1
+
+
+@pytest.mark.parametrize("setting", ["update_weight_timeout_seconds", "engine_health_timeout_seconds"])
+def test_a_publish_may_take_as_long_as_the_settings_allow(setting: str) -> None:
+    sizes = {"rollout_batch_size": 4, "num_rollout": 2, "n_samples_per_prompt": 2, "max_weight_staleness": 3}
+    config = run_config(**sizes, no_progress_abort_seconds=1e6, **{setting: 3000.0})
+    world = World(config=config, engines=EngineModel(write_seconds=2900.0)).run()
+    assert [event.fenced for event in world.trace.of(PublishEnded)] == [[], [], []]
+
+
+def test_a_write_that_never_ends_is_named() -> None:
+    config = run_config(rollout_batch_size=4, num_rollout=2, n_samples_per_prompt=2, no_progress_abort_seconds=1e6)
+    with pytest.raises(FatalError, match="the publish of version 0 has held the staging buffer for 1500 s"):
+        World(config=config, engines=EngineModel(write_seconds=1e5)).run()
 
 
 def test_every_step_is_counted() -> None:

@@ -95,8 +95,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tiny: Path, tmp_path: Path) -
             learner.load_state(str(saved))
 
 
-def test_a_full_disk_is_reported_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exports", [False, True])
+def test_a_full_disk_is_reported_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path, exports: bool) -> None:
     with learning(tiny, config()) as learner:
-        copy = learner.copy_state(str(tmp_path))
+        copy = learner.copy_state(None, str(tmp_path / "export")) if exports else learner.copy_state(str(tmp_path))
         with files_at_most(20_000), pytest.raises(OSError, match="disk is full"):
             copy.write()

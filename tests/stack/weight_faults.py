@@ -163,6 +163,7 @@ async def publish_under_load(
             channel=channel,
             fleet=fleet,
             pause_mode="retract",
+            request_seconds=30.0,
             queue_depth=lambda: 0,
             on_live=lambda: None,
         )

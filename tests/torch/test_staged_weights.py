@@ -22,11 +22,13 @@ from miles_async.adapters.weights.engine import EngineMemory, RankMemory, Region
 from miles_async.adapters.weights.layout import Piece, TensorPlan, plans_by_name
 from miles_async.adapters.weights.source import WeightSource
 from miles_async.adapters.weights.staging import Staging, describe
+from miles_async.adapters.weights.transports.disk import DiskTransport
 from miles_async.adapters.weights.transports.ipc import IPCTransport
 from miles_async.config.schema import Weights
-from miles_async.errors import EngineLostError
+from miles_async.errors import EngineLostError, FatalError
 from miles_async.models.lora import AdapterConfig, adapter_checksum, tensor_names
 from miles_async.transports import ADAPTER, SourceOptions, Transport
+from tests.disks import files_at_most
 
 TENSORS = [("model.norm.weight", torch.arange(6.0)), ("model.embed.weight", torch.arange(12.0).view(3, 4))]
 
@@ -71,6 +73,23 @@ def test_a_bucket_is_written_to_given_memory_as_it_is_returned_without() -> None
         assert torch.equal(flat, staging.flat(bucket))
         assert torch.equal(flat.view(torch.float32)[-12:], expected.view(-1))
     assert window[18 * 4 :].eq(255).all()
+
+
+def test_weights_that_do_not_fit_on_a_full_disk_are_reported_with_their_folder(tmp_path: Path) -> None:
+    """A send fences its engine then (`WeightSource.send`)."""
+    transport = DiskTransport()
+    transport.open(SourceOptions(rank=0, folder=tmp_path, bucket=1 << 20, timeout=1.0))
+    staging = Staging(plans_by_name(describe(TENSORS)))
+    staging.fill(1, TENSORS)
+    with files_at_most(10), pytest.raises(FatalError, match=f"the weights could not be written to {tmp_path}"):
+        transport.prepare(staging)
+
+
+def test_an_adapter_that_does_not_fit_on_a_full_disk_is_reported_with_its_folder(tmp_path: Path) -> None:
+    source = AdapterSource(tmp_path, AdapterConfig(2, 1.0, ("o_proj",)), Weights(), rank=0, resident=3)
+    of_a, of_b = tensor_names("model.layers.0.self_attn.o_proj")
+    with files_at_most(10), pytest.raises(OSError, match=f"{tmp_path}.*check whether the disk is full"):
+        source.stage(1, [(of_a, torch.ones(2, 8)), (of_b, torch.ones(8, 2))], [])
 
 
 def engine_on(*machines: str, device: str = "cpu") -> EngineMemory:

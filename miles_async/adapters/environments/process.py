@@ -74,7 +74,9 @@ def environment_tasks(data: Data, splits: Sequence[str | None] = (None,)) -> lis
             stderr=output,
             check=False,
         )
-    answers = {answer["id"]: answer for answer in map(json.loads, finished.stdout.splitlines())}
+    # A process that dies while it writes leaves a part of a line at the end.
+    *lines, _ = finished.stdout.split(b"\n")
+    answers = {answer["id"]: answer for answer in map(json.loads, lines)}
     for answer in answers.values():
         if "error" in answer:
             raise _not_loaded(data, answer["error"])
@@ -243,10 +245,16 @@ class EnvironmentProcess:
     async def _read(self, process: Process) -> None:
         """Distribute the answers until the process ends; then every request that waits gets an error."""
         assert process.stdout is not None, "a pipe"
-        while line := await process.stdout.readline():
-            answer = json.loads(line)
-            if (future := self._answers.get(answer["id"])) is not None and not future.done():
-                future.set_result(answer)
+        try:
+            # A process that dies while it writes leaves a part of a line.
+            while (line := await process.stdout.readline()).endswith(b"\n"):
+                answer = json.loads(line)
+                if (future := self._answers.get(answer["id"])) is not None and not future.done():
+                    future.set_result(answer)
+        except ValueError:
+            # The line has more than `MAX_LINE_BYTES`, or is not an answer.
+            with suppress(ProcessLookupError):
+                process.kill()
         code = await process.wait()
         self._process = None
         for future in self._answers.values():

@@ -668,8 +668,12 @@ async def serve(environment: Environment, lines: asyncio.StreamReader, write: Ca
             else:
                 result = await environment.run(request["task"], request["url"])
             write({"id": number, "result": result})
-        except (Exception, SystemExit) as error:
-            # An environment is code of the user, which may raise anything.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            # An environment is code of the user, which may raise anything, also the CancelledError of a task of its
+            # own. Only the run cancels this task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
             fault = FAULTS.get(type(error), "environment")
             write({"id": number, "error": {"fault": fault, "message": str(error) or type(error).__name__}})
 

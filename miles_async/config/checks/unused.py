@@ -174,7 +174,12 @@ NEEDS = (
         "eval_size above 0, eval_datasets or eval_function_path",
     ),
     Needs(
-        "generate_timeout_seconds agent_port tool_call_parser reasoning_parser",
+        "generate_timeout_seconds",
+        lambda c: serves_agents(c) or evaluates(c) or bool(c.rollout.rollout_sample_hook_path),
+        "custom_generate_function_path, rollout_sample_hook_path, external generators or evaluations",
+    ),
+    Needs(
+        "agent_port tool_call_parser reasoning_parser",
         serves_agents,
         "custom_generate_function_path or external generators",
     ),

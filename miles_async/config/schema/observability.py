@@ -75,9 +75,11 @@ class Observability(Section):
     Biases."""
     no_progress_warn_seconds: float = Field(30.0, gt=0, le=LONGEST_SECONDS)
     """Seconds without progress after which a warning is logged, and the interval at which it is repeated. A collected
-    group, a training step and a publish are progress. A long step or checkpoint is progress while the learner works on
-    it, an evaluation while it runs, and a long response while the engines generate tokens. While the run waits for
-    groups, the warning follows no earlier than after the time of a slow group: twice the 99th percentile so far."""
+    group, a problem of an evaluation, a training step and a publish are progress. A long step or checkpoint is progress
+    while the learner works on it, and a long response while the engines generate tokens. An evaluation is progress for
+    generate_timeout_seconds, and then only if one of its problems ends or the engines generate tokens. While the run
+    waits for groups, the warning follows no earlier than after the time of a slow group: twice the 99th percentile so
+    far."""
     no_progress_abort_seconds: float = Field(600.0, gt=0, le=LONGEST_SECONDS)
     """Seconds without progress (see no_progress_warn_seconds) after which the run is stopped with an error. While the
     run waits for generate functions or rewards, their time limits are added: generate_timeout_seconds, or

@@ -218,10 +218,12 @@ class Rollout(Section):
     """SGLang's parser that separates the reasoning in answers to agents from the text, such as qwen3 or deepseek-r1.
     auto chooses by the chat template of the model. none leaves the reasoning in the text."""
     generate_timeout_seconds: float = Field(1800.0, gt=0, le=LONGEST_SECONDS)
-    """Time limit in seconds for one sample of custom_generate_function_path. A sample that fails for reasons of
-    infrastructure is generated again within the limit. The time in which a sample waits for a place at the engines or
-    at a reward does not count. If a sample exceeds the limit, its group is trained without it (min_samples_per_group)
-    or retried. The session of an external generator is closed when this time has passed since its last request."""
+    """Time limit in seconds for one sample of custom_generate_function_path, and for each call of a
+    rollout_sample_hook_path. A sample that fails for reasons of infrastructure is generated again within the limit. The
+    time in which a sample waits for a place at the engines or at a reward does not count. If a sample exceeds the
+    limit, its group is trained without it (min_samples_per_group) or retried. The session of an external generator is
+    closed when this time has passed since its last request. An evaluation counts as progress for this time
+    (no_progress_warn_seconds)."""
     tool_max_turns: int = Field(4, ge=1)
     """Maximum number of tool calls per sample in miles_async.rollout.tool_use.generate."""
     tool_search_corpus: str | None = None

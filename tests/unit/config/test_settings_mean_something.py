@@ -273,6 +273,7 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "min_lr": {"lr_decay_style": "constant"},
     "lr_decay_steps": {"lr_decay_style": "constant"},
     "micro_batch_size": {},
+    "generate_timeout_seconds": {"eval_size": 0},
     "custom_reward_post_process_path": {"custom_convert_samples_to_train_data_path": "my.conversion"},
 }
 

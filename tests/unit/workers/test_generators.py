@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from miles_async.adapters.agents.trajectories import BufferFullError
 from miles_async.adapters.sglang.fleet import SGLangFleet
 from miles_async.adapters.system.network_ports import free_port
 from miles_async.columns.column import NO_LIMITS
-from miles_async.errors import TrajectoryError, UserError
+from miles_async.errors import InfrastructureError, TrajectoryError, UserError
 from miles_async.modes.shipped import External
 from miles_async.rollout.contract import flat_args
 from miles_async.types import FROM_DATASET, Group, Sample, SampleStatus, VersionSpan
@@ -254,3 +255,33 @@ async def test_a_hook_that_cannot_be_used_fails_its_sample(hook: str, failure: s
         with pytest.raises(TrajectoryError, match=sentence) as raised:
             await made.training().generate(group)
         assert raised.value.samples == [group[0]]
+
+
+async def waits(args: Any, sample: Sample) -> None:
+    await asyncio.Event().wait()
+
+
+def blocks(args: Any, sample: Sample) -> None:
+    threading.Event().wait()
+
+
+class Answering:
+    """Finishes samples at once, however slow the machine is."""
+
+    async def generate(self, group: Group, sampling: object) -> None:
+        for sample in group:
+            sample.status = SampleStatus.COMPLETED
+
+
+@pytest.mark.parametrize("hook", ["waits", "blocks"])
+async def test_a_hook_has_the_time_limit_of_generate_functions(hook: str) -> None:
+    path = f"{__name__}.{hook}"
+    sentence = rf"sample 0: rollout_sample_hook_path {path} took longer than 0\.05 s \(generate_timeout_seconds\)"
+    async with generators(rollout_sample_hook_path=[path], generate_timeout_seconds=0.05) as made:
+        hooked: Any = made.training()
+        hooked._generator = Answering()
+        group = Group([Sample(index=index, prompt="Q") for index in range(50)])
+        with pytest.raises(InfrastructureError, match=sentence) as late:
+            await hooked.generate(group)
+        assert late.value.samples == [group[0]]
+        assert await asyncio.to_thread(int) == 0, "hooks that block leave threads to the other work of the run"

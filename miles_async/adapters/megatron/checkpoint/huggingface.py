@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from miles_async.adapters.megatron.model.hf_weights import open_tensors
@@ -69,13 +70,17 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], *, like: Path, note
     """Write `tensors` as safetensors, with configuration and tokenizer from the checkpoint `like`.
 
     Tensors outside the text part of a model are copied from `like` too. The dtype in the configuration is that of
-    `tensors`. `notes` are the contents of further files by name. Raises OSError if `path` exists and is not empty.
+    `tensors`. `notes` are the contents of further files by name. Raises OSError if `path` exists and is not empty, and
+    if the disk is full.
     """
     with atomic_folder(path) as draft:
         with open_tensors(like) as files:
             of_images = {name: file.get_tensor(name) for name, file in files.items() if is_of_images(name)}
             untied = is_untied(tensors, files)
-        save_torch_state_dict(tensors | of_images, draft)
+        try:
+            save_torch_state_dict(tensors | of_images, draft)
+        except SafetensorError as error:
+            raise OSError(f"cannot write to {path} ({error}); check whether the disk is full") from error
         for pattern in _BESIDE_WEIGHTS:
             for file in like.glob(pattern):
                 if not file.name.endswith(".safetensors.index.json"):

@@ -52,6 +52,7 @@ class DiskTransport(Transport):
             yield f"model-{number:05}.safetensors", tensors, {"format": "pt"}
 
     def _save(self, staging: Staging, form: str, files: Iterator[File]) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         try:
@@ -62,7 +63,7 @@ class DiskTransport(Transport):
             for leftover in self.source.folder.glob("*_version_*"):
                 if not leftover.name.startswith(f"{staging.fill_count}_"):
                     shutil.rmtree(leftover)
-        except OSError as error:
+        except (SafetensorError, OSError) as error:
             raise FatalError(f"the weights could not be written to {self.source.folder}: {error}") from error
 
     def _load(self, engine: EngineMemory, path: Path, load_format: str) -> int:
