@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -14,7 +15,7 @@ from miles_async.identity import identity_set
 from miles_async.json_values import shown, shown_type
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator
-from miles_async.sample_schema import accept_values, check_columns
+from miles_async.sample_schema import accept_values, check_columns, keep_origins
 from miles_async.types import Group, Sample
 from miles_async.user_code import USER_CODE_ERRORS, call_plain_or_async, is_cancellation
 
@@ -72,12 +73,13 @@ class HookedGenerator:
 
     async def _hooked(self, sample: Sample) -> Sample:
         hooked, given = sample, sample.prompt_dict()
-        for path, hook in self._hooks:
-            returned = await self._call(path, hook, hooked, sample)
-            if returned is not None and not isinstance(returned, Sample):
-                sentence = f"{SETTING} {path} returned {shown_type(returned)}: return a sample or nothing"
-                raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
-            hooked = hooked if returned is None else returned
+        with keep_origins([sample]):
+            for path, hook in self._hooks:
+                returned = await self._call(path, hook, hooked, sample)
+                if returned is not None and not isinstance(returned, Sample):
+                    sentence = f"{SETTING} {path} returned {shown_type(returned)}: return a sample or nothing"
+                    raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
+                hooked = hooked if returned is None else returned
         hooked.index, hooked.trajectory = sample.index, sample.trajectory
         accept_values(hooked, keeps_objects=True)
         hooked.inherit(given)
@@ -90,5 +92,7 @@ class HookedGenerator:
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
+            with suppress(TrajectoryError):
+                accept_values(sample)
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: {SETTING} {path} raised {shown(error)}", [sample]) from error
