@@ -6,34 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from miles_async.models.layers import (
-    Attention,
-    DeltaRule,
-    Experts,
-    FeedForward,
-    LatentAttention,
-    Layer,
-    ModelShape,
-)
+from miles_async.models.layers import Attention, DeltaRule, Experts, FeedForward, LatentAttention, Layer
 
 HfConfig = Mapping[str, Any]
 """The contents of a checkpoint's `config.json`. While a model is built, the defaults of transformers are filled in."""
-
-
-def model_shape(config: HfConfig, layer: Callable[[HfConfig, int], Layer]) -> ModelShape:
-    """The model whose layers `layer` returns from the configuration and the number of the layer.
-
-    Raises KeyError if a dimension is missing.
-    """
-    layers = [layer(config, number) for number in range(config["num_hidden_layers"])]
-    kinds = tuple(dict.fromkeys(layers))
-    return ModelShape(
-        hidden=config["hidden_size"],
-        vocabulary=config.get("vocab_size", 0),
-        is_tied=config.get("tie_word_embeddings", False),
-        kinds=kinds,
-        layers=tuple(map(kinds.index, layers)),
-    )
 
 
 def plain_layer(config: HfConfig, number: int, *, is_fused_locally: bool = False) -> Layer:

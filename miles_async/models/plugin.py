@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import UserError
 from miles_async.json_values import shown_error
-from miles_async.models.families import FAMILIES, HfConfig, model_shape, plain_layer
+from miles_async.models.families import FAMILIES, HfConfig, plain_layer
 from miles_async.models.layers import Layer, ModelShape
 from miles_async.plugins import Kind, Plugin, name_of
 from miles_async.user_code import USER_CODE_ERRORS
@@ -104,7 +104,15 @@ class ModelPlugin(Plugin):
 
     def shape(self, config: HfConfig) -> ModelShape:
         """Return all layers, and the dimensions around them."""
-        return model_shape(config, self.layer)
+        layers = [self.layer(config, number) for number in range(config["num_hidden_layers"])]
+        kinds = tuple(dict.fromkeys(layers))
+        return ModelShape(
+            hidden=config["hidden_size"],
+            vocabulary=config.get("vocab_size", 0),
+            is_tied=config.get("tie_word_embeddings", False),
+            kinds=kinds,
+            layers=tuple(map(kinds.index, layers)),
+        )
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         """Return fields of Megatron's `TransformerConfig`, besides the dimensions of `shape` and the parallel layout.
