@@ -9,7 +9,7 @@ checkpoints and events check nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import index
@@ -35,6 +35,7 @@ from miles_async.json_values import (
 )
 from miles_async.parsing import Natural, TokenId, parse
 from miles_async.types import FROM_DATASET, Group, Prompt, Sample, SampleStatus
+from miles_async.user_code import USER_CODE_ERRORS
 
 T = TypeVar("T")
 
@@ -233,6 +234,31 @@ def keep_origins(samples: Iterable[Sample]) -> Iterator[None]:
             # `accept_values` refuses metadata that are no mapping.
             if origin and isinstance(sample.metadata, Mapping):
                 sample.metadata = {**sample.metadata, FROM_DATASET: origin}
+
+
+@contextmanager
+def user_function(
+    name: str, samples: Iterable[Sample], advice: str = "correct the function", *, ends_run: bool = True
+) -> Iterator[None]:
+    """Surround the call of a user's function that may change these samples. It must not surround an `await`.
+
+    Afterwards the samples have plain values, and know where their prompts are from. If the function raises, or sets a
+    value that is refused, UserError is raised. Without `ends_run`, it is TrajectoryError.
+    """
+    samples = list(samples)
+    with keep_origins(samples):
+        try:
+            yield
+        except USER_CODE_ERRORS as error:
+            with suppress(TrajectoryError):
+                accept_group(samples)
+            raise (UserError if ends_run else TrajectoryError)(f"{name} raised {shown(error)}: {advice}") from error
+        try:
+            accept_group(samples)
+        except TrajectoryError as error:
+            if ends_run:
+                raise UserError(f"{name} set an invalid value: {error}") from error
+            raise
 
 
 def _metadata(values: Any, refused: list[str]) -> dict[str, Any]:

@@ -26,9 +26,8 @@ from miles_async.pipeline.run_ports import EvaluationFunction, RunFunctions, lea
 from miles_async.recording import shift_versions
 from miles_async.rollout.contract import Arguments, RolloutFunctionAdapter, as_groups, call_rollout_function
 from miles_async.rollout.recording_generator import RecordingGenerator
-from miles_async.sample_schema import accept_group, check_columns, check_stored, keep_origins
+from miles_async.sample_schema import accept_group, check_columns, check_stored, user_function
 from miles_async.types import Group, Sample, Verdict, VersionSpan
-from miles_async.user_code import USER_CODE_ERRORS
 
 from .rollout_logs import RolloutLogs
 
@@ -155,14 +154,8 @@ def _filter(path: str | None, args: Arguments) -> Callable[[Group], Verdict]:
     def keep(group: Group) -> Verdict:
         # A copy, because the filter may change the list.
         shown_group = Group(group, feed_index=group.feed_index, attempt=group.attempt, sequence=group.sequence)
-        with keep_origins(group):
-            try:
-                returned = function(args, shown_group)
-            except USER_CODE_ERRORS as error:
-                # User code can raise any exception. The group counts as failed; the run continues.
-                raise TrajectoryError(f"group {group.feed_index}: filter {path} raised {shown(error)}") from error
-            finally:
-                accept_group(group)
+        with user_function(f"group {group.feed_index}: filter {path}", group, ends_run=False):
+            returned = function(args, shown_group)
         try:
             return Verdict.of(returned)
         except TypeError as error:
@@ -187,11 +180,8 @@ def reward_post_process(config: RunConfig, args: Arguments) -> PostProcess | Non
     name = f"custom_reward_post_process_path {path}"
 
     def post_process(samples: list[Sample]) -> Sequence[float]:
-        try:
-            with keep_origins(samples):
-                returned = function(args, list(samples))
-        except USER_CODE_ERRORS as error:
-            raise UserError(f"{name} raised {shown(error)}: correct the function") from error
+        with user_function(name, samples):
+            returned = function(args, list(samples))
         try:
             raw, rewards = (list(map(float, values)) for values in returned)
         except (TypeError, ValueError):
@@ -200,10 +190,6 @@ def reward_post_process(config: RunConfig, args: Arguments) -> PostProcess | Non
             raise UserError(
                 f"{name} returned {shown(returned)}: return raw_rewards and rewards, lists of {len(samples)} numbers"
             )
-        try:
-            accept_group(samples)
-        except TrajectoryError as error:
-            raise UserError(f"{name} set an invalid value: {error}") from error
         for sample, value in zip(samples, raw, strict=True):
             sample.metadata["raw_reward"] = value
         return rewards
@@ -224,17 +210,12 @@ def conversion(config: RunConfig, args: Arguments) -> PostProcess | None:
     name = f"custom_convert_samples_to_train_data_path {path}"
 
     def convert(samples: list[Sample]) -> Sequence[float]:
-        try:
-            with keep_origins(samples):
-                data = function(args, list(samples))
+        with user_function(name, samples, "return a dictionary with rewards, and lists of numbers"):
+            data = function(args, list(samples))
             # Lists of other objects, such as tensors, may raise anything, too.
             columns = {key: list(data[key]) for key in (*_CONVERTED, "tokens", "raw_reward") if key in data}
             rewards = list(map(float, data["rewards"]))
             tokens = [list(map(int, of_sample)) for of_sample in columns.get("tokens", ())]
-        except USER_CODE_ERRORS as error:
-            raise UserError(
-                f"{name} raised {shown(error)}, or returned no dictionary with rewards: correct it"
-            ) from error
         if any(len(entries) != len(samples) for entries in (rewards, *columns.values())):
             raise UserError(f"{name} returned lists of other lengths: return {len(samples)} entries, one per sample")
         for number, sample in enumerate(samples):
@@ -298,25 +279,15 @@ class BatchPreparation:
             await asyncio.to_thread(self._save, rollout_path(self._template, rollout_id), rollout_id, groups)
 
     def _filter_samples(self, sample_filter: Callable[..., Any], rollout_id: int, groups: list[Group]) -> None:
-        try:
-            with keep_origins(chain.from_iterable(groups)):
-                returned = sample_filter(self._args, groups)
-        except USER_CODE_ERRORS as error:
-            # A user's code may raise anything. Training the unfiltered batch instead would not be what the user wants.
-            raise UserError(
-                f"rollout_sample_filter_path {self._filter_path} raised {shown(error)} at rollout {rollout_id}: "
-                "correct the function"
-            ) from error
+        name = f"rollout_sample_filter_path {self._filter_path}"
+        # Training the unfiltered batch after an error would not be what the user wants.
+        with user_function(name, chain.from_iterable(groups), f"correct the function, called at rollout {rollout_id}"):
+            returned = sample_filter(self._args, groups)
         if returned is not None and returned is not groups:
             raise UserError(
-                f"rollout_sample_filter_path {self._filter_path} returned a {type(returned).__name__}, which is not "
-                "used: set sample.remove_sample on the samples to exclude, and return nothing"
+                f"{name} returned a {type(returned).__name__}, which is not used: set sample.remove_sample on the "
+                "samples to exclude, and return nothing"
             )
-        try:
-            for group in groups:
-                accept_group(group)
-        except TrajectoryError as error:
-            raise UserError(f"rollout_sample_filter_path {self._filter_path} set an invalid value: {error}") from error
         removed = [sample for group in groups for sample in group if sample.remove_sample]
         tokens = sum(sample.response_length for sample in removed)
         self._events.emit(SamplesRemoved(time=time.time(), rollout=rollout_id, samples=len(removed), tokens=tokens))

@@ -6,19 +6,10 @@ matrix products only: norms, activations and embedding look-ups are negligible.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from miles_async.models.plugin import ModelShape
-
-
-def layer_weights(shape: ModelShape) -> float:
-    """Number of weights of the layers that one token is multiplied with: projections and active experts."""
-    query_width, key_width = shape.heads * shape.head_width, shape.query_groups * shape.head_width
-    # Queries and the output projection have the width of all query heads; keys and values that of the key heads.
-    projections = shape.hidden * 2 * (query_width + key_width)
-    # A gated feed-forward part (SwiGLU) has three matrices.
-    feed_forward = 3 * shape.hidden * shape.feed_forward * shape.active_experts
-    return float(shape.layers * (projections + feed_forward))
+from miles_async.models.layers import ModelShape
 
 
 def training_flops(
@@ -29,24 +20,19 @@ def training_flops(
     `shared` is the number of leading tokens of each sequence that were computed for another one, and `logits` the
     number of tokens that go through the output layer; by default none and all.
 
-    The forward pass takes two operations (multiply and add) per weight and token. Causal attention takes four per
-    query-key pair and unit of head width: two for the scores and two for the weighted sum of values; half of all pairs
-    are computed. The backward pass takes twice as many operations as the forward pass.
-    Source: PaLM (arXiv 2204.02311), appendix B.
+    The forward pass takes two operations (multiply and add) per product. Attention is causal, so half of all pairs of a
+    query and a key are computed, also where a window leaves out more. The backward pass takes twice as many operations
+    as the forward pass. Source: PaLM (arXiv 2204.02311), appendix B.
     """
     prefixes = [0] * len(lengths) if shared is None else shared
     tokens = sum(lengths) - sum(prefixes)
-    outputs = shape.hidden * shape.vocabulary * (tokens if logits is None else logits)
-    linear = 2 * (layer_weights(shape) * tokens + outputs)
     causal_pairs = sum(length**2 - prefix**2 for length, prefix in zip(lengths, prefixes, strict=True)) / 2
-    attention = 4 * shape.layers * shape.heads * shape.head_width * causal_pairs
-    return 3.0 * (linear + attention)
+    outputs = shape.hidden * shape.vocabulary * (tokens if logits is None else logits)
+    return 3.0 * 2.0 * (shape.products(tokens, causal_pairs) + outputs)
 
 
 def attention_crossover(shape: ModelShape) -> float:
-    """Sequence length in tokens at which causal attention takes as many operations as all linear layers.
-
-    From `training_flops`: `2 * weights * length == 2 * layers * query_width * length ** 2`.
-    """
-    weights = layer_weights(shape) + shape.hidden * shape.vocabulary
-    return weights / (shape.layers * shape.heads * shape.head_width)
+    """Sequence length in tokens at which causal attention takes as many operations as everything else."""
+    of_token = shape.products(1, 0) + shape.hidden * shape.vocabulary
+    of_pair = shape.products(0, 1)
+    return 2 * of_token / of_pair if of_pair else math.inf

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from miles_async.config.generation import adapter_versions_of, bounds_of, schedule_of
-from miles_async.config.memory import adapter_elements, planned_model
+from miles_async.config.memory import adapter_elements
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
-from miles_async.planning.families import plain_architecture
-from miles_async.planning.layers import Split
+from miles_async.models.layers import Split
 from miles_async.scheduling.bounds import Schedule
 
 EVENT_BYTES = 170
@@ -79,8 +78,5 @@ def _trained_parameters(config: RunConfig) -> int:
     """Return about how many parameters a checkpoint has; 0 if the dimensions of the model are not known."""
     if config.learner.lora_rank:
         return len(config.data.adapter_weights) * (adapter_elements(config) or 0)
-    if (model := planned_model(config)) is None:
-        if (shape := shape_of(config.model)) is None:
-            return 0
-        model = plain_architecture(shape)
-    return model.weights(Split()).total
+    shape = shape_of(config.model)
+    return 0 if shape is None else shape.weights(Split()).total

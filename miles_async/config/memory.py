@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from miles_async.config.device_plan import demand_of
 from miles_async.config.generation import adapter_versions_of, generates
 from miles_async.config.losses import estimator_of
-from miles_async.config.model_shape import adapted_modules, hf_config, linear_layers_of, mtp_heads
+from miles_async.config.model_shape import adapted_modules, family_of, linear_layers_of, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.untested import weight_transport
+from miles_async.models.families import FAMILIES
+from miles_async.models.layers import ModelShape, Split, Weights, parts_of
+from miles_async.models.plugin import MODELS
 from miles_async.planning.adapters import elements_in_engine, elements_of_head, elements_of_layer
-from miles_async.planning.families import architecture
-from miles_async.planning.layers import Architecture, Split, Weights, parts_of
 from miles_async.planning.plan import (
     FREE_FRACTION,
     GIB,
@@ -72,16 +72,14 @@ def memory_plan(config: RunConfig) -> MemoryPlan | None:
     return None if model is None or memory is None else plan_of(config, model, int(memory * GIB))
 
 
-def planned_model(config: RunConfig) -> Architecture | None:
-    """The layers of the model; None if `config.json` is not there, or names a family whose plan is not known."""
-    if config.model.hf_checkpoint is None:
-        return None
-    with suppress(KeyError, TypeError):  # checks of the model report what is wrong with a dimension
-        return architecture(dict(hf_config(config.model.hf_checkpoint)))
-    return None
+def planned_model(config: RunConfig) -> ModelShape | None:
+    """The layers of the model; None if `config.json` lacks dimensions, or names a type whose layers are not known."""
+    family = family_of(config.model)
+    shape = shape_of(config.model) if family in FAMILIES or MODELS.has(family) else None
+    return shape if shape is not None and shape.vocabulary else None
 
 
-def plan_of(config: RunConfig, model: Architecture, card: int, measured: Sequence[MeasuredStage] = ()) -> MemoryPlan:
+def plan_of(config: RunConfig, model: ModelShape, card: int, measured: Sequence[MeasuredStage] = ()) -> MemoryPlan:
     """The plan on devices with `card` bytes of memory, from what the learner's modules have if that is `measured`."""
     demand, longest = demand_of(config), longest_sample(config)
     learner, job, host = None, None, 0
@@ -137,7 +135,7 @@ def gib_text(size: int) -> str:
     return f"{size / GIB:,.1f} GiB"
 
 
-def learner_job(config: RunConfig, model: Architecture, card: int) -> LearnerJob:
+def learner_job(config: RunConfig, model: ModelShape, card: int) -> LearnerJob:
     """What determines the memory of a learner rank on a GPU with `card` bytes.
 
     If `transformer_impl` is unset, the layers are those that need more. Transformer Engine's need bf16.
@@ -223,7 +221,7 @@ def _adapter_buffers(config: RunConfig) -> int:
     return (versions.capacity + 1) * of_one
 
 
-def engine_job(config: RunConfig, model: Architecture, card: int) -> EngineJob:
+def engine_job(config: RunConfig, model: ModelShape, card: int) -> EngineJob:
     """What determines the memory of the ranks of an engine on GPUs with `card` bytes."""
     arguments = config.engine.sglang_server_args
     cache = str(arguments.get("kv_cache_dtype", "auto"))

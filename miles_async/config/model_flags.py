@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from miles_async.models.plugin import experts_of
+from miles_async.models.families import experts_of
 from miles_async.models.text_part import text_config
 
 Config = Mapping[str, Any]

@@ -5,47 +5,44 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from miles_async.config.model_flags import COMPARED
 from miles_async.config.schema import Learner, Model, RunConfig
 from miles_async.errors import UserError
+from miles_async.models.families import ADAPTED
+from miles_async.models.layers import ModelShape
 from miles_async.models.lora import base_hash
 from miles_async.models.lora_layers import HEAD, MODULES, LinearLayers, engine_modules, kinds_of
-from miles_async.models.plugin import MODELS, ModelPlugin, ModelShape, plugin_errors
+from miles_async.models.plugin import MODELS, ModelPlugin, plugin_errors
 from miles_async.models.text_part import text_config
 from miles_async.planning.adapters import engine_rank
-from miles_async.planning.families import ADAPTED, architecture, plain_architecture
 
 
 def shape_of(model: Model) -> ModelShape | None:
-    """The dimensions of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
+    """The layers of `hf_checkpoint` or of the tiny model; None if the checkpoint has no readable `config.json`.
 
-    A broken `config.json` is reported elsewhere (`config_complaint`). A model type without a plug-in, which comes from
-    Megatron-Bridge or which engines serve although the learner cannot train it, is read like Llama's; the shape is None
-    if it has not all of Llama's dimensions. Raises UserError if the plug-in fails.
+    A broken `config.json` is reported elsewhere (`config_complaint`). A model type that neither a plug-in nor
+    `FAMILIES` describes is read like Llama's. The shape of a type without a plug-in is None if dimensions are missing.
+    Raises UserError if the plug-in fails.
     """
     if model.hf_checkpoint is None:
         tiny = model.tiny_model
-        return ModelShape(
-            layers=tiny.num_layers,
-            hidden=tiny.hidden_size,
-            heads=tiny.num_attention_heads,
-            query_groups=tiny.num_query_groups,
-            head_width=tiny.hidden_size // tiny.num_attention_heads,
-            feed_forward=tiny.ffn_hidden_size,
-            experts=None,
-            active_experts=1,
-            vocabulary=0,
+        return ModelPlugin().shape(
+            {
+                "num_hidden_layers": tiny.num_layers,
+                "hidden_size": tiny.hidden_size,
+                "num_attention_heads": tiny.num_attention_heads,
+                "num_key_value_heads": tiny.num_query_groups,
+                "intermediate_size": tiny.ffn_hidden_size,
+            }
         )
-    config = {} if config_complaint(model.hf_checkpoint) else _read_config(model.hf_checkpoint)
+    config = hf_config(model.hf_checkpoint)
     if not MODELS.has(config.get("model_type", "")):
-        try:
-            return ModelPlugin().shape(dict(text_config(config)))
-        except KeyError:
-            return None
+        with suppress(KeyError, TypeError):  # checks report what is wrong with a dimension
+            return ModelPlugin().shape(text_config(dict(config)))
+        return None
     plugin = MODELS.find(config["model_type"])
     with plugin_errors(plugin, f"read the shape of the model from {model.hf_checkpoint}/config.json"):
         return plugin.shape(config)
@@ -57,16 +54,17 @@ def linear_layers_of(model: Model) -> LinearLayers | None:
     None if the checkpoint has no complete `config.json`, or if its family is not known and it has no plug-in. Raises
     UserError if the plug-in fails.
     """
-    if model.hf_checkpoint is not None:
-        config = hf_config(model.hf_checkpoint)
-        family = text_config(config).get("model_type", "")
-        with suppress(KeyError, TypeError):  # checks report what is wrong with a dimension
-            if family in ADAPTED and (found := architecture(dict(config))) is not None:
-                return found.linear_layers()
-        if not MODELS.has(family):
-            return None
+    family = family_of(model)
+    if model.hf_checkpoint is not None and family not in ADAPTED and not MODELS.has(family):
+        return None
     shape = shape_of(model)
-    return None if shape is None else plain_architecture(shape).linear_layers()
+    return None if shape is None else shape.linear_layers()
+
+
+def family_of(model: Model) -> str:
+    """The `model_type` of the language model of `hf_checkpoint`; empty for a tiny model, or if there is none."""
+    config = {} if model.hf_checkpoint is None else text_config(hf_config(model.hf_checkpoint))
+    return str(config.get("model_type", ""))
 
 
 def adapted_modules(learner: Learner, model: Model) -> Sequence[str]:
@@ -88,13 +86,17 @@ def adapter_of_engines(learner: Learner, model: Model) -> tuple[int, tuple[str, 
 
 
 def dimensions(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint stores of its model, so that another model is recognised: the known part of its shape.
+    """What a checkpoint stores of its model, so that another model is recognised: the main dimensions, if known.
 
     A checkpoint of adapters also stores what its tensors do not say: the factor of their outputs, and the layers that
     have one. It identifies the weights below them (`base_hash`), if those are in a folder.
     """
     shape, checkpoint, learner = shape_of(config.model), config.model.hf_checkpoint, config.learner
-    known = {} if shape is None else {name: size for name, size in asdict(shape).items() if size}
+    known: dict[str, Any] = {}
+    if shape is not None:
+        known = {"layers": len(shape.layers), "hidden": shape.hidden}
+        known |= {"heads": shape.attention.heads, "query_groups": shape.attention.groups}
+        known |= {"vocabulary": shape.vocabulary} if shape.vocabulary else {}
     if learner.lora_rank:
         known["lora_scale"] = learner.lora_scale
         if (layers := linear_layers_of(config.model)) is not None:

@@ -13,7 +13,7 @@ from miles_async.config.memory import longest_sample, plan_of, planned_model
 from miles_async.config.schema import RunConfig
 from miles_async.config.table import memory_table
 from miles_async.errors import UserError
-from miles_async.planning.layers import Architecture, DeltaRule
+from miles_async.models.layers import DeltaRule, ModelShape
 from miles_async.planning.plan import GIB
 
 PER_NODE = 8
@@ -66,7 +66,7 @@ def _flag(name: str, value: Any) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _engines_and_learner(config: RunConfig, model: Architecture, card: int, gpus: int) -> dict[str, Any] | None:
+def _engines_and_learner(config: RunConfig, model: ModelShape, card: int, gpus: int) -> dict[str, Any] | None:
     """The settings of the best layout.
 
     The learner gets half of the GPUs, or three quarters if it needs them, or all of them with `colocate`. Transformer
@@ -91,7 +91,7 @@ def _engines_and_learner(config: RunConfig, model: Architecture, card: int, gpus
     return None
 
 
-def _engine(config: RunConfig, model: Architecture, card: int, gpus: int) -> dict[str, Any] | None:
+def _engine(config: RunConfig, model: ModelShape, card: int, gpus: int) -> dict[str, Any] | None:
     """The smallest engine whose KV cache has room for `CACHED_SAMPLES`, else the one with the most room."""
     fitting = []
     for size in (size for size in _powers(gpus) if gpus % size == 0):
@@ -104,7 +104,7 @@ def _engine(config: RunConfig, model: Architecture, card: int, gpus: int) -> dic
     return fitting[-1] if fitting else None
 
 
-def _learner(config: RunConfig, model: Architecture, card: int) -> dict[str, Any] | None:
+def _learner(config: RunConfig, model: ModelShape, card: int) -> dict[str, Any] | None:
     """The layout that fits at the lowest cost."""
     for _, settings in sorted(_layouts(config), key=lambda priced: priced[0]):
         changed = with_settings(config, **settings)

@@ -18,7 +18,7 @@ from miles_async.config.memory import (
 from miles_async.config.model_shape import adapted_modules, mtp_heads, shape_of
 from miles_async.config.schema import Learner, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
-from miles_async.planning.layers import Split
+from miles_async.models.layers import Split
 from miles_async.planning.plan import GIB, GRADIENT
 from miles_async.scheduling.bounds import Schedule
 

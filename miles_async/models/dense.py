@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from miles_async.models.plugin import Conversion, HfConfig, ModelPlugin, Same
+from miles_async.models.families import HfConfig, attention, dense
+from miles_async.models.layers import Layer
+from miles_async.models.plugin import Conversion, ModelPlugin, Same
 
 
 class Llama(ModelPlugin):
@@ -18,6 +20,9 @@ class Qwen2(ModelPlugin):
 
     name = "qwen2"
 
+    def layer(self, config: HfConfig, number: int) -> Layer:
+        return Layer(attention(config, has_biases=True), dense(config))
+
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return {"add_qkv_bias": True}
 
@@ -26,6 +31,9 @@ class Qwen3(ModelPlugin):
     """Qwen3: each head of queries and keys is normalized (arXiv 2505.09388, section 2)."""
 
     name = "qwen3"
+
+    def layer(self, config: HfConfig, number: int) -> Layer:
+        return Layer(attention(config, has_norms=True), dense(config))
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return super().transformer_config(config) | {"qk_layernorm": True}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from miles_async.models.dense import Qwen3
-from miles_async.models.plugin import Conversion, GateUp, HfConfig, ModelPlugin, Same
+from miles_async.models.families import HfConfig, attention, experts
+from miles_async.models.layers import Layer
+from miles_async.models.plugin import Conversion, GateUp, ModelPlugin, Same
 
 
 class Mixtral(ModelPlugin):
@@ -24,6 +26,9 @@ class Qwen3Moe(Qwen3):
     """Qwen3-MoE: Qwen3's attention with experts in every layer."""
 
     name = "qwen3_moe"
+
+    def layer(self, config: HfConfig, number: int) -> Layer:
+        return Layer(attention(config, has_norms=True), experts(config))
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         experts = expert_config(config, weights_add_up_to_one=config["norm_topk_prob"])

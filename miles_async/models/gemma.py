@@ -9,16 +9,23 @@ transformers, so the log-probabilities of engine and learner differ slightly.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from miles_async.models.plugin import HfConfig, ModelPlugin
+from miles_async.models.families import HfConfig
+from miles_async.models.layers import ModelShape
+from miles_async.models.plugin import ModelPlugin
 
 
 class Gemma(ModelPlugin):
     """Gemma 1 (`GemmaForCausalLM`) of 2 and 7 billion parameters. Gemma 2 and 3 have other layers."""
 
     name = "gemma"
+
+    def shape(self, config: HfConfig) -> ModelShape:
+        # transformers ties the embeddings unless config.json says otherwise.
+        return replace(super().shape(config), is_tied=config.get("tie_word_embeddings", True))
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:
         return super().transformer_config(config) | {"layernorm_zero_centered_gamma": True}

@@ -1,4 +1,4 @@
-"""What a model plug-in provides: the shape of a model, its Megatron configuration, and the mapping of its weights.
+"""What a model plug-in provides: the layers of a model, its Megatron configuration, and the mapping of its weights.
 
 A plug-in is a subclass of `ModelPlugin` (see `miles_async/plugins.py`). Its name is the `model_type` of the
 checkpoint's `config.json`:
@@ -12,42 +12,20 @@ them, so that the check stays fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from miles_async.errors import UserError
 from miles_async.json_values import shown_error
+from miles_async.models.families import FAMILIES, HfConfig, plain_layer
+from miles_async.models.layers import Layer, ModelShape
 from miles_async.plugins import Kind, Plugin, name_of
 from miles_async.user_code import USER_CODE_ERRORS
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-HfConfig = Mapping[str, Any]
-"""The contents of a checkpoint's `config.json`. While a model is built, the defaults of transformers are filled in."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Dimensions of a decoder-only transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    """Number of query heads."""
-    query_groups: int
-    """Number of key/value heads; several query heads share one (grouped-query attention)."""
-    head_width: int
-    feed_forward: int
-    """Width of the feed-forward layers, or of one expert in a mixture-of-experts model."""
-    experts: int | None
-    """Number of experts per mixture-of-experts layer; None for a dense model."""
-    active_experts: int
-    """Number of experts that each token is routed to; 1 for a dense model."""
-    vocabulary: int
-    """Vocabulary size before padding for tensor parallelism; 0 if `config.json` does not define it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +85,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """RoPE scaling of Llama 3.1, 3.2 and 3.3. Megatron has these values as constants and supports no others."""
 
 
-def experts_of(config: HfConfig) -> int | None:
-    """The number of experts of a layer, for which model types have different keys; None for a model without experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((config[name] for name in names if config.get(name)), None)
-
-
 class ModelPlugin(Plugin):
     """Describes the models of one `model_type`. A plug-in overrides what differs from Llama.
 
@@ -123,20 +95,23 @@ class ModelPlugin(Plugin):
     hf_layer = "model.layers.{layer}."
     """Prefix of the names of a layer's tensors in the checkpoint."""
 
+    def layer(self, config: HfConfig, number: int) -> Layer:
+        """Return the layer of this number, from 0 on, with its dimensions.
+
+        Checks of the layout, the memory plan, operations per second and Megatron's configuration follow from it.
+        """
+        return FAMILIES.get(config.get("model_type", ""), plain_layer)(config, number)
+
     def shape(self, config: HfConfig) -> ModelShape:
-        """Return the dimensions of the model, for checks of the layout, batch sizes and Megatron's configuration."""
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        experts = experts_of(config)
+        """Return all layers, and the dimensions around them."""
+        layers = [self.layer(config, number) for number in range(config["num_hidden_layers"])]
+        kinds = tuple(dict.fromkeys(layers))
         return ModelShape(
-            layers=config["num_hidden_layers"],
-            hidden=hidden,
-            heads=heads,
-            query_groups=config.get("num_key_value_heads") or heads,
-            head_width=config.get("head_dim") or hidden // heads,
-            feed_forward=(config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"],
-            experts=experts,
-            active_experts=config["num_experts_per_tok"] if experts else 1,
+            hidden=config["hidden_size"],
             vocabulary=config.get("vocab_size", 0),
+            is_tied=config.get("tie_word_embeddings", False),
+            kinds=kinds,
+            layers=tuple(map(kinds.index, layers)),
         )
 
     def transformer_config(self, config: HfConfig) -> dict[str, Any]:

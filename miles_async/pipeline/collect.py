@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from miles_async.errors import UserError
 from miles_async.events import BatchDrained, QueueChanged
 from miles_async.identity import IdentityMap
-from miles_async.json_values import shown
 from miles_async.pipeline.lifecycle import GroupLifecycle
 from miles_async.pipeline.produce import Line, Producer
 from miles_async.pipeline.run_state import RunState
+from miles_async.sample_schema import user_function
 from miles_async.scheduling.admission import Admission, Candidates
 from miles_async.scheduling.bounds import StalenessGate
 from miles_async.scheduling.ledger import GroupState
 from miles_async.scheduling.shares import Shares
 from miles_async.types import DropReason, Group
-from miles_async.user_code import USER_CODE_ERRORS
 
 Choose = Callable[[list[Group]], Iterable[Group]]
 """An over-sampling filter: returns its groups, best first."""
@@ -184,19 +183,15 @@ class BatchCollector:
         """Keep the first `size` groups in the order of the over-sampling filter, and drop the others."""
         # By identity: a filter may return the groups in another order, several times, or leave some out.
         positions = IdentityMap((group, position) for position, group in enumerate(groups))
-        try:
+        setting, advice = "over_sampling_filter_path", "return the groups it was given, best first"
+        with user_function(setting, chain.from_iterable(groups), advice):
+            # What it returns may be something else than a list of groups.
             order = [positions[group] for group in choose(list(groups)) if group in positions]
-        except USER_CODE_ERRORS as error:
-            # A user's code may raise anything, and may return something that is not a list of groups.
-            raise UserError(
-                f"over_sampling_filter_path raised {shown(error)}, or returned no list: return the groups it was "
-                "given, best first"
-            ) from error
         kept = sorted(dict.fromkeys(order[:size]))
         if len(kept) < size:
             raise UserError(
-                f"over_sampling_filter_path returned {len(kept)} of the {len(groups)} groups it was given: return at "
-                f"least rollout_batch_size={size} of them, best first, each once"
+                f"{setting} returned {len(kept)} of the {len(groups)} groups it was given: return at least "
+                f"rollout_batch_size={size} of them, best first, each once"
             )
         for position in set(positions.values()).difference(kept):
             self.lifecycle.reject(groups[position], "over_sampling")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from miles_async.models.layers import Split, Weights
 from miles_async.models.lora_layers import EXPERTS, HEAD, LinearLayers, buffered_modules, joins_gate_and_up
-from miles_async.planning.layers import Split, Weights
 
 _COPIES = {"in_proj_qkv": 3}
 """How often SGLang has A of a layer, if more than once: it computes queries, keys and values as three layers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from miles_async.planning.layers import Architecture, Experts, Split, Weights
+from miles_async.models.layers import ModelShape, Split, Weights
 
 GIB = 2**30
 FREE_FRACTION = 0.05
@@ -39,7 +39,7 @@ class Recomputation:
 class LearnerJob:
     """What determines the memory of a learner rank."""
 
-    model: Architecture
+    model: ModelShape
     ranks: int
     split: Split = field(default_factory=Split)
     pipeline: int = 1
@@ -273,20 +273,16 @@ def _logits(job: LearnerJob) -> int:
     return hidden + logits + max(gradient, min(job.softmax, 2 * 4 * -(-tokens // chunks) * columns))
 
 
-def _largest_matrix(model: Architecture, expert: int) -> int:
+def _largest_matrix(model: ModelShape, expert: int) -> int:
     """Elements of the largest whole parameter; the experts of all expert-parallel ranks are gathered together."""
-    largest = model.vocabulary * model.hidden
-    for kind in model.kinds:
-        if isinstance(kind.feed_forward, Experts):
-            largest = max(largest, 2 * model.hidden * kind.feed_forward.width * expert)
-    return largest
+    return model.hidden * max(model.vocabulary, 2 * model.experts.width * expert if model.experts else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
     """What determines the memory of the ranks of an engine."""
 
-    model: Architecture
+    model: ModelShape
     ranks: int = 1
     width: int = 2
     """Bytes of a weight."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from miles_async.config.user_functions import load_function
 from miles_async.modes.shipped import Batch, Windowed
 from miles_async.pipeline.rollout_source import RolloutSource
 from miles_async.rollout.contract import Arguments
+from miles_async.sample_schema import keep_origins
 from miles_async.types import Group
 from miles_async.user_code import call_in_thread
 
@@ -34,7 +36,8 @@ async def generate_rollout(
     process, rejected = load_function(path, setting=setting), list[Group]()
     groups = await data_source.collect_batch(rollout_id, args.rollout_batch_size, over_sampling, choose, rejected)
     all_groups = sorted([*groups, *rejected], key=lambda group: group[0].index or 0)
-    await call_in_thread(f"{setting} {path}", process, args, all_groups, data_source)
+    with keep_origins(chain.from_iterable(all_groups)):
+        await call_in_thread(f"{setting} {path}", process, args, all_groups, data_source)
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from miles_async.json_values import shown, shown_type
 from miles_async.rewards.threads import Threads
 from miles_async.rollout.contract import Arguments
 from miles_async.rollout.generate import FunctionGenerator
-from miles_async.sample_schema import accept_values, check_columns
+from miles_async.sample_schema import accept_values, check_columns, keep_origins
 from miles_async.time_limit import TimeLimit
 from miles_async.types import Group, Sample
 from miles_async.user_code import USER_CODE_ERRORS, is_async, is_cancellation
@@ -82,12 +83,13 @@ class HookedGenerator:
 
     async def _hooked(self, sample: Sample) -> Sample:
         hooked, given = sample, sample.prompt_dict()
-        for path, hook in self._hooks:
-            returned = await self._call(path, hook, hooked, sample)
-            if returned is not None and not isinstance(returned, Sample):
-                sentence = f"{SETTING} {path} returned {shown_type(returned)}: return a sample or nothing"
-                raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
-            hooked = hooked if returned is None else returned
+        with keep_origins([sample]):
+            for path, hook in self._hooks:
+                returned = await self._call(path, hook, hooked, sample)
+                if returned is not None and not isinstance(returned, Sample):
+                    sentence = f"{SETTING} {path} returned {shown_type(returned)}: return a sample or nothing"
+                    raise TrajectoryError(f"sample {sample.index}: {sentence}", [sample])
+                hooked = hooked if returned is None else returned
         hooked.index, hooked.trajectory = sample.index, sample.trajectory
         accept_values(hooked, keeps_objects=True)
         hooked.inherit(given)
@@ -95,17 +97,22 @@ class HookedGenerator:
         return hooked
 
     async def _call(self, path: str, hook: Callable[..., Any], hooked: Sample, sample: Sample) -> Any:
+        limit = TimeLimit(self._timeout_seconds)
         try:
-            async with TimeLimit(self._timeout_seconds) as limit:
-                if is_async(hook):
-                    return await hook(self._args, hooked)
-                # A plain hook may block, perhaps for ever.
-                result = await self._threads.run(partial(hook, self._args, hooked))
-                return await result if inspect.isawaitable(result) else result
+            return await limit.run(self._result(hook, hooked))
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
+            with suppress(TrajectoryError):
+                accept_values(sample)
             late = f"took longer than {self._timeout_seconds:g} s (generate_timeout_seconds)"
             cause = late if limit.expired() else f"raised {shown(error)}"
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: {SETTING} {path} {cause}", [sample]) from error
+
+    async def _result(self, hook: Callable[..., Any], hooked: Sample) -> Any:
+        if is_async(hook):
+            return await hook(self._args, hooked)
+        # A plain hook may block, perhaps for ever.
+        result = await self._threads.run(partial(hook, self._args, hooked))
+        return await result if inspect.isawaitable(result) else result

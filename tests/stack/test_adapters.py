@@ -23,7 +23,7 @@ from miles_async.adapters.weights.engine import call_engine, read_engine_memory,
 from miles_async.errors import TrajectoryError
 from miles_async.models.lora import TENSORS, write_adapter
 from miles_async.models.lora_layers import HEAD, Targets
-from miles_async.planning.families import architecture
+from miles_async.models.plugin import ModelPlugin
 from miles_async.scheduling.adapters import AdapterVersions
 from miles_async.transports import ADAPTER
 from miles_async.types import Group, SampleStatus
@@ -189,8 +189,7 @@ async def test_an_engine_computes_an_adapter_of_some_layers_as_the_learner_does(
     settings = run_config(
         lora_rank=RANK, lora_alpha=CONFIG.scale * RANK, lora_target_modules=targets, lora_load=str(tmp_path)
     )
-    layers = architecture(serving.model.config.to_dict())
-    assert layers is not None
+    layers = ModelPlugin().shape(serving.model.config.to_dict())
     config = replace(CONFIG, modules=Targets((*targets,)).of_model(layers.linear_layers()))
     tensors = adapter_of(serving.model, 9)
     chosen = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from miles_async.filters import (
     mask_truncated,
     sort_by_reward_std,
 )
+from miles_async.pipeline.collect import BatchCollector
 from miles_async.pipeline.training import metadata_means
 from miles_async.rollout import sglang_rollout
 from miles_async.rollout.contract import RolloutFunctionAdapter, flat_args
@@ -113,6 +115,9 @@ def judge(args, groups):
     for group in groups:
         keep_and_judge(args, group)
 
+def judge_all(args, groups, data_source):
+    judge(args, groups)
+
 def drop_first(args, samples):
     samples[0][0].remove_sample = True
 
@@ -173,6 +178,39 @@ async def test_a_sample_filter_that_replaces_the_metadata_leaves_each_group_its_
     await BatchPreparation(settings, flat_args(settings), Trace())(0, groups)
     assert [one.dataset for one in groups] == ["code", "mathematics"]
     assert all(sample.metadata["judged"] for one in groups for sample in one)
+
+
+def test_an_over_sampling_filter_that_replaces_the_metadata_leaves_each_group_its_data_set() -> None:
+    groups = [of_a_data_set(name) for name in ("code", "mathematics")]
+
+    def best_first(groups: list[Group]) -> list[Group]:
+        for sample in chain.from_iterable(groups):
+            sample.metadata = {"judged": True}
+        return groups
+
+    assert BatchCollector._choose(None, best_first, groups, 2) == groups  # type: ignore[arg-type]
+    assert [one.dataset for one in groups] == ["code", "mathematics"]
+    assert all(sample.metadata["judged"] for one in groups for sample in one)
+
+
+def test_an_over_sampling_filter_that_sets_an_invalid_value_is_named() -> None:
+    def without_metadata(groups: list[Group]) -> list[Group]:
+        groups[0][0].metadata = 5  # type: ignore[assignment]
+        return groups
+
+    with pytest.raises(UserError, match="over_sampling_filter_path set an invalid value: sample 0: its metadata is 5"):
+        BatchCollector._choose(None, without_metadata, [group(0.0)], 1)  # type: ignore[arg-type]
+
+
+async def test_a_function_for_all_samples_that_replaces_the_metadata_leaves_each_group_its_data_set(mine: str) -> None:
+    class Source:
+        async def collect_batch(self, rollout_id: int, *arguments: Any) -> list[Group]:
+            return [of_a_data_set("code")]
+
+    args = flat_args(run_config(rollout_all_samples_process_path=f"{mine}.judge_all", rollout_batch_size=1))
+    source: Any = Source()
+    [judged] = await sglang_rollout.generate_rollout(args, 0, source)
+    assert (judged.dataset, judged[0].metadata["judged"]) == ("code", True)
 
 
 async def batches(mine: str, events: Trace, groups: Any, **settings: Any) -> list[Group]:

@@ -7,7 +7,7 @@ import re
 from miles_async.compat.roll.table import LOAD_FORMAT, VLLM
 from miles_async.config.combined_keys import CombinedKeys
 from miles_async.config.translation import Refused, sets
-from miles_async.planning.layers import parts_of
+from miles_async.models.layers import parts_of
 
 _ROLES = ("actor_train", "actor_infer")
 _STRATEGY = "actor_train.strategy_args.strategy_config"

@@ -11,10 +11,10 @@ from miles_async.config.guest_flags import shown
 from miles_async.config.losses import estimator_of
 from miles_async.config.model_shape import hf_config, linear_layers_of, shape_of
 from miles_async.config.schema import Learner, RunConfig
+from miles_async.models.families import ADAPTED
 from miles_async.models.lora import AdapterConfig, check_adapter, expert_layers, read_config
 from miles_async.models.lora_layers import EXPERTS, FEED_FORWARD, LOADED_TOGETHER, LinearLayers
 from miles_async.models.text_part import text_config
-from miles_async.planning.families import ADAPTED
 from miles_async.scheduling.adapters import version_of
 
 _OTHER_LAYOUTS = ("moe_shared_expert_overlap", "moe_mlp_glu_interleave_size")
@@ -47,10 +47,10 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         yield from _experts(config, layers, base)
     elif layers is not None and learner.experts_shared_outer_loras:
         yield "experts_shared_outer_loras has no effect, because the model has no experts: unset it"
-    if shape is not None and learner.tensor_model_parallel_size > shape.query_groups:
+    if shape is not None and learner.tensor_model_parallel_size > shape.attention.groups:
         yield (
             f"lora_rank: tensor-parallel ranks that share a key/value head get no adapters; set "
-            f"tensor_model_parallel_size to {shape.query_groups} or less"
+            f"tensor_model_parallel_size to {shape.attention.groups} or less"
         )
     if estimator_of(config.algorithm).trains_critic:
         yield "lora_rank: a critic has no adapters; unset lora_rank, or set another advantage_estimator than ppo"

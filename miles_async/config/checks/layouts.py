@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Learner, RunConfig
-from miles_async.models.plugin import ModelShape
-from miles_async.planning.layers import Architecture, Experts, parts_of
+from miles_async.models.layers import Experts, ModelShape, parts_of
 
 _ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Arguments of Megatron with which embedding and loss take the place of a layer."""
@@ -33,10 +32,10 @@ def layout_problems(config: RunConfig) -> Iterator[str]:
     shape = shape_of(config.model)
     if shape is not None:
         yield from _heads_and_layers(learner, shape)
-        yield from _experts(learner, shape)
+        yield from _experts(learner, shape.experts)
 
 
-def trains_with_layout(config: RunConfig, model: Architecture) -> bool:
+def trains_with_layout(config: RunConfig, model: ModelShape) -> bool:
     """Whether Megatron accepts the layout, and each data-parallel rank has a sample in every optimizer step."""
     learner = config.learner
     if config.samples_per_step < learner.data_parallel_ranks(learner.ranks) or _shares_biases(model, learner):
@@ -44,9 +43,9 @@ def trains_with_layout(config: RunConfig, model: Architecture) -> bool:
     return not any(layout_problems(config))
 
 
-def _shares_biases(model: Architecture, learner: Learner) -> bool:
+def _shares_biases(model: ModelShape, learner: Learner) -> bool:
     """Whether ranks share experts with biases, which Megatron refuses."""
-    has_biases = any(isinstance(kind.feed_forward, Experts) and kind.feed_forward.has_biases for kind in model.kinds)
+    has_biases = model.experts is not None and model.experts.has_biases
     return has_biases and (learner.expert_tensor_parallel_size or learner.tensor_model_parallel_size) > 1
 
 
@@ -77,7 +76,7 @@ def _ranks(learner: Learner, ranks: int) -> Iterator[str]:
 
 def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
     tensor = learner.tensor_model_parallel_size
-    for count, name in ((shape.heads, "attention heads"), (shape.query_groups, "key/value heads")):
+    for count, name in ((shape.attention.heads, "attention heads"), (shape.attention.groups, "key/value heads")):
         # Ranks beyond the key/value heads share heads.
         shares = name == "key/value heads" and tensor % count == 0
         if count % tensor and not shares:
@@ -86,7 +85,7 @@ def _heads_and_layers(learner: Learner, shape: ModelShape) -> Iterator[str]:
                 f"tensor_model_parallel_size to a divisor of {count}"
             )
             return
-    yield from _stages(learner, shape.layers)
+    yield from _stages(learner, len(shape.layers))
 
 
 def _stages(learner: Learner, layers: int) -> Iterator[str]:
@@ -152,22 +151,22 @@ def _layout(learner: Learner, layers: int, others: Sequence[str]) -> Iterator[st
         yield f"{named} has {chunks} parts for each stage: set virtual_pipeline_model_parallel_size to {size}"
 
 
-def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
+def _experts(learner: Learner, experts: Experts | None) -> Iterator[str]:
     expert_parallel, tensor = learner.expert_model_parallel_size, learner.tensor_model_parallel_size
     expert_tensor = learner.expert_tensor_parallel_size
     # Those of the adapters of whole experts are summed over all ranks.
     adds_up = learner.lora_rank > 0 and expert_tensor == 1
-    if shape.experts is None:
+    if experts is None:
         if max(expert_parallel, expert_tensor or 1) > 1:
             yield (
                 "expert_model_parallel_size and expert_tensor_parallel_size need a mixture-of-experts model, but this "
                 "model is dense: set them to 1, or unset them"
             )
         return
-    if shape.experts % expert_parallel:
+    if experts.count % expert_parallel:
         yield (
-            f"the model's {shape.experts} experts are not divisible by expert_model_parallel_size {expert_parallel}; "
-            f"set expert_model_parallel_size to a divisor of {shape.experts}"
+            f"the model's {experts.count} experts are not divisible by expert_model_parallel_size {expert_parallel}; "
+            f"set expert_model_parallel_size to a divisor of {experts.count}"
         )
     if expert_tensor is not None and tensor % expert_tensor:
         yield (
@@ -180,9 +179,9 @@ def _experts(learner: Learner, shape: ModelShape) -> Iterator[str]:
             f"expert_tensor_parallel_size {expert_tensor} below tensor_model_parallel_size {tensor} needs expert "
             "parallelism: set expert_model_parallel_size above 1, or unset expert_tensor_parallel_size"
         )
-    elif shape.feed_forward % (expert_tensor or tensor):
+    elif experts.width % (expert_tensor or tensor):
         yield (
-            f"the experts' width {shape.feed_forward} is not divisible by expert_tensor_parallel_size "
+            f"the experts' width {experts.width} is not divisible by expert_tensor_parallel_size "
             f"{expert_tensor or tensor}; set expert_tensor_parallel_size to 1"
         )
     if tensor > 1 and not learner.sequence_parallel:

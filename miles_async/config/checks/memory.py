@@ -18,7 +18,7 @@ from miles_async.config.memory import (
     split_of,
 )
 from miles_async.config.schema import RunConfig
-from miles_async.planning.layers import Architecture
+from miles_async.models.layers import ModelShape
 from miles_async.planning.plan import GIB
 
 Change = Mapping[str, Any]
@@ -56,7 +56,7 @@ def memory_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _device_problems(config: RunConfig, model: Architecture, plan: MemoryPlan) -> Iterator[str]:
+def _device_problems(config: RunConfig, model: ModelShape, plan: MemoryPlan) -> Iterator[str]:
     card, engine, learner = f"gpu_memory_gib {plan.card / GIB:g}", plan.engine, plan.learner
     if learner is not None and not plan.learner_fits:
         parts = {
@@ -82,7 +82,7 @@ def _device_problems(config: RunConfig, model: Architecture, plan: MemoryPlan) -
         )
 
 
-def _advice(config: RunConfig, model: Architecture, card: int, changes: list[Change], *, of_learner: bool) -> str:
+def _advice(config: RunConfig, model: ModelShape, card: int, changes: list[Change], *, of_learner: bool) -> str:
     """The first change with which the job fits, and a second one; or two that must be made together."""
     fitting = [change for change in changes if _fits(config, model, card, change, of_learner=of_learner)]
     if fitting:
@@ -97,7 +97,7 @@ def _advice(config: RunConfig, model: Architecture, card: int, changes: list[Cha
     return "use more devices, or a smaller model: no two settings make it fit"
 
 
-def _fits(config: RunConfig, model: Architecture, card: int, change: Change, *, of_learner: bool) -> bool:
+def _fits(config: RunConfig, model: ModelShape, card: int, change: Change, *, of_learner: bool) -> bool:
     changed = with_settings(config, **change)
     learner = changed.learner
     if learner.micro_batch_tokens < longest_sample(changed) or not trains_with_layout(changed, model):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from miles_async.config.memory import planned_model
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import RunConfig
-from miles_async.planning.layers import Attention, Experts, FeedForward, LatentAttention
+from miles_async.models.layers import Attention, FeedForward, LatentAttention
 
 _MOMENTS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Types of what the optimizer holds."""
@@ -90,15 +90,13 @@ def _lacking(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from (("moe", "experts"), ("moe_act", "experts"), ("shared_experts", "experts"))
     if model is None:
         return
-    feed_forward = [kind.feed_forward for kind in model.kinds]
-    experts = [one for one in feed_forward if isinstance(one, Experts)]
-    if experts and not any(one.shared for one in experts):
+    if model.experts is not None and not model.experts.shared:
         yield "shared_experts", "shared experts"
-    if not any(isinstance(one, FeedForward) for one in feed_forward):
+    if not any(isinstance(kind.feed_forward, FeedForward) for kind in model.kinds):
         yield "mlp", "dense feed-forward layers"
     if not any(isinstance(kind.attention, LatentAttention) for kind in model.kinds):
         yield "mla_up_proj", "multi-head latent attention"
-    if not experts and all(isinstance(kind.attention, Attention) for kind in model.kinds):
+    if model.experts is None and all(isinstance(kind.attention, Attention) for kind in model.kinds):
         # Transformer Engine computes the others within the product behind them.
         yield "layernorm", "experts or latent attention, whose norms are computed alone"
 

@@ -9,7 +9,7 @@ import pytest
 
 from miles_async.batching.layout import context_parallel_indices
 from miles_async.config.checks.layouts import layout_problems
-from miles_async.planning.layers import Split, parts_of
+from miles_async.models.layers import Split, parts_of
 from tests.configuration import run_config
 
 DENSE = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -181,7 +181,8 @@ def test_the_shape_of_a_model_without_a_plugin_is_read_where_its_language_model_
     pictures = {"model_type": "qwen3_5", "text_config": DEEPSEEK, "vision_config": {"hidden_size": 7}}
     shape = shape_of(Model(hf_checkpoint=checkpoint(tmp_path, pictures)))
     assert shape is not None
-    assert (shape.hidden, shape.experts, shape.feed_forward) == (64, 6, 32)
+    assert shape.experts is not None
+    assert (shape.hidden, shape.experts.count, shape.experts.width) == (64, 6, 32)
     unknown = {name: value for name, value in DEEPSEEK.items() if name != "hidden_size"}
     assert shape_of(Model(hf_checkpoint=checkpoint(tmp_path, unknown))) is None
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from miles_async.config.checks import problems
+from miles_async.config.memory import planned_model
 from miles_async.config.model_shape import shape_of
 from miles_async.config.schema import Model
 from miles_async.errors import UserError
@@ -22,9 +23,9 @@ from dataclasses import replace
 from miles_async.models.plugin import ModelPlugin
 
 class Doubled(ModelPlugin):
-    def shape(self, config):
-        shape = super().shape(config)
-        return replace(shape, feed_forward=2 * shape.feed_forward)
+    def layer(self, config, number):
+        layer = super().layer(config, number)
+        return layer._replace(feed_forward=replace(layer.feed_forward, width=2 * layer.feed_forward.width))
 """
 
 
@@ -46,15 +47,17 @@ def test_a_model_without_a_plugin_is_refused_unless_nothing_is_trained(tmp_path:
     assert shape.vocabulary == 7
 
 
-def test_the_plugin_describes_the_shape_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plugin_describes_the_layers_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_plugin(tmp_path, monkeypatch, MODELS, "doubled", "doubled:Doubled", DOUBLED)
-    shape = shape_of(Model(hf_checkpoint=checkpoint(tmp_path, model_type="doubled", **LLAMA)))
+    path = checkpoint(tmp_path, model_type="doubled", vocab_size=7, **LLAMA)
+    shape = shape_of(Model(hf_checkpoint=path))
     assert shape is not None
-    assert shape.feed_forward == 96
+    assert [shape.kinds[layer].feed_forward.width for layer in shape.layers] == [96, 96]
+    assert planned_model(run_config(hf_checkpoint=path)) == shape, "its memory can be planned"
 
 
 def test_an_error_of_the_plugin_names_it_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = DOUBLED.replace("def shape(self, config):", "def shape(self, config):\n        sys.exit(0)", 1)
+    broken = DOUBLED.replace("super().layer(config, number)", "sys.exit(0)")
     install_plugin(tmp_path, monkeypatch, MODELS, "broken", "broken:Doubled", f"import sys\n{broken}")
     with pytest.raises(
         UserError,

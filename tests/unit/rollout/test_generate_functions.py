@@ -160,6 +160,19 @@ async def test_new_samples_of_a_function_are_of_the_prompt_that_it_was_called_wi
     assert group.adapter == "code", "its next attempt is the same prompt"
 
 
+async def test_a_sample_whose_function_replaces_the_metadata_and_raises_is_of_the_same_data_set() -> None:
+    async def mine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+        sample.metadata = {"own": 1}
+        raise ValueError("no answer")
+
+    group = one()
+    group[0].metadata = {FROM_DATASET: {"name": "tests", "epochs": 0.5}}
+    async with generating_with(mine) as (generator, _):
+        with pytest.raises(TrajectoryError, match="no answer"):
+            await generator.generate(group)
+    assert group.dataset == "tests"
+
+
 async def test_tool_output_is_masked_and_has_no_version() -> None:
     async with generating_with(tool_use.generate, "<python>6*7</python>", "It is 42.") as (generator, engine):
         group = one()

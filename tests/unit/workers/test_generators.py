@@ -208,6 +208,11 @@ def fails(args: Any, sample: Sample) -> None:
     raise KeyError("score")
 
 
+def fails_without_metadata(args: Any, sample: Sample) -> None:
+    sample.metadata = 5  # type: ignore[assignment]
+    raise KeyError("score")
+
+
 def returns_text(args: Any, sample: Sample) -> str:
     return sample.response
 
@@ -234,6 +239,15 @@ async def test_a_sample_that_takes_the_place_of_another_is_of_the_same_data_set(
         group = Group([Sample(index=0, prompt="Q", metadata={FROM_DATASET: origin})])
         await made.training().generate(group)
         assert (group.dataset, group[0].metadata["evaluation"]) == ("sums", False)
+
+
+async def test_a_sample_whose_hook_replaces_the_metadata_and_fails_is_of_the_same_data_set() -> None:
+    async with generators(rollout_sample_hook_path=[f"{__name__}.fails_without_metadata"], **HOOKED) as made:
+        origin = {"name": "sums", "row": 3, "epochs": 0.5}
+        group = Group([Sample(index=0, prompt="Q", metadata={FROM_DATASET: origin})])
+        with pytest.raises(TrajectoryError, match="raised KeyError"):
+            await made.training().generate(group)
+        assert group[0].metadata == {FROM_DATASET: origin}
 
 
 async def test_hooks_are_called_with_the_finished_samples_of_a_group_that_fails() -> None:

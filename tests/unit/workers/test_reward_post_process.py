@@ -142,7 +142,7 @@ async def test_masks_and_rewards_of_slimes_training_data_are_trained(monkeypatch
     "function, failure",
     [
         ("broken", r"raised KeyError\('teacher'\)"),
-        ("without_rewards", "returned no dictionary with rewards: correct it"),
+        ("without_rewards", r"raised KeyError\('rewards'\): return a dictionary with rewards, and lists of numbers"),
         ("without_a_sample", "returned lists of other lengths: return 4 entries, one per sample"),
         ("other_tokens", "changed the tokens of sample 0: do that in rollout_sample_hook_path"),
         ("long_masks", "returned an invalid value: sample 0"),

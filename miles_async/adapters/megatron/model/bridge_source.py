@@ -38,7 +38,7 @@ from miles_async.config.schema import Learner
 from miles_async.errors import UserError
 from miles_async.models.mtp_heads import is_of_heads, layers_of_heads
 from miles_async.models.packed_experts import PARAMETERS
-from miles_async.models.plugin import ModelShape
+from miles_async.models.plugin import ModelPlugin
 from miles_async.models.text_part import TEXT_PARTS, is_of_images, text_name
 
 _BRIDGE_FIELDS = {
@@ -96,9 +96,11 @@ class BridgeSource(ModelSource):
             self._bridge = self._auto._model_bridge
             self.config = self._auto.to_megatron_provider(load_weights=False)
             self._change_config(settings, fuses=fuses)
+            # transformers may count the layers of a hybrid model in another way.
+            of_checkpoint = self._auto.hf_pretrained.config.to_dict() | {"num_hidden_layers": self.config.num_layers}
+            self.shape = ModelPlugin().shape(of_checkpoint)
         except _REFUSALS as error:
             raise self._refusal(error) from error
-        self.shape = _shape(self.config)
         self._further = layers_of_heads(self._auto.hf_pretrained.config.to_dict())
         if settings.enable_mtp_training and not any(map(self.is_of_heads, self._names)):
             raise UserError(
@@ -377,21 +379,6 @@ class _Exported:
     name: str
     shape: tuple[int, ...]
     dtype: str
-
-
-def _shape(config: Any) -> ModelShape:
-    experts = config.num_moe_experts
-    return ModelShape(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        query_groups=config.num_query_groups,
-        head_width=config.kv_channels,
-        feed_forward=config.moe_ffn_hidden_size if experts else config.ffn_hidden_size,
-        experts=experts,
-        active_experts=config.moe_router_topk if experts else 1,
-        vocabulary=config.vocab_size,
-    )
 
 
 def _has_linear_attention(config: Any) -> bool:

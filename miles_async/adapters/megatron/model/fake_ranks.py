@@ -34,7 +34,7 @@ from miles_async.adapters.megatron.model.process_groups import group_sizes
 from miles_async.adapters.megatron.model.source import ModelSource
 from miles_async.batching.shared_prefixes import Pack
 from miles_async.config.schema import Learner
-from miles_async.planning.layers import Weights
+from miles_async.models.layers import Weights
 from miles_async.planning.plan import MeasuredStage
 
 _MOST_TOKENS = 1024

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from miles_async.adapters.megatron.model.process_groups import all_gather, gather_json
 from miles_async.errors import UserError
+from miles_async.models.families import HfConfig
 from miles_async.models.plugin import (
     Conversion,
     Custom,
     GateUp,
-    HfConfig,
     ModelPlugin,
     QueryKeyValue,
     Same,
@@ -81,7 +81,7 @@ class WeightConverter:
                 return whole
             case QueryKeyValue():
                 # By key/value head: the query heads that share it, the key head and the value head.
-                groups = [_by_group(tensor, self.shape.query_groups) for tensor in tensors]
+                groups = [_by_group(tensor, self.shape.attention.groups) for tensor in tensors]
                 return torch.cat(groups, dim=1).flatten(0, 1)
             case GateUp():
                 return torch.cat(list(tensors))
@@ -98,9 +98,9 @@ class WeightConverter:
             case Same():
                 tensors: Sequence[Tensor] = [whole[: self.shape.vocabulary] if name in _VOCABULARY else whole]
             case QueryKeyValue():
-                groups, width = self.shape.query_groups, self.shape.head_width
-                sizes = [self.shape.heads // groups * width, width, width]
-                tensors = [part.flatten(0, 1) for part in _by_group(whole, groups).split(sizes, dim=1)]
+                one = self.shape.attention
+                sizes = [one.heads // one.groups * one.width, one.width, one.width]
+                tensors = [part.flatten(0, 1) for part in _by_group(whole, one.groups).split(sizes, dim=1)]
             case GateUp():
                 tensors = whole.chunk(2)
             case Custom():
@@ -307,7 +307,8 @@ def _tensor_parallel_group(name: str) -> dist.ProcessGroup:
 
 def _experts_per_rank(converter: WeightConverter) -> int:
     """Number of experts of a layer that each expert-parallel rank holds; 0 for a dense model."""
-    return (converter.shape.experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    experts = converter.shape.experts
+    return experts.count // parallel_state.get_expert_model_parallel_world_size() if experts else 0
 
 
 def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,8 @@ from miles_async.adapters.megatron.model.local_layers import dtype_of, local_lay
 from miles_async.adapters.megatron.model.source import ModelSource, chosen_fusions, cpu_fields, passed_on, run_fields
 from miles_async.config.schema import Learner
 from miles_async.errors import UserError
-from miles_async.models.plugin import MODELS, Custom, HfConfig, ModelPlugin, QueryKeyValue, plugin_errors
+from miles_async.models.families import HfConfig
+from miles_async.models.plugin import MODELS, Custom, ModelPlugin, QueryKeyValue, plugin_errors
 from miles_async.plugins import name_of
 
 _ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
@@ -87,9 +88,8 @@ class PluginSource(ModelSource):
         if isinstance(conversion, Custom):
             raise UserError(f"the model plug-in {name_of(self._plugin)} computes {names[0]}: unset lora_rank")
         if isinstance(conversion, QueryKeyValue):
-            shape = self.shape
-            heads, groups = shape.heads // ranks, shape.query_groups // ranks
-            return query_key_value(names, heads=heads, groups=groups, width=shape.head_width)
+            one = self.shape.attention
+            return query_key_value(names, heads=one.heads // ranks, groups=one.groups // ranks, width=one.width)
         return equal(names, outputs)
 
     def export(self, chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -114,14 +114,14 @@ def _transformer_config(
 ) -> TransformerConfig:
     with plugin_errors(plugin, "describe its shape and Megatron's configuration"):
         shape, of_the_model = plugin.shape(hf_config), plugin.transformer_config(hf_config)
+    attention, experts = shape.attention, shape.experts
     arguments: dict[str, Any] = {
-        "num_layers": shape.layers,
+        "num_layers": len(shape.layers),
         "hidden_size": shape.hidden,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.query_groups,
-        "kv_channels": shape.head_width,
-        "ffn_hidden_size": shape.feed_forward,
-        "num_moe_experts": shape.experts,
+        "num_attention_heads": attention.heads,
+        "num_query_groups": attention.groups,
+        "kv_channels": attention.width,
+        "ffn_hidden_size": shape.kinds[0].feed_forward.width,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": False,
@@ -129,8 +129,9 @@ def _transformer_config(
         "attention_dropout": hf_config.get("attention_dropout", 0.0),
         "masked_softmax_fusion": True,
     }
-    if shape.experts:
-        arguments |= {"moe_ffn_hidden_size": shape.feed_forward, "moe_router_topk": shape.active_experts}
+    if experts:
+        arguments |= {"num_moe_experts": experts.count, "moe_router_topk": experts.active}
+        arguments["moe_ffn_hidden_size"] = experts.width
     if "activation_func" not in of_the_model:
         arguments["activation_func"] = _activation(hf_config["hidden_act"])
     if "layernorm_epsilon" not in of_the_model:
@@ -143,12 +144,12 @@ def _transformer_config(
             # Megatron has this kernel for few activations.
             "bias_activation_fusion": arguments["activation_func"] is silu,
             "gradient_accumulation_fusion": True,
-            "moe_permute_fusion": shape.experts is not None,
+            "moe_permute_fusion": experts is not None,
         }
         arguments = fused | arguments
-    if shape.experts and local:
+    if experts and local:
         arguments["moe_grouped_gemm"] = False
-    arguments |= cpu_fields(has_experts=shape.experts is not None, fuses=fuses)
+    arguments |= cpu_fields(has_experts=experts is not None, fuses=fuses)
     try:
         config = TransformerConfig(**arguments)
     except (AssertionError, TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ from miles_async.adapters.megatron.model.linear_parts import Part
 from miles_async.adapters.megatron.model.local_layers import dtype_of
 from miles_async.config.megatron import megatron_fields
 from miles_async.config.schema import Learner
-from miles_async.models.plugin import ModelShape
+from miles_async.models.layers import ModelShape
 
 _CPU_FIELDS = {
     # Fused kernels need CUDA.

@@ -158,7 +158,7 @@ class MegatronLearner:
         if local := uses_local_layers(config.learner):
             refuse_for_local_layers(config.learner)
         self._model = build_model(config.learner, hf_checkpoint)
-        if rank == 0 and local and not on_cpu() and self._model.source.shape.experts:
+        if rank == 0 and local and not on_cpu() and self._model.config.num_moe_experts:
             log.warning("without Transformer Engine, experts are computed one after the other: run make setup-gpu")
         self._critic = None
         self._publishes_heads = drafts_from_heads(config)

@@ -1,8 +1,9 @@
-"""The layers of a model as a memory plan sees them: weights, what a token leaves for the backward pass, and its cache.
+"""The layers of a model: weights, what a token leaves for the backward pass, its cache, and its operations.
 
 Numbers of elements are per rank. "Kept" are the elements of one token that a layer keeps from the forward to the
 backward pass. The counts follow from the code of the layers. `tests/stack/test_memory_plan.py` and
-`tests/bridge/test_memory_plan.py` compare them with real learners.
+`tests/bridge/test_memory_plan.py` compare them with real learners, and `tests/torch/test_operations.py` compares the
+numbers of products with models of transformers.
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class Attention:
         """Elements per token in an engine; ranks beyond the key/value heads hold copies."""
         return 2 * self.width * max(1.0, self.groups / split.tensor)
 
+    def products(self, tokens: float, pairs: float) -> float:
+        """Products besides those with weights: of queries with keys, and of scores with values."""
+        return 2 * self.heads * self.width * pairs
+
     def linear_layers(self) -> Mapping[str, int]:
         """See `LinearLayers.layers`. The projection of queries also computes the gate."""
         query, key = self.heads * self.width, self.groups * self.width
@@ -169,9 +174,19 @@ class LatentAttention:
     value: int
     """Width of the values of a head."""
 
+    @property
+    def groups(self) -> int:
+        """Each head has its own keys and values."""
+        return self.heads
+
+    @property
+    def width(self) -> int:
+        """Of the queries and keys of a head."""
+        return self.plain + self.rotated
+
     def weights(self, split: Split) -> Weights:
         heads, hidden = self.heads // split.tensor, self.hidden
-        query = heads * (self.plain + self.rotated)
+        query = heads * self.width
         # The projections to latent vectors, and their norms, are whole on every rank.
         queries = hidden * query
         if self.query_rank is not None:
@@ -185,12 +200,16 @@ class LatentAttention:
         Values are padded to the width of keys.
         """
         heads, latent = self.heads / split.tensor, 2 * (self.query_rank or 0) + 2 * self.latent
-        attended = heads * (3 * (self.plain + self.rotated) + self.value)
+        attended = heads * (3 * self.width + self.value)
         return 2 * self.hidden / split.sequence + latent / split.sequence + attended + 6 * self.rotated
 
     def cache(self, split: Split) -> float:
         """Elements per token in an engine, the same on each of its ranks."""
         return self.latent + self.rotated
+
+    def products(self, tokens: float, pairs: float) -> float:
+        """As in `Attention`: training computes whole keys and values, whose widths differ."""
+        return self.heads * (self.width + self.value) * pairs
 
     def linear_layers(self) -> Mapping[str, int]:
         """None of them can have an adapter."""
@@ -206,19 +225,23 @@ class DeltaRule:
     """Linear attention with a gated delta rule (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5."""
 
     hidden: int
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
+    heads: int
+    """Of values, which have a state each."""
+    groups: int
+    """Heads of queries and keys; several heads of values share one."""
+    width: int
+    """Of a head of queries and keys."""
+    value: int
+    """Of a head of values."""
     convolution: int
     """Tokens that a convolution spans."""
 
     def weights(self, split: Split) -> Weights:
-        keys = self.key_heads * self.key_width // split.tensor
-        values, heads = self.value_heads * self.value_width // split.tensor, self.value_heads // split.tensor
+        keys = self.groups * self.width // split.tensor
+        values, heads = self.heads * self.value // split.tensor, self.heads // split.tensor
         projected = 2 * keys + 2 * values + 2 * heads
         outer = self.hidden * (projected + values) + self.hidden
-        return Weights(outer + (2 * keys + values) * self.convolution + 2 * heads + self.value_width)
+        return Weights(outer + (2 * keys + values) * self.convolution + 2 * heads + self.value)
 
     def kept(self, split: Split) -> float:
         """The input and its norm, the projection, its convolution, and what the rule keeps in its chunks.
@@ -227,13 +250,13 @@ class DeltaRule:
         by row and keeps a third of its cube, and it keeps the state after each chunk; what is in float32 is counted
         twice. The kernels of FLA keep a matrix.
         """
-        keys = self.key_heads * self.key_width / split.tensor
-        values, heads = self.value_heads * self.value_width / split.tensor, self.value_heads / split.tensor
-        repeated = heads * self.key_width
+        keys = self.groups * self.width / split.tensor
+        values, heads = self.heads * self.value / split.tensor, self.heads / split.tensor
+        repeated = heads * self.width
         between = 2 * self.hidden / split.sequence
         if split.transformer_engine:
             return between + 2 * (2 * keys + 2 * values) + 2 * repeated + 4 * values + heads * _CHUNK
-        states = 2 * repeated * self.value_width / _CHUNK
+        states = 2 * repeated * self.value / _CHUNK
         of_chunks = heads * (12 * _CHUNK + 2 * _CHUNK**2 / 3) + states
         return between + 6 * keys + 16 * values + 14 * repeated + of_chunks
 
@@ -241,9 +264,18 @@ class DeltaRule:
         """Nothing per token: an engine keeps one state per request."""
         return 0.0
 
+    def products(self, tokens: float, pairs: float) -> float:
+        """Products besides those with weights, in the recurrence (section 3.1): a head reads its state with the key,
+        adds the outer product of the key and the corrected value, and reads the state with the query.
+
+        The chunks in which learners compute the recurrence take more products. Like other ways to compute the same
+        result, they do not count.
+        """
+        return 3 * self.heads * self.width * self.value * tokens
+
     def linear_layers(self) -> Mapping[str, int]:
         """See `LinearLayers.layers`."""
-        keys, values = self.key_heads * self.key_width, self.value_heads * self.value_width
+        keys, values = self.groups * self.width, self.heads * self.value
         return _in_block("linear_attn", zip(LINEAR_ATTENTION, (2 * keys + values, values, values), strict=True))
 
 
@@ -351,23 +383,44 @@ class Layer(NamedTuple):
     def kept(self, split: Split) -> float:
         return self.attention.kept(split) + self.feed_forward.kept(split)
 
+    def products(self, tokens: float, pairs: float) -> float:
+        """Products of numbers in a forward pass over tokens, with so many pairs of a query and a key.
+
+        A token is multiplied with each weight once, but only with those experts that it is routed to. A norm or a bias
+        counts as much as a row of a matrix; it is negligible, like the embedding, which is looked up.
+        """
+        weights, experts = self.weights(Split()), self.feed_forward
+        routed = weights.expert * experts.active / experts.count if isinstance(experts, Experts) else 0
+        return (weights.dense + routed) * tokens + self.attention.products(tokens, pairs)
+
     def linear_layers(self) -> Mapping[str, int]:
         """See `LinearLayers.layers`."""
         return {**self.attention.linear_layers(), **self.feed_forward.linear_layers()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A decoder-only language model."""
+class ModelShape:
+    """The layers of a decoder-only language model, and their dimensions."""
 
     hidden: int
     vocabulary: int
+    """Size of the vocabulary before it is padded; 0 if `config.json` does not define it."""
     is_tied: bool
     """Whether embedding and output layer share their weights."""
     kinds: tuple[Layer, ...]
     """The different layers."""
     layers: tuple[int, ...]
     """The kind of each layer, as an index of `kinds`."""
+
+    @property
+    def attention(self) -> Attention | LatentAttention | DeltaRule:
+        """That of the first layer with keys and values of all tokens; if there is none, that of the first layer."""
+        return max(self.kinds, key=lambda kind: not isinstance(kind.attention, DeltaRule)).attention
+
+    @property
+    def experts(self) -> Experts | None:
+        """Those of the first layer that has some; None for a dense model."""
+        return next((kind.feed_forward for kind in self.kinds if isinstance(kind.feed_forward, Experts)), None)
 
     def stage(self, split: Split, stage: int, stages: int) -> tuple[int, ...]:
         """The kinds of the layers of a pipeline stage. Virtual stages are counted as if they were adjacent."""
@@ -385,6 +438,11 @@ class Architecture:
             matrices = 1
         return total + Weights(matrices * self.columns(split) * self.hidden)
 
+    def products(self, tokens: float, pairs: float) -> float:
+        """Products of numbers in a forward pass through all layers; see `Layer.products`."""
+        of_kinds = [kind.products(tokens, pairs) for kind in self.kinds]
+        return sum(of_kinds[layer] for layer in self.layers)
+
     def head(self, split: Split) -> Weights:
         """Elements of an MTP head: a layer like the last one, three norms, and a projection of two vectors to one."""
         projection = 2 * self.hidden**2 // split.tensor
@@ -396,14 +454,13 @@ class Architecture:
 
     def linear_layers(self) -> LinearLayers:
         """The linear layers that can have an adapter."""
-        of_kinds = [kind.linear_layers() for kind in self.kinds]
-        experts = [kind.feed_forward for kind in self.kinds if isinstance(kind.feed_forward, Experts)]
+        of_kinds, experts = [kind.linear_layers() for kind in self.kinds], self.experts
         return LinearLayers(
             hidden=self.hidden,
             vocabulary=self.vocabulary,
             layers=tuple(of_kinds[kind] for kind in self.layers),
-            experts=max((one.count for one in experts), default=0),
-            alternates=any(one.is_clamped for one in experts),
+            experts=experts.count if experts else 0,
+            alternates=experts is not None and experts.is_clamped,
         )
 
     def columns(self, split: Split) -> int:
