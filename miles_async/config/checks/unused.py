@@ -202,7 +202,7 @@ NEEDS = (
         "loss_type policy_loss",
     ),
     Needs(
-        "loss_aggregation overlong_buffer_len use_kl_loss kl_coef",
+        "overlong_buffer_len use_kl_loss kl_coef",
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
     ),

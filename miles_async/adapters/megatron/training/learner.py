@@ -335,7 +335,8 @@ class MegatronLearner:
             with torch.set_grad_enabled(not of_logits):
                 logprobs, entropy = inference.target_logprobs(self._model, model_input, output, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                return sft_loss(logprobs, entropy, total_tokens=total)
+                weights = to_device(model_input.batch.loss_weights, self._device)
+                return sft_loss(logprobs, entropy, weights, total_tokens=total)
             columns = self._token_columns(model_input.batch, logprobs, values, number)
             functions = self._functions_of(step, model_input.batch, columns)
             if functions is not None and self._functions.loss is not None:
