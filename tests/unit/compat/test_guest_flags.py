@@ -274,6 +274,12 @@ def test_a_flag_that_another_flag_makes_useless_is_said(
     assert note in said
 
 
+def test_canonical_lora_of_miles_is_plain_lora_here() -> None:
+    config, found = config_of_values(parsed("--lora-rank 8 --lora-type canonical_lora --reasoning-gym-task chain_sum"))
+    assert found == []
+    assert config.learner.lora_type == "lora"
+
+
 def test_the_tiny_model_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         parse_or_exit("--num-layers 3 --rm-type math --reasoning-gym-task chain_sum --check-config".split(), "train.py")
