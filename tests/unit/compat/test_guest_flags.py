@@ -622,6 +622,13 @@ def test_a_flag_of_miles_may_have_the_value_of_what_a_run_does(flag: str, kept: 
         assert "is not supported: " in sentence
 
 
+def test_flags_of_miles_for_several_adapters_point_to_the_setting() -> None:
+    [several] = problems("--multi-lora-n-adapters 2")
+    assert several.endswith("is not supported: set adapters, which names the adapters of a run, and remove the flag")
+    [one] = problems("--multi-lora-adapter math math.yaml")
+    assert one.endswith("has no counterpart: set adapters, and the data sets of each adapter")
+
+
 def test_a_flag_of_miles_that_needs_another_flag_has_no_effect_alone() -> None:
     lines = (
         "--mlflow-run-name a --multi-lora-api-port 8068 --dumper-dir /dumps --ci-inject-rollout-data-min-match-ratio 1"
