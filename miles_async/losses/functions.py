@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.batching.batch import PackedBatch
-from miles_async.config.losses import loss_aggregation
+from miles_async.config.losses import calls_tis_function, loss_aggregation
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.errors import UserError
@@ -89,7 +89,7 @@ class LossFunctions:
             args,
             _named(algorithm, "custom_loss_function_path") if config.learner.loss_type == "custom_loss" else None,
             _named(algorithm, "custom_advantage_function_path"),
-            _named(algorithm, "custom_tis_function_path"),
+            _named(algorithm, "custom_tis_function_path") if calls_tis_function(algorithm) else None,
             _named(algorithm, "custom_pg_loss_reducer_function_path"),
             _named(algorithm, "rollout_data_postprocess_path") if config.learner.loss_type != "sft_loss" else None,
             loss_aggregation(algorithm) == "token_mean",

@@ -261,6 +261,10 @@ def test_swiglu_contradicts_a_model_with_gelu(tmp_path: Path, monkeypatch: Any, 
     [
         ("--num-epoch 1 --num-rollout 3000", "num_epoch 1 has no effect, because num_rollout is set"),
         (
+            "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+            "custom_tis_function_path has no effect: it needs off_policy_correction other than none, or get_mismatch_",
+        ),
+        (
             "--use-rollout-logprobs --use-tis",
             "off_policy_correction has no effect: it needs use_rollout_logprobs turned off, because all weights are 1",
         ),
