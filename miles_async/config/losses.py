@@ -58,7 +58,13 @@ def _normalizes(algorithm: Algorithm) -> bool:
 
 def corrects(algorithm: Algorithm) -> bool:
     """Whether tokens that another policy sampled are weighted by the ratio to that policy."""
-    return algorithm.custom_tis_function_path is not None or correction_of(algorithm).corrects
+    return calls_tis_function(algorithm) or correction_of(algorithm).corrects
+
+
+def calls_tis_function(algorithm: Algorithm) -> bool:
+    """Whether a function of the user weights the tokens. As in slime, it needs a correction or the mismatch metrics."""
+    has_path = algorithm.custom_tis_function_path is not None
+    return has_path and (correction_of(algorithm).corrects or algorithm.get_mismatch_metrics)
 
 
 def penalizes_advantages(algorithm: Algorithm) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_async.batching.batch import PackedBatch
-from miles_async.config.losses import loss_aggregation
+from miles_async.config.losses import calls_tis_function, loss_aggregation
 from miles_async.config.schema import Algorithm, RunConfig
 from miles_async.config.user_functions import load_function, takes_logits
 from miles_async.errors import UserError
@@ -89,7 +89,7 @@ class LossFunctions:
             args,
             _named(algorithm, "custom_loss_function_path") if config.learner.loss_type == "custom_loss" else None,
             _named(algorithm, "custom_advantage_function_path"),
-            _named(algorithm, "custom_tis_function_path"),
+            _named(algorithm, "custom_tis_function_path") if calls_tis_function(algorithm) else None,
             _named(algorithm, "custom_pg_loss_reducer_function_path"),
             _named(algorithm, "rollout_data_postprocess_path") if config.learner.loss_type != "sft_loss" else None,
             loss_aggregation(algorithm) == "token_mean",
@@ -116,8 +116,11 @@ class SampleLayout:
     tokens are left out. With context parallelism every rank has the whole responses.
     """
 
-    def __init__(self, batch: PackedBatch, device: torch.device) -> None:
-        """`batch` is a micro-batch with m trained tokens. The tensors are on `device`."""
+    def __init__(self, batch: PackedBatch, device: torch.device, left: Tensor | slice = slice(None)) -> None:
+        """`batch` is a micro-batch. The tensors are on `device`.
+
+        Columns have the m trained tokens at `left`, ascending, which are all by default.
+        """
         self._device = device
         counts = np.bincount(batch.sequences, minlength=len(batch.lengths))
         starts = np.cumsum(batch.lengths) - batch.lengths
@@ -131,7 +134,7 @@ class SampleLayout:
         """[n] tokens of each response."""
         offsets = np.cumsum(end - first) - (end - first)
         sample = np.repeat(np.arange(len(present)), counts[present])
-        self._trained = self._tensor(batch.targets - first[sample] + offsets[sample])
+        self._trained = self._tensor(batch.targets - first[sample] + offsets[sample])[left]
         self._first_trained = ends[present] - counts[present]
         spans = list(zip(begin.tolist(), end.tolist(), strict=True))
         self.tokens = [self._tensor(batch.tokens[start:stop]) for start, stop in spans]

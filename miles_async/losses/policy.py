@@ -148,17 +148,19 @@ def supervised_loss(logprobs: Tensor, *, total_tokens: int) -> Tensor:
     return -logprobs.sum() / total_tokens
 
 
-def sft_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
+def sft_loss(logprobs: Tensor, entropy: Tensor, loss_weights: Tensor, *, total_tokens: int) -> tuple[Tensor, TokenSums]:
     """Supervised loss with the same return values as `policy_loss`, so that both use one training loop.
 
-    The metric `loss` is the mean negative log-likelihood in nats per token. Nothing was sampled, so all ratios and
-    weights are 1, and clipping and staleness are 0.
+    `loss_weights` [m] are those of `TokenColumns`. The metric `loss` is the negative log-likelihood in nats per token,
+    averaged as they determine. Nothing was sampled, so all ratios and importance weights are 1, and clipping and
+    staleness are 0.
     """
+    weighted = logprobs * loss_weights
     with torch.no_grad():
         tokens = torch.tensor(float(len(logprobs)), device=logprobs.device)
         known = {
             "tokens": tokens,
-            "objective": logprobs.sum(),
+            "objective": weighted.sum(),
             "weight": tokens,
             "ratio": tokens,
             "ratio_squared": tokens,
@@ -166,7 +168,7 @@ def sft_loss(logprobs: Tensor, entropy: Tensor, *, total_tokens: int) -> tuple[T
         }
         sums = logprobs.new_zeros(STALENESS_CLASSES, len(SUMS))
         sums[0] = torch.stack([known.get(name, torch.zeros_like(tokens)) for name in SUMS])
-    return supervised_loss(logprobs, total_tokens=total_tokens), TokenSums(sums=sums, maximum=sums.new_zeros(1))
+    return supervised_loss(weighted, total_tokens=total_tokens), TokenSums(sums=sums, maximum=sums.new_zeros(1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,12 @@ class TokenColumns:
     """Under the frozen reference model; None if there is none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[m, ...] the entries of each token column of a plug-in, by name (`miles_async/columns/column.py`)."""
+
+    def take(self, indices: Tensor | slice) -> TokenColumns:
+        """The entries of the tokens at `indices`, ascending."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(TokenColumns) if entry.name != "columns"}
+        taken: dict[str, Any] = {name: None if values is None else values[indices] for name, values in own.items()}
+        return TokenColumns(**taken, columns={name: values[indices] for name, values in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@
 
 An example is a conversation (`metadata["messages"]`, or a prompt that is a list of messages) or a text prompt with a
 label. Of a conversation, the assistant's turns with their end-of-turn tokens are trained on; the other turns and the
-text that the chat template adds are not. Of a text prompt, the label is trained on, followed by the end-of-text token.
-The prompt has the same tokens as in generation.
+text that the chat template adds are not, and neither is an assistant's turn whose `step_loss_mask` is 0. Of a text
+prompt, the label is trained on, followed by the end-of-text token. The prompt has the same tokens as in generation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def fill_example(sample: Sample, tokenizer: SftTokenizer, *, version: int) -> No
     mask = [int(trained) for ids, _, trained in encoded for _ in ids]
     if 1 not in mask[1:]:
         raise UserError(
-            f"sample {sample.index}: its example has no text to train on: add an assistant turn, or set label_key to "
-            "the key of the answer"
+            f"sample {sample.index}: its example has no text to train on: add an assistant turn that step_loss_mask "
+            "does not exclude, or set label_key to the key of the answer"
         )
     # The response begins at the first trained token. A model cannot predict the first token of a sequence, so 1 is
     # least.
@@ -110,7 +110,8 @@ def chat_pieces(
     whole = tokenizer.render(chat, tools, answer_next=False)
     position = 0
     for number, message in enumerate(chat):
-        if message["role"] != "assistant":
+        # As in slime, any other value than 1 excludes the turn.
+        if message["role"] != "assistant" or message.get("step_loss_mask", 1) != 1:
             continue
         before = tokenizer.render(chat[:number], tools) if number else ""
         after = tokenizer.render(chat[: number + 1], tools, answer_next=False)
@@ -125,4 +126,4 @@ def chat_pieces(
         yield whole[position : len(before)], False
         yield whole[len(before) : stop], True
         position = stop
-    # The text after the last assistant turn is left out, because no trained token depends on it.
+    # The text after the last trained turn is left out, because no trained token depends on it.

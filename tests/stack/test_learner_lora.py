@@ -111,6 +111,7 @@ def config(root: Path, layout: Layout, **settings: Any) -> RunConfig:
     return run_config(
         **{
             "loss_type": "sft_loss",
+            "loss_aggregation": "token_mean",
             "lr": LEARNING_RATE,
             "lr_decay_style": "constant",
             "max_tokens_per_gpu": 40,

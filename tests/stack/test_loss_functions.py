@@ -38,6 +38,7 @@ PARTS = {
 }
 OF_USERS: dict[str, dict[str, Any]] = {"tokens": OF_TOKENS, "logits": OF_LOGITS, "parts": PARTS}
 FUNCTIONS: dict[str, dict[str, Any]] = {"none": {}} | OF_USERS
+BY_MASKS = {"masked": {"rollout_data_postprocess_path": f"{HERE}.later_tokens_only"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tensor parallel": {"tensor_model_parallel_size": 2},
@@ -53,6 +54,7 @@ CASES = [
 ]
 """Each two of a layout, functions and a mean are in a case together."""
 BUILT_IN = [("one rank", "none", mean) for mean in MEANS]
+MASKED = [(layout, "masked", "token_mean") for layout in ("one rank", "data parallel")]
 
 
 FIXED: dict[str, Any] = {
@@ -67,7 +69,9 @@ FIXED: dict[str, Any] = {
 def config(layout: str, functions: str, mean: str) -> RunConfig:
     ranks = 1 if layout == "one rank" else 2
     return run_config(
-        actor_num_gpus_per_node=ranks, loss_aggregation=mean, **FIXED | LAYOUTS[layout] | FUNCTIONS[functions]
+        actor_num_gpus_per_node=ranks,
+        loss_aggregation=mean,
+        **FIXED | LAYOUTS[layout] | (FUNCTIONS | BY_MASKS)[functions],
     )
 
 
@@ -100,11 +104,11 @@ def learn(rank: int, root: Path, layout: str, ports: dict[tuple[str, str, str], 
             (out / "metrics.json").write_text(json.dumps(metrics))
 
 
-def trained_once(root: Path, run: RunConfig) -> dict[str, torch.Tensor]:
+def trained_once(root: Path, run: RunConfig, batch: list[Group] | None = None) -> dict[str, torch.Tensor]:
     """The gradients of a step on one rank."""
     learner = learner_of(root, run, 0, 1, free_port())
     try:
-        return gradients_of(learner, rank_batches(groups(), run, 1)[0][0])
+        return gradients_of(learner, rank_batches(batch or groups(), run, 1)[0][0])
     finally:
         learner.close()
 
@@ -177,6 +181,42 @@ def test_tokens_that_a_function_masks_are_in_no_form_of_the_loss(runs: Path) -> 
     assert all(most_different(masked["none"], other) < 1e-5 for other in masked.values())
 
 
+def without_first_trained_tokens() -> list[Group]:
+    batch = groups()
+    for sample in (one for group in batch for one in group):
+        mask = list(sample.loss_mask or [1] * sample.response_length)
+        mask[mask.index(1)] = 0
+        sample.loss_mask = mask
+    return batch
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "gspo", "off_policy_correction": "none"},
+        {"policy_objective": "gmpo"},
+        {"policy_objective": "m2po", "off_policy_correction": "none"},
+        {"off_policy_correction": "sequence"},
+        {"rejection_level": "geometric", "rejection_band": [0.9, 1.1]},
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_a_token_that_a_function_masks_trains_as_one_that_the_data_exclude(
+    runs: Path, settings: dict[str, Any]
+) -> None:
+    """Neither ratios of sequences nor the mean over tokens contain it."""
+    usual = FIXED | settings | {"loss_aggregation": "token_mean"}
+    masked = trained_once(runs, run_config(**usual, rollout_data_postprocess_path=f"{HERE}.later_tokens_only"))
+    excluded = trained_once(runs, run_config(**usual), without_first_trained_tokens())
+    assert most_different(masked, trained_once(runs, run_config(**usual))) > 1e-3
+    assert most_different(masked, excluded) < 1e-5
+
+
+def test_masks_of_a_function_mean_the_same_on_several_data_parallel_ranks(runs: Path) -> None:
+    one, two = (load_file(runs.joinpath(*case) / "gradients.safetensors") for case in MASKED)
+    assert most_different(one, two) < 1e-5
+
+
 def most_different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
@@ -204,6 +244,6 @@ def test_a_loss_that_cannot_be_used_is_refused_in_one_sentence(runs: Path, funct
 
 if __name__ == "__main__":
     for name in LAYOUTS:
-        claimed = {case: claim_port() for case in [*BUILT_IN, *CASES] if case[0] == name}
+        claimed = {case: claim_port() for case in [*BUILT_IN, *CASES, *MASKED] if case[0] == name}
         numbers = {case: port.number for case, port in claimed.items()}
         fork_ranks(1 if name == "one rank" else 2, learn, Path(sys.argv[1]), name, numbers)

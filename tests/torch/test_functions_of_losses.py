@@ -29,6 +29,7 @@ from miles_async.losses.objectives.objective import PolicyTokens
 from miles_async.losses.policy import PolicyLossSettings, policy_loss
 from miles_async.losses.tokens import TokenColumns
 from miles_async.types import Sample
+from tests.configuration import run_config
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/write-a-loss.md"
 CPU = torch.device("cpu")
@@ -92,6 +93,21 @@ def test_a_response_lasts_from_its_first_to_its_last_trained_token() -> None:
     assert spread.tolist() == [1, 2, 3, 4, 0, 5, 6, 7]
     assert layout.trained(spread).tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert layout.of_samples(torch.tensor([1.0, 1, 1, 3, 3, 4, 4])).tolist() == [1, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "settings, is_called",
+    [
+        ({"off_policy_correction": "tis"}, True),
+        ({"off_policy_correction": "none"}, False),
+        ({"off_policy_correction": "none", "get_mismatch_metrics": True}, True),
+    ],
+)
+def test_the_function_of_off_policy_weights_needs_a_correction_or_the_mismatch_metrics(
+    settings: dict[str, Any], is_called: bool
+) -> None:
+    run = run_config(custom_tis_function_path="tests.stack.user_losses.truncated", **settings)
+    assert (LossFunctions.load(run, ARGS).tis is not None) is is_called
 
 
 TIS = Algorithm(off_policy_correction="tis", loss_aggregation="token_mean")

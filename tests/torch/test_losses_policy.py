@@ -31,6 +31,7 @@ from miles_async.losses.policy import (
     objective_sum,
     policy_loss,
     policy_metrics,
+    sft_loss,
     supervised_loss,
 )
 from miles_async.losses.sequences import later_sum, sequence_mean
@@ -597,6 +598,16 @@ def test_logprobs_stay_finite_for_logits_of_any_size() -> None:
 
 def test_the_supervised_loss_is_the_mean_over_the_tokens_of_the_step() -> None:
     assert supervised_loss(torch.tensor([-1.0, -2.0]), total_tokens=4).item() == 0.75
+
+
+def test_the_supervised_loss_of_a_run_weights_tokens_as_the_loss_aggregation_says() -> None:
+    """Two examples of one and three tokens: each example counts as much as the other."""
+    logprobs, weights = torch.tensor([-6.0, -1.0, -2.0, -3.0]), torch.tensor([2.0, 2 / 3, 2 / 3, 2 / 3])
+    loss, sums = sft_loss(logprobs, torch.ones(4), weights, total_tokens=4)
+    assert loss.item() == pytest.approx((6.0 + 2.0) / 2)
+    metrics = policy_metrics(sums.sums, sums.maximum, [0.0] * STALENESS_CLASSES)
+    assert metrics["loss"] == pytest.approx((6.0 + 2.0) / 2)
+    assert metrics["entropy"] == metrics["importance_weight"] == 1.0
 
 
 def kept(*rows: list[int]) -> KeptTokens:

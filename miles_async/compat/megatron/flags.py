@@ -6,13 +6,20 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from miles_async.config.megatron import MegatronFlag, flags_of_other_versions, megatron_flags, table_version
+from miles_async.config.megatron import (
+    OF_THE_TRAINING_LOOP,
+    MegatronFlag,
+    flags_of_other_versions,
+    megatron_flags,
+    table_version,
+)
 from miles_async.config.model_flags import COMPARED
 from miles_async.config.translation import Combined, Flag, Idle, Only, Refused, Rule, Sets, Translator, converts, sets
 
 _MODEL = Idle("describes a part of the model, which hf_checkpoint defines")
 _PRECISION = Refused("the learner computes in bf16 or fp32: set precision")
 _CHECKPOINTS = Idle("belongs to checkpoints of Megatron-LM; those of this project are written and read in another way")
+_LOGS = Idle("belongs to Megatron-LM's own logs; this project has other metrics and traces")
 _LOOP = "belongs to Megatron-LM's own training loop, which this project does not run"
 
 _UNREADABLE = """
@@ -37,10 +44,36 @@ _RULES: Mapping[str, Rule] = {
     "fp16": _PRECISION,
     "accumulate_allreduce_grads_in_fp32": converts("learner.main_grads_dtype", {True: "fp32"}),
     "grad_reduce_in_bf16": converts("learner.main_grads_dtype", {True: "bf16"}),
+    **dict.fromkeys(
+        ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+        Idle("has no effect: all layers are computed in bf16 or fp32"),
+    ),
+    **dict.fromkeys(
+        ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+        Idle("has no effect: the learner computes log-probabilities from parts of the logits"),
+    ),
+    **dict.fromkeys(
+        (
+            *("flash_decode", "cache_mla_latents", "mlp_chunks_for_prefill", "inference_rng_tracker"),
+            "inference_fuse_tp_communication",
+        ),
+        Idle("belongs to Megatron-LM's own inference; the engines run SGLang"),
+    ),
     "tp_comm_overlap": Refused(
         "Transformer Engine has buffers for micro-batches of one size only, and packed ones differ in size: remove it"
     ),
     "fp16_lm_cross_entropy": _PRECISION,
+    **dict.fromkeys(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        Idle("has no effect: Megatron-LM scales the loss with fp16 only"),
+    ),
+    **dict.fromkeys(
+        (
+            *("no_barrier_with_level_1_timing", "log_max_attention_logit", "log_num_zeros_in_grad"),
+            "moe_per_layer_logging",
+        ),
+        _LOGS,
+    ),
     # Parts of the model that the run sets.
     "hidden_dropout": Only((0, 0.0), "models are trained without dropout; set it to 0"),
     "attention_dropout": Only((0, 0.0), "models are trained without dropout; set it to 0"),
@@ -58,11 +91,13 @@ _RULES: Mapping[str, Rule] = {
     "no_bias_swiglu_fusion": converts("learner.bias_swiglu_fusion", {True: False}),
     "no_rope_fusion": converts("learner.rope_fusion", {True: False}),
     "no_gradient_accumulation_fusion": converts("learner.gradient_accumulation_fusion", {True: False}),
+    "cpu_offloading_num_layers": Refused("set cpu_offloading and cpu_offloading_num_layers in megatron_args"),
     "no_overlap_p2p_communication": Refused("pipeline stages overlap as Megatron's schedules do by default: remove it"),
     "calculate_per_token_loss": converts("algorithm.loss_aggregation", {True: "token_mean"}),
     "use_cpu_initialization": Idle("has no effect: weights come from the checkpoint"),
     "no_initialization": Idle("has no effect: weights come from the checkpoint"),
     "init_method_std": Idle("has no effect: weights come from the checkpoint"),
+    "embedding_init_method_std": Idle("has no effect: weights come from the checkpoint"),
     "use_megatron_fsdp": Refused("the learner shards the optimizer only: set use_distributed_optimizer"),
     "use_torch_fsdp2": Refused("the learner shards the optimizer only: set use_distributed_optimizer"),
     # Checkpoints.
@@ -85,8 +120,7 @@ _RULES: Mapping[str, Rule] = {
 }
 _GROUPS: Mapping[str, Rule] = {
     **dict.fromkeys(
-        ("logging", "one logger", "profiling", "straggler", "workload inspector", "Logits Distillation"),
-        Idle("belongs to Megatron-LM's own logs; this project has other metrics and traces"),
+        ("logging", "one logger", "profiling", "straggler", "workload inspector", "Logits Distillation"), _LOGS
     ),
     **dict.fromkeys(
         ("data and dataloader", "tokenizer", "validation"),
@@ -102,6 +136,13 @@ _GROUPS: Mapping[str, Rule] = {
 }
 """Rules of flags that set no field of Megatron-core's configuration, by their group in Megatron's help."""
 _LOW_PRECISION = ("fp8", "fp4", "megatron_fsdp", "kitchen")
+_FIELDS_WITHOUT_EFFECT: Mapping[str, Rule] = {
+    "muon_": Idle("has no effect: the learner uses AdamW"),
+    "sgd_": Idle("has no effect: the learner uses AdamW"),
+    "tp_comm_": Idle("has no effect without tp_comm_overlap"),
+    "fsdp_": Idle("has no effect without use_megatron_fsdp"),
+}
+"""Rules of flags that set fields of Megatron-core's configuration with these beginnings."""
 
 
 @cache
@@ -127,6 +168,11 @@ def _rule(name: str, flag: MegatronFlag) -> Rule:
         return sets(f"model.megatron_model_flags.{name}")
     if any(word in name for word in _LOW_PRECISION):
         return _PRECISION
+    for beginning, rule in _FIELDS_WITHOUT_EFFECT.items():
+        if flag.field.startswith(beginning):
+            return rule
+    if flag.field in OF_THE_TRAINING_LOOP:
+        return Refused(OF_THE_TRAINING_LOOP[flag.field])
     if flag.field:
         field = f"learner.megatron_args.{flag.field}"
         return sets(field) if flag.value is None else Sets((field,), {True: flag.value})

@@ -28,7 +28,6 @@ _PRECISION = Idle("has no effect: weights are not quantised")
 _EXPERTS_KERNEL = Idle("has no effect: SGLang computes adapters of experts in this way by default")
 _ATTENTION_KERNEL = Idle("has no effect: Megatron-Bridge chooses the kernel of sparse attention")
 _CRITIC_DEVICES = Idle("has no effect: the critic is trained on the GPUs of the policy")
-_MULTI_LORA = Refused("a run trains one adapter: remove it")
 _ONE_ADAPTER = Idle("has no effect without multi_lora_n_adapters")
 _MLFLOW = Idle("has no effect without use_mlflow")
 _EVENTS = Refused("trace a run and read its events instead: remove it")
@@ -178,7 +177,7 @@ _VALUES: Mapping[str, Rule] = {
         ("skip",), "an evaluation that has not started when the next one is due is skipped; set it to skip"
     ),
     # Adapters.
-    "multi_lora_n_adapters": Only((0,), "a run trains one adapter; set it to 0"),
+    "multi_lora_n_adapters": Only((0,), "set adapters, which names the adapters of a run, and remove the flag"),
     **dict.fromkeys(
         (
             *("multi_lora_idle_poll_s", "multi_lora_http_server_path", "multi_lora_backend_path"),
@@ -224,7 +223,7 @@ _LISTS: Mapping[str, Rule] = {
     "extra_high_precision_layers_megatron": _PRECISION,
     "ft_components": _RESTARTS,
     "opd_teacher_urls": _DISTILLATION,
-    "multi_lora_adapter": _MULTI_LORA,
+    "multi_lora_adapter": Refused("set adapters, and the data sets of each adapter"),
     "check_weight_update_skip_list": _VERIFIED,
     "dumper_inference": _DUMPER,
     "dumper_fwd_only": _DUMPER,

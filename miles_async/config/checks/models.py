@@ -10,7 +10,7 @@ from miles_async.config.fields import nearest
 from miles_async.config.generation import generates
 from miles_async.config.guest_flags import shown
 from miles_async.config.losses import clip_range, corrects, estimator_of, objective_name, objective_of
-from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, table_version
+from miles_async.config.megatron import OF_THE_TRAINING_LOOP, SET_BY_THE_RUN, megatron_fields, table_version
 from miles_async.config.memory import longest_sample
 from miles_async.config.model_flags import differences
 from miles_async.config.model_shape import config_complaint, context_limit, hf_config, is_of_megatron
@@ -64,6 +64,8 @@ def _megatron_args(config: RunConfig) -> Iterator[str]:
     for name in config.learner.megatron_args:
         if name in SET_BY_THE_RUN:
             yield f"megatron_args.{name} is set by the run itself: {SET_BY_THE_RUN[name]}"
+        elif name in OF_THE_TRAINING_LOOP:
+            yield f"megatron_args.{name} has no counterpart: {OF_THE_TRAINING_LOOP[name]}"
         elif name not in (known := megatron_fields()):
             yield f"megatron_args.{name}: Megatron-core {table_version()} has no such field{nearest(name, known)}"
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from miles_async.config.fields import SETTINGS, Setting
 from miles_async.config.generation import evaluates, generates_by_user, rollout_mode, serves_agents
-from miles_async.config.losses import estimator_of, loss_aggregation, objective_name, objective_of
+from miles_async.config.losses import calls_tis_function, estimator_of, loss_aggregation, objective_name, objective_of
 from miles_async.config.schema import RunConfig
 from miles_async.losses.objectives.objective import OBJECTIVES
 from miles_async.rewards.plugin import BOXED, REWARDS
@@ -109,13 +109,18 @@ NEEDS = (
     Needs("rejection_band", lambda c: c.algorithm.rejection_level is not None, "rejection_level"),
     Needs(
         "rejection_level rejection_veto",
-        lambda c: c.algorithm.custom_tis_function_path is None,
+        lambda c: not calls_tis_function(c.algorithm),
         "custom_tis_function_path unset, because the function weights all tokens",
     ),
     Needs(
         "off_policy_correction",
         lambda c: c.algorithm.off_policy_correction == "none" or not c.algorithm.use_rollout_logprobs,
         "use_rollout_logprobs turned off, because all weights are 1 otherwise",
+    ),
+    Needs(
+        "custom_tis_function_path",
+        lambda c: calls_tis_function(c.algorithm),
+        "off_policy_correction other than none, or get_mismatch_metrics",
     ),
     Needs("opsm_delta", lambda c: c.algorithm.use_opsm, "use_opsm"),
     Needs(
@@ -213,7 +218,7 @@ NEEDS = (
         "loss_type policy_loss",
     ),
     Needs(
-        "loss_aggregation overlong_buffer_len use_kl_loss kl_coef",
+        "overlong_buffer_len use_kl_loss kl_coef",
         lambda c: c.learner.loss_type != "sft_loss",
         "loss_type policy_loss or custom_loss",
     ),

@@ -98,6 +98,7 @@ SET_BY_THE_RUN: Mapping[str, str] = {
     "optimizer": "the learner uses AdamW",
     "mtp_num_layers": "the checkpoint defines the heads, set enable_mtp_training",
     "mtp_loss_scaling_factor": "set mtp_loss_scaling_factor",
+    "min_lr": "set min_lr",
     **dict.fromkeys(
         (
             *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -108,3 +109,50 @@ SET_BY_THE_RUN: Mapping[str, str] = {
     ),
 }
 """Fields that users cannot set, each with the setting to use instead."""
+
+OF_THE_TRAINING_LOOP: Mapping[str, str] = {
+    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one learning rate: set lr and min_lr"),
+    "loss_scale": "bf16 and fp32 need no scaled loss: remove it",
+    **dict.fromkeys(
+        ("qk_clip", "qk_clip_alpha", "qk_clip_threshold"), "no weights are clipped after a step: remove it"
+    ),
+    "moe_enable_routing_replay": "routing replay is not supported: remove it",
+    "batch_invariant_mode": "no kernels that compute each row alike are installed: remove it",
+    "overlap_param_gather_with_optimizer_step": "set overlap_param_gather",
+    "use_mup": "learning rates do not depend on the width of the model: remove it",
+    "init_model_with_meta_device": "weights are loaded into allocated memory: remove it",
+    **dict.fromkeys(
+        ("defer_embedding_wgrad_compute", "wgrad_deferral_limit"),
+        "the gradient of the output layer is computed with each part of the logits: remove it",
+    ),
+    **dict.fromkeys(
+        ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release"),
+        "each micro-batch is computed as a whole: remove it",
+    ),
+    **dict.fromkeys(
+        ("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        "all context-parallel ranks share each sample: remove it",
+    ),
+    **dict.fromkeys(
+        (
+            *("hierarchical_context_parallel_sizes", "num_distributed_optimizer_instances"),
+            "pipeline_model_parallel_comm_backend",
+        ),
+        "the parallel sizes alone determine the process groups: remove it",
+    ),
+    **dict.fromkeys(
+        (
+            *("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules"),
+            *("cuda_graph_warmup_steps", "optimizer_cuda_graph"),
+        ),
+        "micro-batches differ in size, so no CUDA graphs are captured: remove it",
+    ),
+    **dict.fromkeys(
+        (
+            *("timers", "barrier_with_L1_time", "log_max_attention_logit", "log_num_zeros_in_grad"),
+            "moe_per_layer_logging",
+        ),
+        "Megatron-LM's own logs are not written: remove it",
+    ),
+}
+"""Fields that need code of Megatron-LM's training loop, which this project does not run, each with what to do."""

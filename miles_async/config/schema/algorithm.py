@@ -38,7 +38,8 @@ class Algorithm(Section):
     a rank before the first optimizer step on them. If unset, advantages and masks stay as they are."""
     custom_tis_function_path: str | None = None
     """Function that weights the policy's part of the loss in place of off_policy_correction, as module.function. It
-    returns pg_loss, the masks of the samples, and metrics."""
+    returns pg_loss, the masks of the samples, and metrics. With off_policy_correction none, it is called only with
+    get_mismatch_metrics."""
     custom_pg_loss_reducer_function_path: str | None = None
     """Function that returns a function, which averages the policy's part of the loss over the tokens of a micro-batch,
     as module.function. If unset, loss_aggregation averages it. Entropy bonus and KL loss are averaged by

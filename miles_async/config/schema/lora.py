@@ -52,6 +52,12 @@ class LoraSettings(MegatronSwitches):
             return value
         return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
+    @field_validator("lora_type", mode="before")
+    @classmethod
+    def _canonical(cls, value: Any) -> Any:
+        """canonical_lora of Miles gives each layer of the checkpoint an A and a B, as lora does here."""
+        return "lora" if value == "canonical_lora" else value
+
     @property
     def lora_targets(self) -> Targets:
         """The linear layers that get an adapter."""

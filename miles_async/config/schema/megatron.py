@@ -16,7 +16,8 @@ class MegatronSwitches(Section):
 
     megatron_args: dict[str, Any] = {}
     """Any other field of Megatron-core's TransformerConfig, OptimizerConfig or DistributedDataParallelConfig, under its
-    name. Megatron's flags, which `--help-megatron` lists, set single fields: `--adam-eps 1e-15`."""
+    name. Megatron's flags, which `--help-megatron` lists, set single fields: `--adam-eps 1e-15`. Fields that only
+    Megatron-LM's own training loop reads are refused."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
     """Attention kernels of Transformer Engine: flash needs the package flash-attn, fused is cuDNN's. auto lets
     Transformer Engine choose. Transformer Engine 2.11 refuses a flash-attn above 2.8.3. Without Transformer Engine,

@@ -13,12 +13,19 @@ import pytest
 from miles_async.compat.megatron.flags import flags as megatron_rules
 from miles_async.compat.miles.flags import FLAGS as MILES
 from miles_async.compat.slime.flags import FLAGS as SLIME
+from miles_async.config import megatron
 from miles_async.config.cli import parse_or_exit
 from miles_async.config.fields import BY_PATH, SETTINGS
 from miles_async.config.flags import Flags, parse_flags
 from miles_async.config.guest_flags import aliased, meaning, shown
 from miles_async.config.load import config_of_values
-from miles_async.config.megatron import SET_BY_THE_RUN, megatron_fields, megatron_flags, table_version
+from miles_async.config.megatron import (
+    OF_THE_TRAINING_LOOP,
+    SET_BY_THE_RUN,
+    megatron_fields,
+    megatron_flags,
+    table_version,
+)
 from miles_async.config.model_flags import COMPARED, differences, incomparable
 from miles_async.config.translation import Flag, Sets
 from miles_async.guests import GUESTS
@@ -254,6 +261,10 @@ def test_swiglu_contradicts_a_model_with_gelu(tmp_path: Path, monkeypatch: Any, 
     [
         ("--num-epoch 1 --num-rollout 3000", "num_epoch 1 has no effect, because num_rollout is set"),
         (
+            "--custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
+            "custom_tis_function_path has no effect: it needs off_policy_correction other than none, or get_mismatch_",
+        ),
+        (
             "--use-rollout-logprobs --use-tis",
             "off_policy_correction has no effect: it needs use_rollout_logprobs turned off, because all weights are 1",
         ),
@@ -265,6 +276,12 @@ def test_a_flag_that_another_flag_makes_useless_is_said(
     code, said = checked(flags, tmp_path, capsys)
     assert code == 0, said
     assert note in said
+
+
+def test_canonical_lora_of_miles_is_plain_lora_here() -> None:
+    config, found = config_of_values(parsed("--lora-rank 8 --lora-type canonical_lora --reasoning-gym-task chain_sum"))
+    assert found == []
+    assert config.learner.lora_type == "lora"
 
 
 def test_the_tiny_model_has_flags_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +304,56 @@ def test_a_field_that_the_run_sets_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert code == 2
     assert "megatron_args.bf16 is set by the run itself: set precision" in said
     assert "has no such field; did you mean adam_eps?" in said
+
+
+@pytest.mark.parametrize(
+    "flags, advice",
+    [
+        ("--decoupled-lr 1e-5", "all weights have one learning rate: set lr and min_lr"),
+        ("--decoupled-min-lr 1e-7", "all weights have one learning rate: set lr and min_lr"),
+        ("--loss-scale 1024", "bf16 and fp32 need no scaled loss: remove it"),
+        ("--qk-clip", "no weights are clipped after a step: remove it"),
+        ("--qk-clip-threshold 50", "no weights are clipped after a step: remove it"),
+        ("--moe-enable-routing-replay", "routing replay is not supported: remove it"),
+        (
+            "--cuda-graph-impl transformer_engine",
+            "micro-batches differ in size, so no CUDA graphs are captured: remove it",
+        ),
+        ("--num-distributed-optimizer-instances 2", "the parallel sizes alone determine the process groups: remove it"),
+        ("--cpu-offloading-num-layers 2", "set cpu_offloading and cpu_offloading_num_layers in megatron_args"),
+    ],
+)
+def test_a_flag_that_needs_megatrons_training_loop_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, advice: str
+) -> None:
+    code, said = checked(flags, tmp_path, capsys)
+    assert code == 2
+    assert f"{flags.split()[0]} has no counterpart: {advice}" in said
+
+
+def test_a_field_that_needs_megatrons_training_loop_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "learner.megatron_args.decoupled_lr=1e-5 learner.megatron_args.log_num_zeros_in_grad=true"
+    code, said = checked(given, tmp_path, capsys)
+    assert code == 2
+    assert (
+        "megatron_args.decoupled_lr has no counterpart: all weights have one learning rate: set lr and min_lr" in said
+    )
+    assert "megatron_args.log_num_zeros_in_grad has no counterpart: Megatron-LM's own logs are not written" in said
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--initial-loss-scale 65536", "--log-num-zeros-in-grad", "--muon-momentum 0.9", "--flash-decode"),
+        *("--disable-tp-comm-bulk-dgrad", "--cross-entropy-loss-fusion", "--first-last-layers-bf16"),
+    ],
+)
+def test_a_flag_of_megatron_without_an_effect_here_is_noted_and_not_passed_on(flag: str) -> None:
+    flags = parsed(flag)
+    assert flag.split()[0] in flags.idle
+    assert not any("megatron_args" in name for name in values(flag))
 
 
 def test_keys_of_the_custom_configuration_set_what_flags_of_every_project_set(tmp_path: Path) -> None:
@@ -471,6 +538,11 @@ def test_fields_that_the_run_sets_are_fields_of_megatron() -> None:
     assert megatron_fields().keys() >= SET_BY_THE_RUN.keys()
 
 
+def test_fields_of_the_training_loop_are_fields_of_some_version_of_megatron() -> None:
+    tables = Path(megatron.__file__).parent.glob("*.json")
+    assert {name for table in tables for name in json.loads(table.read_text())["fields"]} >= OF_THE_TRAINING_LOOP.keys()
+
+
 def test_a_switch_of_megatron_takes_no_word() -> None:
     assert {flag.takes for flag in megatron_flags().values() if flag.value is not None} == {"nothing"}
 
@@ -552,6 +624,13 @@ def test_a_flag_of_miles_may_have_the_value_of_what_a_run_does(flag: str, kept: 
     for other in others:
         [sentence] = problems(f"{flag} {other}")
         assert "is not supported: " in sentence
+
+
+def test_flags_of_miles_for_several_adapters_point_to_the_setting() -> None:
+    [several] = problems("--multi-lora-n-adapters 2")
+    assert several.endswith("is not supported: set adapters, which names the adapters of a run, and remove the flag")
+    [one] = problems("--multi-lora-adapter math math.yaml")
+    assert one.endswith("has no counterpart: set adapters, and the data sets of each adapter")
 
 
 def test_a_flag_of_miles_that_needs_another_flag_has_no_effect_alone() -> None:

@@ -138,9 +138,9 @@ def test_a_custom_loss_needs_its_function() -> None:
 
 
 def test_a_correction_by_path_counts_as_one() -> None:
-    [sentence] = said(
-        policy_objective="dppo", off_policy_correction="none", custom_tis_function_path="losses_of_users.truncated"
-    )
+    given = {"off_policy_correction": "none", "custom_tis_function_path": "losses_of_users.truncated"}
+    assert said(policy_objective="dppo", **given) == []
+    [sentence] = said(policy_objective="dppo", get_mismatch_metrics=True, **given)
     assert "so custom_tis_function_path would apply the correction twice: unset custom_tis_function_path" in sentence
 
 

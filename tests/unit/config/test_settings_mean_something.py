@@ -265,7 +265,11 @@ WHERE_UNUSED: dict[str, dict[str, Any]] = {
     "eps_clip_c": {"policy_objective": "sapo"},
     "count_removed_samples": {"loss_aggregation": "token_mean"},
     "rewards_normalization": {"advantage_estimator": "reinforce_plus_plus"},
-    "rejection_level rejection_veto": {"custom_tis_function_path": "losses_of_users.truncated"},
+    "rejection_level rejection_veto": {
+        "custom_tis_function_path": "losses_of_users.truncated",
+        "off_policy_correction": "tis",
+    },
+    "custom_tis_function_path": {"off_policy_correction": "none"},
     "rejection_level rejection_veto get_mismatch_metrics": {"use_rollout_logprobs": True},
     "off_policy_correction": {"use_rollout_logprobs": True},
     "tis_clip tis_clip_low": {"off_policy_correction": "none"},

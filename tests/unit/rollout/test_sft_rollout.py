@@ -67,6 +67,14 @@ def test_only_assistant_tokens_and_the_end_of_each_turn_are_trained() -> None:
     assert marks == "        11         111111"
 
 
+@pytest.mark.parametrize("turn, trained", [(1, "                   111111"), (3, "        11")])
+def test_an_assistant_turn_with_step_loss_mask_0_is_context_only(turn: int, trained: str) -> None:
+    chat = [{**message, "step_loss_mask": int(number != turn)} for number, message in enumerate(CHAT)]
+    text, marks = filled(Sample(metadata={"messages": chat}))
+    assert text.startswith("<1+1?$/>2$")
+    assert marks == trained
+
+
 def test_a_prompt_that_is_a_list_of_messages_is_an_sft_example_too() -> None:
     assert filled(Sample(prompt=CHAT[:2])) == ("<1+1?$/>2$", "        11")
 
@@ -82,7 +90,7 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
         fill_example(Sample(metadata={"messages": CHAT}), Forgetful(), version=0)
 
 
-@pytest.mark.parametrize("prompt", [CHAT[:1], "1+1="])
+@pytest.mark.parametrize("prompt", [CHAT[:1], "1+1=", [CHAT[0], {**CHAT[1], "step_loss_mask": 0}]])
 def test_an_sft_example_without_an_answer_is_reported(prompt: Prompt) -> None:
     with pytest.raises(UserError, match="sample 3: its example has no text to train on"):
         fill_example(Sample(index=3, prompt=prompt), Template(), version=0)

@@ -164,7 +164,10 @@ def test_supervised_examples_that_do_not_fit_are_said(tmp_path: Path) -> None:
 def test_a_supervised_example_without_an_answer_is_refused(tmp_path: Path) -> None:
     asks = {"prompt": [{"role": "user", "content": "one"}]}
     [refusal] = refusals(supervised(tmp_path, [conversation("one"), asks]))
-    assert refusal.endswith("no text to train on: add an assistant turn, or set label_key to the key of the answer")
+    assert refusal.endswith(
+        "no text to train on: add an assistant turn that step_loss_mask does not exclude, or set label_key to the key "
+        "of the answer"
+    )
 
 
 def test_with_a_generate_function_the_prompt_of_the_first_turn_counts(tmp_path: Path) -> None:

@@ -37,7 +37,14 @@ class PreStepValues:
     returns: Sequence[Tensor] = ()
     """What the critic learns to predict; empty if there is no critic."""
     masks: Sequence[Tensor] | None = None
-    """Factors of the loss of each token, from a function of the user; None without one."""
+    """Factors of the loss weight of each token, from a function of the user; None without one. 0 takes the token
+    out."""
+    tokens_left: int | None = None
+    """Trained tokens of the step over all ranks that the masks leave; None without masks."""
+
+    def left(self, number: int) -> Tensor | slice:
+        """Which of the trained tokens of a micro-batch the masks leave."""
+        return slice(None) if self.masks is None else self.masks[number].nonzero()[:, 0]
 
 
 def reward_penalties(old: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm) -> list[Tensor]:
@@ -73,7 +80,11 @@ def postprocessed(
     algorithm: Algorithm,
     device: torch.device,
 ) -> list[PreStepValues]:
-    """`values` of each step with the advantages and masks that a function of the user leaves."""
+    """`values` of each step with the advantages and masks that a function of the user leaves.
+
+    As in slime, the mean over tokens is that of the tokens that are left, and the mean of a sample is divided by all of
+    its trained tokens.
+    """
     batch = _samples(steps, values, algorithm, device)
     before = [
         one
@@ -84,7 +95,14 @@ def postprocessed(
     results = []
     for step, of_step in zip(steps, values, strict=True):
         pairs = [next(changed) for _ in step.micro_batches]
-        results.append(replace(of_step, advantages=[one for one, _ in pairs], masks=[one for _, one in pairs]))
+        masks = [mask for _, mask in pairs]
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        [count] = _sum_over_ranks(sum((mask.count_nonzero() for mask in masks), none))
+        left = max(int(count), 1)
+        if not functions.per_token:
+            # The loss is divided by the tokens that are left, and these weights by all of them.
+            masks = [mask * left / step.total_tokens for mask in masks]
+        results.append(replace(of_step, advantages=[one for one, _ in pairs], masks=masks, tokens_left=left))
     return results
 
 

@@ -294,7 +294,7 @@ class MegatronLearner:
         for number, logprobs in enumerate(self._logprobs(self._model, step)):
             columns = self._token_columns(step.micro_batches[number], logprobs, values, number)
             advantages = penalized_advantages(columns, self._loss)
-            rows.append((logprobs, columns.old_logprobs, columns.rollout_log_probs, advantages))
+            rows.append((logprobs[values.left(number)], columns.old_logprobs, columns.rollout_log_probs, advantages))
         names = ("logprobs", "old_logprobs", "rollout_log_probs", "advantages")
         gathered = (gather_over_data_parallel(torch.cat(column)) for column in zip(*rows, strict=True))
         with errors_of(objective, "prepare a step"):
@@ -316,6 +316,7 @@ class MegatronLearner:
         `hook` is called when the gradients are zero.
         """
         prepared = self._prepare_step(step, values)
+        total = step.total_tokens if values.tokens_left is None else values.tokens_left
         clear_gradients(self._model)
         hook()
 
@@ -323,21 +324,22 @@ class MegatronLearner:
             value, sums = policy(number, model_input, outputs[0])
             if len(outputs) == 1:
                 return value, sums
-            mask = None if values.masks is None else values.masks[number]
-            of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask, step.total_tokens)
+            mask = None if values.masks is None else values.masks[number] != 0
+            of_heads = inference.head_loss(self._model, model_input, outputs[1:], mask, total)
             value = value + self._settings.mtp_loss_scaling_factor * of_heads["mtp_loss"]
             detached = {name: one.detach() for name, one in of_heads.items()}
             return value, replace(sums, metrics={**sums.metrics, **detached})
 
         def policy(number: int, model_input: ModelInput, output: Tensor) -> tuple[Tensor, TokenSums]:
-            total = step.total_tokens
             of_logits = self._functions.loss is not None and self._functions.loss.takes_logits
             with torch.set_grad_enabled(not of_logits):
                 logprobs, entropy = inference.target_logprobs(self._model, model_input, output, self._temperature)
             if self._settings.loss_type == "sft_loss":
-                return sft_loss(logprobs, entropy, total_tokens=total)
-            columns = self._token_columns(model_input.batch, logprobs, values, number)
-            functions = self._functions_of(step, model_input.batch, columns)
+                weights = to_device(model_input.batch.loss_weights, self._device)
+                return sft_loss(logprobs, entropy, weights, total_tokens=total)
+            columns, left = self._token_columns(model_input.batch, logprobs, values, number), values.left(number)
+            logprobs, entropy = logprobs[left], entropy[left]
+            functions = self._functions_of(model_input.batch, columns, left, total, step.trajectories)
             if functions is not None and self._functions.loss is not None:
                 if of_logits:
                     logits = inference.whole_logits(self._model, model_input, output, functions.layout.rows)
@@ -363,13 +365,18 @@ class MegatronLearner:
         metrics = self._further_metrics(parts)
         return broadcast_from_last_stage(sums), broadcast_from_last_stage(maximum), metrics
 
-    def _functions_of(self, step: TrainStep, batch: PackedBatch, columns: TokenColumns) -> FunctionsOfMicroBatch | None:
-        """The functions that compute a part of the loss of this micro-batch; None if there are none."""
+    def _functions_of(
+        self, batch: PackedBatch, columns: TokenColumns, left: Tensor | slice, tokens: int, trajectories: int
+    ) -> FunctionsOfMicroBatch | None:
+        """The functions that compute a part of the loss of this micro-batch; None if there are none.
+
+        `left` are the trained tokens that have entries in `columns`; the step has `tokens` of them in all.
+        """
         if not self._functions.compute_loss:
             return None
-        layout = SampleLayout(batch, self._device)
+        layout = SampleLayout(batch, self._device, left)
         columns = replace(columns, advantages=penalized_advantages(columns, self._loss))
-        return FunctionsOfMicroBatch(self._functions, layout, columns, step.total_tokens, step.trajectories)
+        return FunctionsOfMicroBatch(self._functions, layout, columns, tokens, trajectories)
 
     def _further_metrics(self, parts: Sequence[TokenSums]) -> Mapping[str, float]:
         """`TokenSums.metrics` over all micro-batches and ranks."""
@@ -399,13 +406,16 @@ class MegatronLearner:
         return np.array(ages, np.int64)[np.searchsorted(known, versions)]
 
     def _token_columns(self, batch: PackedBatch, logprobs: Tensor, values: PreStepValues, number: int) -> TokenColumns:
-        """Inputs of the policy loss for micro-batch `number`; `logprobs` [m] are from its forward pass."""
+        """Inputs of the policy loss for micro-batch `number`, of the trained tokens that masks leave.
+
+        `logprobs` are those of all trained tokens, from the micro-batch's forward pass.
+        """
 
         def on_device(column: NDArray[Any]) -> Tensor:
             return to_device(column, self._device)
 
         weights = on_device(batch.loss_weights)
-        return TokenColumns(
+        columns = TokenColumns(
             old_logprobs=logprobs if values.old_logprobs is None else values.old_logprobs[number],
             rollout_log_probs=on_device(batch.columns["rollout_log_probs"]),
             advantages=on_device(batch.advantages) if values.advantages is None else values.advantages[number],
@@ -416,6 +426,7 @@ class MegatronLearner:
             reference_logprobs=None if values.reference is None else values.reference[number],
             columns={name: on_device(entries) for name, entries in batch.of_plugins.items()},
         )
+        return columns.take(values.left(number))
 
     def _logprobs(self, model: MegatronModel, step: TrainStep) -> list[Tensor]:
         """[m] log-probabilities of each micro-batch under the current weights of a model."""
