@@ -73,13 +73,6 @@ def test_a_returned_group_is_saved_without_its_generated_tokens() -> None:
     assert (restored.index, restored.tokens, restored.response, restored.spans) == (GROUPS, [0, 1, 2], "", [])
 
 
-def test_the_returned_groups_in_a_checkpoint_of_an_earlier_version_come_first() -> None:
-    progress, feed = progress_with_owed_groups(), Feed()
-    progress["data"]["buffer"] = [generated_group(GROUPS).prompt_dict()]
-    resume(progress, feed, DirectJournal(Trace()))
-    assert [group[0].index for group in feed.get_samples(GROUPS + 1)] == [GROUPS, *range(GROUPS)]
-
-
 def test_a_group_in_the_progress_keeps_prompt_attempts_and_metadata() -> None:
     feed = Feed()
     resume(json.loads(json.dumps(progress_with_owed_groups())), feed, DirectJournal(Trace()))

@@ -76,13 +76,6 @@ def test_metadata_is_part_of_the_saved_position(data: BufferedSource) -> None:
     assert mine.get_metadata() == {"difficulty": 3, "seen": [4, 5]}
 
 
-def test_a_position_of_an_earlier_version_has_no_metadata(data: BufferedSource) -> None:
-    position = data.position()
-    del position["metadata"]
-    data.seek(position)
-    assert data.metadata == {}
-
-
 def test_a_worker_gets_prompts_again_when_it_has_returned_some(data: BufferedSource) -> None:
     mine = source(data, held_limit=3, keeps_groups=True)
     held = mine.get_samples(2)

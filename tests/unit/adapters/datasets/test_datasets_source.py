@@ -292,13 +292,6 @@ def test_a_saved_position_of_another_slice_of_the_same_length_is_refused(rows: s
         open_rows(f"{rows}@[1:4]").seek(state)
 
 
-def test_a_position_that_an_earlier_version_saved_is_accepted(rows: str) -> None:
-    state = open_rows(rows).position()
-    state["order"] = {"rows": 6, "shuffle": False, "seed": 42}
-    open_rows(rows).seek(state)
-
-
-@pytest.fixture
 def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "my_buffer.py").write_text(SEED_FILTERS)
     monkeypatch.syspath_prepend(str(tmp_path))
