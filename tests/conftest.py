@@ -18,7 +18,7 @@ from tests.waiting import START_SECONDS
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
-REAL = (TESTS / "run", TESTS / "stack")
+REAL = (TESTS / "bridge", TESTS / "run", TESTS / "stack")
 """The tiers whose tests start engines, learners or whole runs."""
 REAL_TIMEOUT_SECONDS = 4 * START_SECONDS
 """Ends such a test if it hangs. The test's own limits are shorter and name what did not happen."""

@@ -119,13 +119,14 @@ class RunMonitor:
             f"no progress for {idle_seconds:.0f}s (--no-progress-abort-seconds; see the line `stall` in the log): "
             f"{producer.queued} groups queued, {self.generator.requests.in_flight} requests in flight, "
             f"{producer.attempts.rewarding} groups waiting for rewards, trainer version {run_state.trainer_version}, "
-            f"live version {run_state.live_version}; dropped: {dropped}{self._taken_sentence()}"
+            f"live version {run_state.live_version}; dropped: {dropped}{self._waits_sentence()}"
         )
 
-    def _taken_sentence(self) -> str:
-        """Names the rollout function if it holds prompts, because it may be what the run waits for."""
+    def _waits_sentence(self) -> str:
+        """Names what the run may be waiting for beside its groups."""
         taken = len(self.held.taken)
-        return f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
+        holds = f"; the rollout function holds {taken} prompts that it has not returned" if taken else ""
+        return holds + ("; an evaluation runs" if self.run_state.evaluates else "")
 
     def _pulse(self, idle_seconds: float) -> Pulse:
         run_state, producer = self.run_state, self.producer

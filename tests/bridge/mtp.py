@@ -119,4 +119,4 @@ def reference_of_head(
     for name, one in tensors_of(scratch / "gradient").items():
         if name.startswith(further):
             gradient[name_in_checkpoint(family, f"layer.{name.removeprefix(further)}", layers)] = one
-    return float(total), gradient
+    return float(total.detach()), gradient
