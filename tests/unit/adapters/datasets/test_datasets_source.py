@@ -292,6 +292,7 @@ def test_a_saved_position_of_another_slice_of_the_same_length_is_refused(rows: s
         open_rows(f"{rows}@[1:4]").seek(state)
 
 
+@pytest.fixture
 def filters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "my_buffer.py").write_text(SEED_FILTERS)
     monkeypatch.syspath_prepend(str(tmp_path))
