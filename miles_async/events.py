@@ -569,7 +569,7 @@ class Pulse(Event, frozen=True, kw_only=True):
     trainer_version: int
     live_version: int
     idle_seconds: float
-    """Seconds since the last progress; 0 while an evaluation runs."""
+    """Seconds since the last progress. An evaluation that runs is progress for a limited time (`run_state.py`)."""
     warn_seconds: float
     """Seconds without progress after which a warning follows."""
     slow_group_seconds: float = 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from miles_async.errors import UserError
@@ -25,12 +26,19 @@ def is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-async def call_plain_or_async(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a user's function, and await its result if it is awaitable. A plain function runs in a thread, because it
-    may block."""
+async def call_plain_or_async(
+    function: Callable[..., Any],
+    *arguments: Any,
+    in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+    **keywords: Any,
+) -> Any:
+    """Call a user's function, and await its result if it is awaitable.
+
+    `in_thread` calls a plain function in a thread, because the function may block.
+    """
     if is_async(function):
         return await function(*arguments, **keywords)
-    result = await asyncio.to_thread(function, *arguments, **keywords)
+    result = await in_thread(partial(function, *arguments, **keywords))
     return await result if inspect.isawaitable(result) else result
 
 

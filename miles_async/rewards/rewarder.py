@@ -209,6 +209,7 @@ class Rewarder:
         if isinstance(self.function, GraderPool):
             return await self.function.grade(shown)
         if self._is_async:
+            # If this is cancelled, `gather` waits for the calls: none may write into samples that are generated again.
             return await asyncio.gather(*map(self._await, shown))
         results: list[Any] = []
         while len(results) < len(shown):

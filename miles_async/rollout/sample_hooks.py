@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from miles_async.adapters.sglang.generator import SamplingParams, SGLangGenerator
@@ -21,7 +19,7 @@ from miles_async.rollout.generate import FunctionGenerator
 from miles_async.sample_schema import accept_values, check_columns, keep_origins
 from miles_async.time_limit import TimeLimit
 from miles_async.types import Group, Sample
-from miles_async.user_code import USER_CODE_ERRORS, is_async, is_cancellation
+from miles_async.user_code import USER_CODE_ERRORS, call_plain_or_async, is_cancellation
 
 SETTING = "rollout_sample_hook_path"
 
@@ -99,7 +97,8 @@ class HookedGenerator:
     async def _call(self, path: str, hook: Callable[..., Any], hooked: Sample, sample: Sample) -> Any:
         limit = TimeLimit(self._timeout_seconds)
         try:
-            return await limit.run(self._result(hook, hooked))
+            # The threads of `asyncio` would keep the process alive if a plain hook never returned.
+            return await limit.run(call_plain_or_async(hook, self._args, hooked, in_thread=self._threads.run))
         except USER_CODE_ERRORS as error:
             if is_cancellation(error):
                 raise
@@ -109,10 +108,3 @@ class HookedGenerator:
             cause = late if limit.expired() else f"raised {shown(error)}"
             kind = InfrastructureError if is_infrastructure(error) else TrajectoryError
             raise kind(f"sample {sample.index}: {SETTING} {path} {cause}", [sample]) from error
-
-    async def _result(self, hook: Callable[..., Any], hooked: Sample) -> Any:
-        if is_async(hook):
-            return await hook(self._args, hooked)
-        # A plain hook may block, perhaps for ever.
-        result = await self._threads.run(partial(hook, self._args, hooked))
-        return await result if inspect.isawaitable(result) else result

@@ -62,6 +62,7 @@ class MetricsRecorder(Collector):
         registry.register(self)
         self._declare_run()
         self._declare_groups()
+        self._declare_staleness()
         self._declare_learner()
         self._declare_weights_and_engines()
 
@@ -201,6 +202,9 @@ class MetricsRecorder(Collector):
             "Samples that were truncated at the response limit. Worry if more than a fifth of `generated_samples` are: "
             "raise --rollout-max-response-len, or teach shorter answers.",
         )
+
+    def _declare_staleness(self) -> None:
+        counter, histogram = self._counter, self._histogram
         self._staleness_versions = histogram(
             "staleness_versions",
             "Staleness in versions of groups when they were queued, trained or recycled.",

@@ -96,12 +96,12 @@ class BridgeSource(ModelSource):
             self._bridge = self._auto._model_bridge
             self.config = self._auto.to_megatron_provider(load_weights=False)
             self._change_config(settings, fuses=fuses)
+            of_checkpoint = self._auto.hf_pretrained.config.to_dict()
             # transformers may count the layers of a hybrid model in another way.
-            of_checkpoint = self._auto.hf_pretrained.config.to_dict() | {"num_hidden_layers": self.config.num_layers}
-            self.shape = ModelPlugin().shape(of_checkpoint)
+            self.shape = ModelPlugin().shape(of_checkpoint | {"num_hidden_layers": self.config.num_layers})
         except _REFUSALS as error:
             raise self._refusal(error) from error
-        self._further = layers_of_heads(self._auto.hf_pretrained.config.to_dict())
+        self._further = layers_of_heads(of_checkpoint)
         if settings.enable_mtp_training and not any(map(self.is_of_heads, self._names)):
             raise UserError(
                 f"{self._path} has no MTP heads, which enable_mtp_training would train: unset it, or use a checkpoint "
